@@ -1,0 +1,1 @@
+"""paceline: data-parallel training for PyTorch."""

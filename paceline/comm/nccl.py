@@ -1,0 +1,50 @@
+"""NCCL's own collectives, for ranks that hold a GPU each."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.plan import Traffic, traffic
+
+
+class NcclTransport:
+    """Calls the vendor's collectives on the current CUDA stream.
+
+    NCCL does not tell which algorithm it ran, so the traffic it reports is the ring's, which for large buffers
+    is also its choice.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Uses `group`, which spans every rank and serves this transport alone."""
+        self.name = "nccl"
+        self._group = group
+        self._device = device
+        self._rank = dist.get_rank(group)
+        self._world_size = dist.get_world_size(group)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat buffer on this rank's GPU."""
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def run(self, collective: str, buffer: Tensor, label: str, scale: float = 1.0) -> Traffic:
+        """Enqueues one collective on the current stream; see `Transport.run`."""
+        if collective == "all_reduce":
+            mean = scale == 1 / self._world_size != 1.0
+            dist.all_reduce(buffer, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group=self._group)
+            if scale != 1.0 and not mean:
+                buffer.mul_(scale)
+        elif collective == "reduce":
+            dist.reduce(buffer, group_dst=0, group=self._group)
+            if scale != 1.0 and self._rank == 0:
+                buffer.mul_(scale)
+        elif collective in ("broadcast", "tree_broadcast"):
+            dist.broadcast(buffer, group_src=0, group=self._group)
+        else:
+            raise ValueError(f"{collective} of {label}: not a collective that NCCL is asked for")
+        sent, received = traffic(collective, self._rank, self._world_size, buffer.numel())
+        return Traffic(sent * buffer.itemsize, received * buffer.itemsize)
+
+    def close(self) -> None:
+        """Nothing to release: the process group ends with the job."""

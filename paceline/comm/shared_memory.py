@@ -1,0 +1,245 @@
+"""Plans over memory that ranks of one host share: no copy in or out, sums read the peers' buffers in place.
+
+Buffers are anonymous (`memfd_create`) and their descriptors travel over Unix sockets, so nothing has a name
+that a stranger could open or that a killed process could leave behind, and the size of /dev/shm does not
+matter. The same sockets are the doorbells: a peer that dies closes its end, and the wait for it ends at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.plan import PLANS, Round, Traffic
+from paceline.comm.transport import CHUNK, CommunicationError, accumulation_dtype, sum_in_order
+
+_BELL = struct.Struct("<IH58s")
+_DONE = 0xFFFF
+_STAGING_BYTES = 8 << 20
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """One buffer of every rank, mapped into this process."""
+
+    start: int
+    stop: int
+    tensors: tuple[Tensor, ...]
+
+
+class SharedMemoryTransport:
+    """Executes plans by reading the peers' buffers directly."""
+
+    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
+        """Takes over connected sockets, one to each other rank (see `connect`).
+
+        Args:
+            rank: This rank.
+            sockets: By peer rank.
+            timeout: Seconds after which a silent peer is given up.
+        """
+        self.name = "shared memory"
+        self._rank = rank
+        self._world_size = len(sockets) + 1
+        self._sockets = sockets
+        self._timeout = timeout
+        for connection in sockets.values():
+            connection.settimeout(timeout)
+        self._regions: list[_Region] = []
+        self._staging: dict[torch.dtype, Tensor] = {}
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._sequence = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat buffer that every rank of the host can read. A collective call."""
+        size = max(numel * dtype.itemsize, 1)
+        descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, size)
+        # A peer that shrank the file would turn our next read into a SIGBUS.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        for connection in self._sockets.values():
+            socket.send_fds(connection, [b"m"], [descriptor])
+        tensors = []
+        for peer in range(self._world_size):
+            theirs = descriptor if peer == self._rank else self._receive_descriptor(peer)
+            tensors.append(torch.frombuffer(mmap.mmap(theirs, size), dtype=dtype, count=numel) if numel else
+                           torch.empty(0, dtype=dtype))
+            os.close(theirs)
+        own = tensors[self._rank]
+        self._regions.append(_Region(own.data_ptr(), own.data_ptr() + numel * dtype.itemsize, tuple(tensors)))
+        return own
+
+    def run(self, collective: str, buffer: Tensor, label: str, scale: float = 1.0) -> Traffic:
+        """Runs one collective in place; see `Transport.run`."""
+        views = self._views(buffer)
+        if views is not None:
+            return self._execute(collective, views, label, scale)
+        staging = self._staging.get(buffer.dtype)
+        if staging is None:
+            staging = self.allocate(_STAGING_BYTES // buffer.itemsize, buffer.dtype)
+            self._staging[buffer.dtype] = staging
+        sent = received = 0
+        for piece in buffer.split(staging.numel()):
+            staged = staging[: piece.numel()]
+            staged.copy_(piece)
+            views = self._views(staged)
+            assert views is not None
+            traffic = self._execute(collective, views, label, scale)
+            piece.copy_(staged)
+            sent, received = sent + traffic.sent, received + traffic.received
+        return Traffic(sent, received)
+
+    def close(self) -> None:
+        """Closes the sockets; a peer still waiting for this rank is told so by that."""
+        for connection in self._sockets.values():
+            connection.close()
+
+    def _execute(self, collective: str, views: list[Tensor], label: str, scale: float) -> Traffic:
+        own = views[self._rank]
+        rounds = PLANS[collective](self._rank, self._world_size, own.numel())
+        self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+        call = f"{collective} {label} {own.numel()} {str(own.dtype).removeprefix('torch.')}"
+        readers: set[int] = set()
+        sources: set[int] = set()
+        sent = received = 0
+        for number, turn in enumerate(rounds):
+            for part in turn.sends:
+                self._ring(part.peer, number, call)
+                readers.add(part.peer)
+                sent += part.stop - part.start
+            for part in turn.receives:
+                self._await(part.peer, number, call)
+                sources.add(part.peer)
+                received += part.stop - part.start
+            self._combine(turn, views, scale)
+        # Nobody may write to a buffer that a peer still reads.
+        for peer in sources:
+            self._ring(peer, _DONE, call)
+        for peer in readers:
+            self._await(peer, _DONE, call)
+        return Traffic(sent * own.itemsize, received * own.itemsize)
+
+    def _combine(self, turn: Round, views: list[Tensor], scale: float) -> None:
+        own = views[self._rank]
+        if turn.combine == "replace":
+            for peer, start, stop in turn.receives:
+                own[start:stop].copy_(views[peer][start:stop])
+        elif turn.receives:
+            _, start, stop = turn.receives[0]
+            ranks = sorted([self._rank, *(part.peer for part in turn.receives)])
+            parts = [views[rank][start:stop] for rank in ranks]
+            scratch = self._scratch.get(own.dtype)
+            if scratch is None:
+                scratch = torch.empty(CHUNK, dtype=accumulation_dtype(own.dtype))
+                self._scratch[own.dtype] = scratch
+            sum_in_order(own[start:stop], parts, scratch, scale if turn.complete else 1.0)
+
+    def _views(self, buffer: Tensor) -> list[Tensor] | None:
+        """The same range of every rank's buffer, or None where `buffer` is not in shared memory."""
+        address = buffer.data_ptr()
+        for region in self._regions:
+            if region.start <= address < region.stop:
+                first = (address - region.start) // buffer.itemsize
+                return [tensor[first : first + buffer.numel()] for tensor in region.tensors]
+        return None
+
+    def _ring(self, peer: int, number: int, call: str) -> None:
+        try:
+            self._sockets[peer].sendall(_BELL.pack(self._sequence, number, call.encode()[:58]))
+        except TimeoutError as error:
+            raise self._silent(peer, call) from error
+        except OSError as error:
+            raise self._gone(peer, call) from error
+
+    def _await(self, peer: int, number: int, call: str) -> None:
+        message = self._receive(peer, _BELL.size, call)
+        sequence, theirs, label = _BELL.unpack(message)
+        if (sequence, theirs, label.rstrip(b"\0")) != (self._sequence, number, call.encode()[:58]):
+            raise CommunicationError(
+                f"ranks disagree on what to communicate: rank {self._rank} is in call {self._sequence}, {call}; "
+                f"rank {peer} is in call {sequence}, {label.rstrip(bytes(1)).decode(errors='replace')}. Every rank "
+                "must run the same model with the same strategy and the same number of micro-batches"
+            )
+
+    def _receive(self, peer: int, size: int, call: str) -> bytes:
+        message = b""
+        while len(message) < size:
+            try:
+                piece = self._sockets[peer].recv(size - len(message))
+            except TimeoutError as error:
+                raise self._silent(peer, call) from error
+            except OSError as error:
+                raise self._gone(peer, call) from error
+            if not piece:
+                raise self._gone(peer, call)
+            message += piece
+        return message
+
+    def _receive_descriptor(self, peer: int) -> int:
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._sockets[peer], 1, 1)
+        except OSError as error:
+            raise self._gone(peer, "allocate") from error
+        if not descriptors:
+            raise self._gone(peer, "allocate")
+        return descriptors[0]
+
+    def _gone(self, peer: int, call: str) -> CommunicationError:
+        return CommunicationError(f"rank {peer} is gone: rank {self._rank} waited for it in {call}")
+
+    def _silent(self, peer: int, call: str) -> CommunicationError:
+        return CommunicationError(
+            f"rank {peer} did not answer within {self._timeout:g} s: rank {self._rank} waited for it in {call}"
+        )
+
+
+def connect(
+    rank: int, world_size: int, exchange: Callable[[Any], list[Any]], timeout: float
+) -> dict[int, socket.socket]:
+    """Connects every pair of ranks of this host by a Unix socket.
+
+    Addresses are abstract (no file) and unguessable, and only processes of the same user are let in.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks, all on this host.
+        exchange: Gathers one JSON value from every rank, in rank order.
+        timeout: Seconds to wait for a peer.
+
+    Raises:
+        OSError: A peer cannot be reached (for example in another network namespace).
+    """
+    address = f"\0paceline-{secrets.token_hex(16)}"
+    sockets: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen(world_size)
+        listener.settimeout(timeout)
+        addresses = exchange(address)
+        for peer in range(rank):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(timeout)
+            connection.connect(addresses[peer])
+            connection.sendall(struct.pack("<I", rank))
+            sockets[peer] = connection
+        while len(sockets) < world_size - 1:
+            connection, _ = listener.accept()
+            connection.settimeout(timeout)
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            if struct.unpack("iII", credentials)[1] != os.getuid():
+                connection.close()
+                continue
+            (peer,) = struct.unpack("<I", connection.recv(4, socket.MSG_WAITALL))
+            sockets[peer] = connection
+    return dict(sorted(sockets.items()))

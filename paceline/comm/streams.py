@@ -1,0 +1,161 @@
+"""Streams on which collectives run beside computing, in the order in which they were submitted."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from paceline.comm.plan import Traffic
+from paceline.comm.transport import CommunicationError
+
+Mark = Any
+"""A point in time: seconds on the host (CPU), or a recorded CUDA event (GPU)."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A submitted collective."""
+
+    label: str
+    start: Mark = None
+    end: Mark = None
+    traffic: Traffic = Traffic(0, 0)
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class CommStream(Protocol):
+    """Runs collectives one after another, concurrently with the caller."""
+
+    def submit(self, work: Callable[[], Traffic], label: str) -> Pending:
+        """Enqueues `work`, which starts when all submitted before it has finished."""
+        ...
+
+    def wait(self, pending: Pending) -> None:
+        """Makes what the caller computes next wait for a collective.
+
+        Raises:
+            CommunicationError: The collective, or one before it, failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the stream."""
+        ...
+
+
+class ThreadStream:
+    """A CPU stream: one thread that executes collectives in order.
+
+    A thread, not asynchronous calls: a collective of several rounds moves on while backward runs, and its
+    start and end are known.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Starts the thread."""
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Traffic], Pending] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"paceline {name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], Traffic], label: str) -> Pending:
+        """Hands `work` to the thread."""
+        pending = Pending(label)
+        self._queue.put((work, pending))
+        return pending
+
+    def wait(self, pending: Pending) -> None:
+        """Blocks until a collective is complete; see `CommStream.wait`."""
+        pending.done.wait()
+        if pending.error is not None:
+            if isinstance(pending.error, CommunicationError):
+                raise CommunicationError(str(pending.error)) from pending.error
+            raise pending.error
+
+    def close(self) -> None:
+        """Lets the thread finish what was submitted, then end."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, pending = item
+            pending.start = time.perf_counter()
+            try:
+                if self._failure is not None:
+                    # The ranks no longer agree on what comes next; going on would mix data.
+                    raise self._failure
+                pending.traffic = work()
+            except BaseException as error:  # handed to the waiting thread
+                self._failure = pending.error = error
+            pending.end = time.perf_counter()
+            pending.done.set()
+
+
+class CudaStream:
+    """A GPU stream: collectives are enqueued behind what has been computed so far; the host never waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Creates a CUDA stream of high priority on `device`, so that collectives are not queued behind kernels."""
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def submit(self, work: Callable[[], Traffic], label: str) -> Pending:
+        """Enqueues `work` behind everything on the current stream."""
+        pending = Pending(label)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            pending.start = _record()
+            pending.traffic = work()
+            pending.end = _record()
+        return pending
+
+    def wait(self, pending: Pending) -> None:
+        """Lets the current stream, not the host, wait."""
+        torch.cuda.current_stream().wait_event(pending.end)
+
+    def close(self) -> None:
+        """Waits until the GPU has finished what was submitted."""
+        self._stream.synchronize()
+
+
+def _record() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class HostClock:
+    """Marks are seconds of the host's monotonic clock."""
+
+    def now(self) -> Mark:
+        """A mark."""
+        return time.perf_counter()
+
+    def seconds(self, mark: Mark) -> float:
+        """The time of a mark, in seconds."""
+        return float(mark)
+
+
+class CudaClock:
+    """Marks are CUDA events, turned into host seconds when they are read, long after the step."""
+
+    def __init__(self) -> None:
+        """Ties the GPU's time to the host's once, which takes one synchronisation."""
+        self._anchor = _record()
+        self._anchor.synchronize()
+        self._anchor_seconds = time.perf_counter()
+
+    def now(self) -> Mark:
+        """A mark on the current stream."""
+        return _record()
+
+    def seconds(self, mark: Mark) -> float:
+        """The time of a mark, in seconds; waits until the GPU has reached it."""
+        mark.synchronize()
+        return self._anchor_seconds + self._anchor.elapsed_time(mark) / 1e3

@@ -1,0 +1,217 @@
+"""The job this process belongs to: ranks, hosts, devices, and the small messages between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.nccl import NcclTransport
+from paceline.comm.point_to_point import PointToPointTransport
+from paceline.comm.shared_memory import SharedMemoryTransport, connect
+from paceline.comm.streams import CommStream, CudaClock, CudaStream, HostClock, ThreadStream
+from paceline.comm.transport import Transport
+from paceline.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the job."""
+
+    rank: int = 0
+    """Number among all processes; not stable across restarts."""
+    world_size: int = 1
+    local_rank: int = 0
+    """Number among the processes of this host: which of its devices this rank uses."""
+    local_world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    timeout: float = 600.0
+    """Seconds after which a silent peer is given up."""
+
+    @property
+    def backend(self) -> str:
+        """What moves tensors: "nccl" on GPUs, "gloo" on CPUs."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+
+_world: World | None = None
+
+
+def init(device: str | None = None, timeout: float = 600.0) -> World:
+    """Joins the job found in the environment, or is a job of one process.
+
+    Understood are paceline's own launcher, torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+    MASTER_PORT) and Slurm's. Calling it again returns the same world.
+
+    Args:
+        device: "cpu" or "cuda"; by default a GPU for each local rank where the host has enough, else the CPU.
+        timeout: Seconds after which a silent peer is given up.
+
+    Raises:
+        UserError: The variables contradict each other, the address cannot be bound, or a GPU is missing.
+    """
+    global _world
+    if _world is not None:
+        return _world
+    rank, world_size, local_rank, local_world_size, method = _from_environment(os.environ)
+    world = World(rank, world_size, local_rank, local_world_size, _device(device, local_rank, local_world_size), timeout)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if world_size > 1:
+        if method.startswith("file:"):
+            # All ranks are on this host; its name need not resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo",
+                init_method=method,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+                device_id=world.device if world.backend == "nccl" else None,
+            )
+        except dist.DistNetworkError as error:
+            raise UserError(
+                f"rank {rank} could not join the job at {method}: {str(error).splitlines()[0]}. If the port is in "
+                "use by another job, set MASTER_PORT to a free one on every rank (torchrun: --master-port)"
+            ) from error
+    _world = world
+    return world
+
+
+def current_world() -> World:
+    """The world that `init` joined; joins it if nobody has."""
+    return _world if _world is not None else init()
+
+
+def shutdown() -> None:
+    """Leaves the job. Safe to call twice."""
+    global _world
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _world = None
+
+
+def all_gather_json(value: Any) -> list[Any]:
+    """Every rank's JSON-ready `value`, in rank order. For small control data; JSON, so nothing is executed."""
+    world = current_world()
+    if world.world_size == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = torch.zeros(world.world_size, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([data.numel()]))
+    most = int(sizes.max())
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    gathered = torch.empty(most * world.world_size, dtype=torch.uint8)
+    dist.all_gather_into_tensor(gathered, padded)
+    rows = gathered.view(world.world_size, most)
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def barrier() -> None:
+    """Returns when every rank has called it."""
+    all_gather_json(None)
+
+
+def open_transport(world: World) -> Transport:
+    """A transport between all ranks, the fastest that the job's hosts and devices allow. A collective call."""
+    if world.backend == "nccl":
+        return NcclTransport(dist.new_group(backend="nccl"), world.device)
+    if len(set(all_gather_json(_host()))) == 1 and os.environ.get("PACELINE_TRANSPORT", "auto") != "gloo":
+        try:
+            sockets = connect(world.rank, world.world_size, all_gather_json, world.timeout)
+        except OSError:
+            sockets = {}
+        # One rank that cannot reach a peer (containers with a network each) decides for all.
+        if all(all_gather_json(bool(sockets))):
+            return SharedMemoryTransport(world.rank, sockets, world.timeout)
+        for connection in sockets.values():
+            connection.close()
+    return PointToPointTransport(dist.new_group(backend="gloo"))
+
+
+def open_stream(world: World, name: str) -> CommStream:
+    """A stream for collectives on this rank's device."""
+    return CudaStream(world.device) if world.backend == "nccl" else ThreadStream(name)
+
+
+def open_clock(world: World) -> HostClock | CudaClock:
+    """The clock of this rank's device."""
+    return CudaClock() if world.device.type == "cuda" else HostClock()
+
+
+def _host() -> str:
+    """Names this host, the same for all its containers."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _device(wanted: str | None, local_rank: int, local_world_size: int) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted is None:
+        wanted = "cuda" if count >= local_world_size else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted != "cuda":
+        raise UserError(f"device: expected cpu or cuda, got {wanted!r}")
+    if local_rank >= count:
+        raise UserError(
+            f"device: local rank {local_rank} needs a GPU of its own, but this host shows {count}; start at most "
+            f"{count} ranks on it or use the CPU"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _from_environment(env: Mapping[str, str]) -> tuple[int, int, int, int, str]:
+    """(rank, world size, local rank, local world size, rendezvous) from a launcher's variables."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+        local_rank = _number(env, "LOCAL_RANK", 0)
+        local_size = _number(env, "LOCAL_WORLD_SIZE", size if "PACELINE_RENDEZVOUS" in env else 1)
+        method = env.get("PACELINE_RENDEZVOUS", "env://")
+        if size > 1 and method == "env://" and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+            raise UserError(
+                f"WORLD_SIZE={size} but MASTER_ADDR and MASTER_PORT are not both set; start the job with torchrun, "
+                "with `paceline train --workers N`, or set them on every rank"
+            )
+    elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and "SLURM_STEP_NODELIST" in env:
+        rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
+        local_rank = _number(env, "SLURM_LOCALID", 0)
+        local_size = int(re.split(r"[(,]", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0])
+        # A port from the job's number, as several jobs may share a host.
+        port = env.get("MASTER_PORT", str(20000 + _number(env, "SLURM_JOB_ID", 0) % 20000))
+        address = env.get("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
+        method = f"tcp://{address}:{port}"
+    else:
+        return 0, 1, 0, 1, ""
+    if not 0 <= rank < size:
+        raise UserError(f"rank {rank} of {size}: expected 0 <= rank < world size; check RANK and WORLD_SIZE")
+    return rank, size, local_rank, local_size, method
+
+
+def first_host(nodes: str) -> str:
+    """First host of a Slurm node list: "gpu[03-05,9],x" gives "gpu03"."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return nodes.split(",")[0]
+    return head + re.split(r"[-,\]]", rest)[0]
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = env.get(name)
+    if value is None and default is not None:
+        return default
+    try:
+        return int(value or "")
+    except ValueError:
+        raise UserError(f"{name}: expected a whole number, got {value!r}") from None
