@@ -91,15 +91,23 @@ class Schedule:
 
     def micro_batch(self, index: int, synchronise: bool) -> tuple[Op, ...]:
         """Forward and backward of one micro-batch, with its collectives where it synchronises."""
-        ops = [Op("forward", unit, index, "compute") for unit in self.order]
+        return (*self.forward(index), *self.backward(index, synchronise))
+
+    def forward(self, index: int) -> tuple[Op, ...]:
+        """The forward half of a micro-batch."""
+        return tuple(Op("forward", unit, index, "compute") for unit in self.order)
+
+    def backward(self, index: int, synchronise: bool) -> tuple[Op, ...]:
+        """The backward half of a micro-batch, with its collectives where it synchronises."""
+        ops: list[Op] = []
         reduces = list(self.layout.buckets) if synchronise and self.world_size > 1 else []
         done: set[str] = set()
         for unit in reversed(self.order):
             ops.append(Op("backward", unit, index, "compute"))
             done.add(unit)
             while reduces and done.issuperset(self._waits_for(reduces[0])):
-                ops.append(self._reduce(reduces.pop(0), index))
-        ops += [self._reduce(bucket, index) for bucket in reduces]
+                ops.append(self.reduce(reduces.pop(0), index))
+        ops += [self.reduce(bucket, index) for bucket in reduces]
         if synchronise and self.world_size > 1:
             after = tuple(Key("backward", unit, index) for unit in reversed(self.order))
             ops.append(self._communicate("all_reduce", COUNTS, index, "counts", after, self.counts, 8))
@@ -109,7 +117,7 @@ class Schedule:
         """The optimizer's update after the synchronised micro-batch, and what follows it."""
         reduces: tuple[Key, ...] = ()
         if self.world_size > 1:
-            reduces = tuple(self._reduce(bucket, micro_batch).key for bucket in self.layout.buckets)
+            reduces = tuple(self.reduce(bucket, micro_batch).key for bucket in self.layout.buckets)
             reduces += (Key("all_reduce", COUNTS, micro_batch),)
         ops = [Op("update", "optimizer", micro_batch, "compute", reduces)]
         if self.world_size > 1 and self.strategy.collective == "parameter_server":
@@ -128,7 +136,8 @@ class Schedule:
             return self.order
         return bucket.units
 
-    def _reduce(self, bucket: Bucket, index: int) -> Op:
+    def reduce(self, bucket: Bucket, index: int) -> Op:
+        """The op that reduces one bucket's gradients in micro-batch `index`."""
         kind: Kind = "reduce" if self.strategy.collective == "parameter_server" else "all_reduce"
         after = tuple(Key("backward", unit, index) for unit in self._waits_for(bucket))
         return self._communicate(kind, bucket.name, index, "reduce", after, bucket.numel, bucket.itemsize)

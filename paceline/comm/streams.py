@@ -158,4 +158,4 @@ class CudaClock:
     def seconds(self, mark: Mark) -> float:
         """The time of a mark, in seconds; waits until the GPU has reached it."""
         mark.synchronize()
-        return self._anchor_seconds + self._anchor.elapsed_time(mark) / 1e3
+        return float(self._anchor_seconds + self._anchor.elapsed_time(mark) / 1e3)

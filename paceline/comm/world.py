@@ -107,15 +107,14 @@ def all_gather_json(value: Any) -> list[Any]:
     if world.world_size == 1:
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = torch.zeros(world.world_size, dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([data.numel()]))
-    most = int(sizes.max())
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.world_size)]
+    dist.all_gather(sizes, torch.tensor([data.numel()]))
+    most = max(int(size) for size in sizes)
     padded = torch.zeros(most, dtype=torch.uint8)
     padded[: data.numel()] = data
-    gathered = torch.empty(most * world.world_size, dtype=torch.uint8)
-    dist.all_gather_into_tensor(gathered, padded)
-    rows = gathered.view(world.world_size, most)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+    rows = [torch.empty(most, dtype=torch.uint8) for _ in range(world.world_size)]
+    dist.all_gather(rows, padded)
+    return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def barrier() -> None:

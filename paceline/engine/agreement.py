@@ -1,0 +1,43 @@
+"""What ranks check before they trust each other's bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from torch import nn
+
+from paceline.comm.world import World, all_gather_json
+from paceline.errors import UserError
+from paceline.layout import ParameterSpec
+
+
+def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module) -> None:
+    """Compares names, shapes and dtypes of parameters and buffers over ranks. A collective call.
+
+    Raises:
+        UserError: Ranks differ; names the first difference and the ranks on each side.
+    """
+    mine = [[s.name, list(s.shape), s.dtype, s.trainable] for s in specs]
+    mine += [[name, list(b.shape), str(b.dtype), False] for name, b in module.named_buffers()]
+    digests = all_gather_json(hashlib.blake2b(json.dumps(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    models = all_gather_json(mine)
+    for index in range(max(map(len, models))):
+        entries = [json.dumps(model[index]) if index < len(model) else "nothing" for model in models]
+        if len(set(entries)) > 1:
+            sides = "; ".join(
+                f"rank {', '.join(str(r) for r, e in enumerate(entries) if e == entry)}: {entry}"
+                for entry in dict.fromkeys(entries)
+            )
+            raise UserError(
+                f"ranks built different models; the first difference is parameter or buffer {index}: {sides}. Build "
+                "the model from the same configuration on every rank"
+            )
+
+
+def agree_on_order(order: Sequence[str], world: World) -> list[str]:
+    """Rank 0's order of units, for every rank. A collective call."""
+    return list(all_gather_json(list(order))[0]) if world.world_size > 1 else list(order)

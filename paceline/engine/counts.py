@@ -1,0 +1,105 @@
+"""The few numbers that ranks must agree on after a backward pass, summed in one small all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.transport import Transport
+
+_USER_VALUES = 8
+
+
+class Counts:
+    """One fp64 vector: which parameters got a gradient, which got it late, and the training loop's own sums.
+
+    Attributes:
+        numel: Length of the vector.
+        buffer: What is reduced.
+    """
+
+    def __init__(self, parameters: int, device: torch.device, transport: Transport | None) -> None:
+        """Allocates the vector; with a transport, a collective call.
+
+        Args:
+            parameters: Number of parameters.
+            device: Where the vector lives.
+            transport: Reduces it; None with one rank.
+        """
+        self.numel = 2 * parameters + _USER_VALUES
+        self._parameters = parameters
+        if transport is None:
+            self.buffer = torch.zeros(self.numel, dtype=torch.float64, device=device)
+        else:
+            self.buffer = transport.allocate(self.numel, torch.float64)
+        self._values: list[float | Tensor] = []
+        self._result = torch.zeros(0, dtype=torch.float64, device=device)
+        self._host = torch.zeros(self.numel, dtype=torch.float64, pin_memory=device.type == "cuda")
+
+    def add(self, values: Sequence[float | Tensor]) -> None:
+        """Adds to the running sums; every call of a step gives the same number of values.
+
+        Raises:
+            ValueError: More values than fit, or not as many as before.
+        """
+        if len(values) > _USER_VALUES or (self._values and len(values) != len(self._values)):
+            raise ValueError(f"count: expected {len(self._values) or f'up to {_USER_VALUES}'} values, got {len(values)}")
+        if not self._values:
+            self._values = [0.0] * len(values)
+        detached = [v.detach().double() if isinstance(v, Tensor) else v for v in values]
+        self._values = [total + value for total, value in zip(self._values, detached, strict=True)]
+
+    def fill(self, used: Iterable[int], late: Iterable[int]) -> None:
+        """Writes this rank's numbers into the vector that is about to be reduced."""
+        flags = torch.zeros(2 * self._parameters, dtype=torch.float64)
+        flags[list(used)] = 1.0
+        flags[[self._parameters + index for index in late]] = 1.0
+        self._host[: flags.numel()] = flags
+        self.buffer[: flags.numel()].copy_(self._host[: flags.numel()], non_blocking=True)
+        self.buffer[flags.numel() :].zero_()
+        for index, value in enumerate(self._values):
+            self.buffer[flags.numel() + index] = value
+
+    def used(self, mine: set[int]) -> list[int]:
+        """Parameters that some rank has a gradient for.
+
+        What this rank used needs no asking, so that on a GPU the host waits only where a parameter was unused.
+        """
+        if len(mine) == self._parameters:
+            return sorted(mine)
+        return self.buffer[: self._parameters].nonzero().flatten().tolist()
+
+    def late(self, mine: Sequence[int], first: bool) -> list[int]:
+        """Parameters that some rank has a late gradient for.
+
+        Args:
+            mine: Those of this rank.
+            first: Whether this is the first step. On a GPU only then the other ranks' are read, as that makes the
+                host wait; which parameters are late follows from the model, not from the data.
+        """
+        if self.buffer.is_cuda and not first:
+            return list(mine)
+        flags = self.buffer[self._parameters : 2 * self._parameters]
+        return flags.nonzero().flatten().tolist()
+
+    def close(self, synchronised: bool, world_size: int) -> None:
+        """Ends a micro-batch: after a synchronised one the sums are the result, and new ones begin."""
+        if not synchronised:
+            return
+        if world_size > 1:
+            start = 2 * self._parameters
+            self._result = self.buffer[start : start + len(self._values)].clone()
+        else:
+            values = [torch.as_tensor(value, dtype=torch.float64, device=self.buffer.device) for value in self._values]
+            self._result = torch.stack(values) if values else self.buffer[:0].clone()
+        self._values = []
+
+    def clear(self) -> None:
+        """Forgets the running sums."""
+        self._values = []
+
+    def result(self) -> Tensor:
+        """The sums over micro-batches and ranks at the last synchronised backward."""
+        return self._result

@@ -1,0 +1,359 @@
+"""The engine: follows one model through forward, backward and update, as its schedule says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from paceline.comm.plan import Traffic
+from paceline.comm.world import World, all_gather_json, open_clock
+from paceline.engine.agreement import agree_on_order, check_same_model
+from paceline.engine.buffers import Buffers
+from paceline.engine.counts import Counts
+from paceline.engine.executor import Executor
+from paceline.engine.gradients import Gradients
+from paceline.engine.hooks import in_backward, install
+from paceline.engine.optimizers import watch_optimizers
+from paceline.engine.synchronizer import Synchronizer
+from paceline.engine.units import ROOT, find_units, parameter_specs
+from paceline.errors import UserError
+from paceline.events import Event
+from paceline.layout import build_layout
+from paceline.schedule import Key, Op, Schedule
+from paceline.strategy import Strategy
+
+
+class EngineError(RuntimeError):
+    """The training loop did something that would give wrong gradients or let replicas drift apart."""
+
+
+class Engine:
+    """Executes the schedule of one model on one rank.
+
+    Attributes:
+        module: The user's model.
+        strategy: How it is synchronised.
+        world: The job.
+        units: Unit modules by name.
+        layout: Where parameters and gradients sit.
+        schedule: The ops of a step; read to decide what is launched when.
+        step: Number of the current optimizer step, from 0.
+    """
+
+    def __init__(self, module: nn.Module, strategy: Strategy, world: World) -> None:
+        """Lays out the model, sends rank 0's weights and buffers to all, and registers hooks.
+
+        Raises:
+            UserError: Ranks built different models, or the model is on the meta device.
+        """
+        if any(p.is_meta for p in module.parameters()):
+            raise UserError("parallelize: the model is on the meta device; give it weights first (to_empty and init)")
+        module.to(world.device)
+        self.module, self.strategy, self.world = module, strategy, world
+        self.units = find_units(module, strategy.units)
+        self._specs = parameter_specs(module, list(self.units))
+        self._synchronizer: Synchronizer | None = None
+        if world.world_size > 1:
+            check_same_model(self._specs, module)
+            self._synchronizer = Synchronizer(strategy, world)
+        self._gradients: Gradients | None = None
+        transport = self._synchronizer.counts_transport if self._synchronizer else None
+        self._counts = Counts(len(self._specs), world.device, transport)
+        self._lay_out(tuple(self.units))
+        if self._synchronizer is not None:
+            self._synchronizer.broadcast_state(self._buffers.weights, list(module.buffers()))
+        streams = self._synchronizer.streams if self._synchronizer else {}
+        self._executor = Executor(world.rank, open_clock(world), streams, self._work)
+
+        self.step = 0
+        self._micro_batch = 0
+        self._last_micro_batch = 0
+        self._phase = "idle"
+        self._step_over = False
+        self._synchronises = True
+        self._generation = 0
+        self._deferrals = 0
+        self._first_order: list[str] | None = []
+        self._outstanding: Counter[str] = Counter()
+        self._uncollected: set[str] = set()
+        install(module, self.units, self)
+        watch_optimizers(self)
+
+    # ---- what the training loop calls
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate gradients on this rank; the next one outside reduces them all."""
+        self._deferrals += 1
+        try:
+            yield
+        finally:
+            self._deferrals = max(0, self._deferrals - 1)
+
+    def count(self, *values: float | Tensor) -> None:
+        """Adds numbers to be summed over micro-batches and ranks, called before `backward`; see `counts`."""
+        self._counts.add(values)
+
+    def counts(self) -> Tensor:
+        """The sums of what `count` was given up to the last synchronised backward, over all ranks.
+
+        Returns:
+            fp64, one element per value of `count`, on the model's device.
+        """
+        return self._counts.result()
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the reduced gradients of all parameters: a 0-dim tensor, the same on every rank.
+
+        Raises:
+            EngineError: The gradients are not reduced yet.
+        """
+        self._require_reduced("the gradient norm")
+        present = [p.grad for p in self._buffers.parameters if p.grad is not None]
+        norm = torch.zeros((), dtype=self._buffers.parameters[0].dtype, device=self.world.device)
+        if present:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present)))
+        if self._served:
+            norm.fill_(all_gather_json(norm.item())[0])
+        return norm
+
+    def holds_parameter(self, identity: int) -> bool:
+        """Whether the parameter with this `id()` belongs to the model."""
+        return identity in self._parameter_ids
+
+    def drain_events(self) -> list[Event]:
+        """The events of every op executed since the last call."""
+        return self._executor.drain()
+
+    def broadcast_buffers(self) -> None:
+        """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call."""
+        if self._synchronizer is not None:
+            self._synchronizer.broadcast_state([], list(self.module.buffers()))
+
+    def reset(self) -> None:
+        """After an exception in forward or backward: drops the step's gradients and makes the engine usable.
+
+        Every rank calls it. Weights are what they were before the step.
+        """
+        self._executor.abandon()
+        self._phase, self._deferrals, self._micro_batch, self._step_over = "idle", 0, 0, False
+        self._outstanding.clear()
+        self._uncollected.clear()
+        self._counts.clear()
+        for parameter in self._buffers.parameters:
+            parameter.grad = None
+        if self._gradients is not None:
+            self._gradients.forget()
+
+    def close(self) -> None:
+        """Ends the engine's threads and connections. The model stays usable on this rank alone."""
+        if self._synchronizer is not None:
+            self._synchronizer.close()
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """A copied or pickled model is a plain model: it has no engine."""
+        return (_no_engine, ())
+
+    # ---- what the hooks tell (hooks.Listener)
+
+    def model_begins(self) -> None:
+        """See `hooks.Listener`."""
+        self._enter_forward()
+
+    def model_ends(self) -> int:
+        """See `hooks.Listener`."""
+        self._executor.end()
+        return self._generation
+
+    def forward_begins(self, unit: str) -> None:
+        """See `hooks.Listener`."""
+        self._enter_forward()
+        if self._first_order is not None and unit not in self._first_order:
+            self._first_order.append(unit)
+        self._executor.begin(Key("forward", unit, self._micro_batch))
+
+    def forward_ends(self, unit: str) -> int:
+        """See `hooks.Listener`."""
+        self._outstanding[unit] += 1
+        if not in_backward():
+            self._executor.end()
+        return self._generation
+
+    def wants_backward(self, unit: str) -> bool:
+        """See `hooks.Listener`: so for a unit whose first forward ran inside a reentrant checkpoint."""
+        return unit in self._uncollected and self._outstanding[unit] == 0
+
+    def backward_begins(self, unit: str | None, generation: int) -> None:
+        """See `hooks.Listener`."""
+        if generation != self._generation:
+            raise EngineError(
+                "the optimizer stepped between this forward and its backward, so the gradients would belong to "
+                "weights that no longer exist: call backward before optimizer.step(), or run the forward again"
+            )
+        if self._phase != "backward":
+            self._enter_backward()
+        if unit is not None:
+            self._outstanding[unit] -= 1
+            self._executor.begin(Key("backward", unit, self._micro_batch))
+            self._executor.done(self._collect(self._units_after(unit)))
+
+    # ---- what the optimizer's hooks tell
+
+    def update_begins(self) -> None:
+        """An optimizer that holds this model's parameters is about to step."""
+        self._require_reduced("optimizer.step()")
+        self._executor.load(self.step, self.schedule.update(self._last_micro_batch))
+        self._executor.begin(Key("update", "optimizer", self._last_micro_batch))
+
+    def update_ends(self) -> None:
+        """The optimizer has stepped. With a parameter server, rank 0's weights now go to all."""
+        self._generation += 1
+        self._step_over = True
+        self._executor.complete()
+
+    # ---- one micro-batch
+
+    def _enter_forward(self) -> None:
+        if self._phase == "idle":
+            self._begin_micro_batch()
+            self._phase = "forward"
+            self._executor.load(self.step, self.schedule.forward(self._micro_batch))
+        elif self._phase != "forward":
+            self._require_reduced("forward")
+
+    def _enter_backward(self) -> None:
+        self._begin_micro_batch()
+        self._phase = "backward"
+        # Queued from the outermost graph: from inside a reentrant checkpoint it would run when that one ends.
+        Variable._execution_engine.queue_callback(self._leave_backward)
+        self._adopt_first_order()
+        self._synchronises = self._deferrals == 0
+        if self._gradients is not None:
+            self._uncollected = set(self.layout.units)
+            self._gradients.begin(fresh_step=self._micro_batch == 0)
+        self._executor.load(self.step, self.schedule.backward(self._micro_batch, self._synchronises))
+
+    def _begin_micro_batch(self) -> None:
+        if self._step_over:
+            self.step += 1
+            self._micro_batch = 0
+            self._step_over = False
+
+    def _units_after(self, unit: str) -> list[str]:
+        """Units that ran after `unit` in forward and whose backward is over: all their gradients exist."""
+        position = self._positions.get(unit)
+        if position is None:
+            return []
+        return [
+            later
+            for later in self.schedule.order[position + 1 :]
+            if later in self._uncollected and self._outstanding[later] <= 0 and later not in self.schedule.late
+        ]
+
+    def _collect(self, units: Sequence[str]) -> list[Key]:
+        """Takes the gradients of `units` into their buckets; returns the backward ops that are thereby done."""
+        if self._gradients is not None:
+            for unit in reversed(units):
+                self._gradients.collect(self._slots[unit], self._synchronises)
+            self._uncollected.difference_update(units)
+        return [Key("backward", unit, self._micro_batch) for unit in units]
+
+    def _leave_backward(self) -> None:
+        self._executor.end()
+        # Not yet done, as far as the schedule goes: the counts have to be written first.
+        self._collect([unit for unit in self.layout.units if unit in self._uncollected])
+        late = self._gradients.late() if self._gradients and self._synchronises else []
+        if self._gradients is not None and self._synchronises:
+            self._gradients.used.update(late)
+            self._counts.fill(self._gradients.used, late)
+        self._executor.complete()
+        if self._gradients is not None and self._synchronises:
+            self._reduce_late(late, self._counts.late(late, first=self.step == 0))
+            self._gradients.publish(self._counts.used(self._gradients.used), keep=self._keeps_gradients)
+        self._counts.close(self._synchronises, self.world.world_size)
+        self._outstanding.clear()
+        self._last_micro_batch = self._micro_batch
+        self._micro_batch += 1
+        self._step_over = self._synchronises
+        self._phase = "idle"
+
+    def _reduce_late(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
+        """Reduces what came after its unit was collected; from now on these units wait for the whole backward."""
+        if not anyones or self._synchronizer is None:
+            return
+        for bucket in self.layout.buckets:
+            if not set(anyones).isdisjoint(bucket.slots):
+                op = self.schedule.reduce(bucket, self._micro_batch)
+                self._executor.run(op, self._synchronizer.late_work(op, self._buffers, bucket, mine))
+        late = {self.layout.slots[index].spec.unit for index in anyones}
+        self._set_schedule(self.schedule.order, self.schedule.late | late)
+
+    # ---- layout and schedule
+
+    def _lay_out(self, order: tuple[str, ...]) -> None:
+        """Lays the model out for a forward order; units that do not run come first, as they are reduced last."""
+        resident = [unit for unit in (ROOT, *self.units) if unit not in order]
+        self.layout = build_layout(self._specs, [*resident, *order], self.strategy, self.world.world_size)
+        by_name = dict(self.module.named_parameters())
+        parameters = [by_name[slot.spec.name] for slot in self.layout.slots]
+        self._parameter_ids = {id(parameter) for parameter in parameters}
+        # A parameter server sends the weights every step, so they lie where the transport reaches them.
+        transport = self._synchronizer.transport if self._synchronizer and self._served else None
+        self._buffers = Buffers(self.layout, parameters, self.world.device, transport)
+        self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
+        self._set_schedule(order, frozenset())
+
+    def _set_schedule(self, order: tuple[str, ...], late: frozenset[str]) -> None:
+        self.schedule = Schedule(
+            self.layout, self.strategy, self.world.world_size, self.world.rank, order, late, self._counts.numel
+        )
+        self._positions = {unit: position for position, unit in enumerate(order)}
+
+    def _adopt_first_order(self) -> None:
+        """The first forward shows in which order units really run: the same for all ranks, rank 0's."""
+        if self._first_order is None:
+            return
+        order = tuple(agree_on_order(self._first_order, self.world))
+        self._first_order = None
+        if order != self.schedule.order:
+            self._lay_out(order)
+        if self._synchronizer is not None:
+            self._buffers.allocate_gradients(self._synchronizer.transport)
+            self._gradients = Gradients(self._buffers)
+
+    def _work(self, op: Op) -> Callable[[], Traffic]:
+        assert self._synchronizer is not None
+        return self._synchronizer.work(op, self._buffers, self._counts)
+
+    # ---- guards
+
+    @property
+    def _served(self) -> bool:
+        """Whether rank 0 alone gets gradients and updates."""
+        return self.strategy.collective == "parameter_server" and self.world.world_size > 1
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        return self.world.rank == 0 or not self._served
+
+    def _require_reduced(self, what: str) -> None:
+        """Refuses to go on from a state in which gradients are partial or this rank's own."""
+        if self._phase == "backward" and not in_backward():
+            raise EngineError(
+                f"{what} after a backward that did not finish: its gradients are partial. After an exception in "
+                "backward call pl.reset(model) on every rank, then go on with the next batch"
+            )
+        if what != "forward" and self.world.world_size > 1 and self._micro_batch and not self._step_over:
+            raise EngineError(
+                f"{what} after a backward under no_sync: the gradients are this rank's own and replicas would drift "
+                "apart. Run the step's last micro-batch outside no_sync (pl.accumulate does), or call pl.reset(model)"
+            )
+
+
+def _no_engine() -> None:
+    return None

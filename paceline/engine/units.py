@@ -1,0 +1,115 @@
+"""Which modules are units: the pieces whose parameters are gathered, reduced and timed together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from paceline.errors import UserError
+from paceline.layout import ParameterSpec
+
+ROOT = "(root)"
+"""Name of the unit of parameters that no other unit holds, such as a position table on the model itself."""
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """Cuts a model into units that do not nest.
+
+    Blocks come first: the modules that `patterns` name or, without patterns, the children of every outermost
+    container that repeats one class (a Transformer's layers, a ResNet's stages). What is left is cut into the
+    largest called modules that contain no block: embeddings, final norm, head.
+
+    Args:
+        model: Any module.
+        patterns: Names or shell patterns of modules, as in `named_modules`.
+
+    Returns:
+        Modules by name, in registration order. Parameters of no module in it belong to unit `ROOT`.
+
+    Raises:
+        UserError: A pattern matches nothing, or one unit would contain another.
+    """
+    blocks = _named_blocks(model, patterns) if patterns else _repeated_blocks(model)
+    units: dict[str, nn.Module] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        inside = any(block != name and (not name or block.startswith(name + ".")) for block in blocks)
+        callable_whole = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if name and not inside and callable_whole:
+            if any(True for _ in module.parameters()):
+                units[name] = module
+            return
+        for child, submodule in module.named_children():
+            visit(f"{name}.{child}" if name else child, submodule)
+
+    visit("", model)
+    return units
+
+
+def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpec]:
+    """Every parameter of a model once, with the unit it belongs to.
+
+    A tied parameter belongs to the unit that registers it first.
+    """
+    return [
+        ParameterSpec(
+            name=name,
+            shape=tuple(parameter.shape),
+            stride=_dense_stride(parameter),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            itemsize=parameter.itemsize,
+            unit=next((unit for unit in units if name.startswith(unit + ".")), ROOT),
+            trainable=parameter.requires_grad,
+        )
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's strides where they cover memory without gaps, else those of a contiguous tensor."""
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return tuple(parameter.stride())
+    return tuple(torch.empty(parameter.shape, device="meta").stride())
+
+
+def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    names = [name for name, _ in model.named_modules() if name]
+    blocks: list[str] = []
+    for pattern in patterns:
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        if not matches:
+            raise UserError(
+                f"strategy.units: {pattern!r} matches no module; names look like {', '.join(names[:5])}"
+            )
+        blocks += [name for name in matches if name not in blocks]
+    for outer in blocks:
+        for inner in blocks:
+            if inner.startswith(outer + "."):
+                raise UserError(f"strategy.units: units must not nest, but {outer} contains {inner}")
+    return blocks
+
+
+def _repeated_blocks(model: nn.Module) -> list[str]:
+    blocks: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        children = [
+            (f"{name}.{child}" if name else child, submodule)
+            for child, submodule in module.named_children()
+            if any(True for _ in submodule.parameters())
+        ]
+        classes = Counter(type(submodule) for _, submodule in children)
+        if isinstance(module, _CONTAINERS) and classes and classes.most_common(1)[0][1] >= 2:
+            blocks.extend(child for child, _ in children)
+            return
+        for child, submodule in children:
+            visit(child, submodule)
+
+    visit("", model)
+    return blocks

@@ -1,0 +1,113 @@
+"""A pool of worker processes that play the ranks of many small jobs, so that torch is imported once."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class RankError(AssertionError):
+    """A rank raised or hung; carries the output of all."""
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    import paceline as pl
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        environment, timeout, stacks, function, args = job
+        os.environ.update(environment)
+        # A hang is a failure, and its stacks are the evidence.
+        with open(stacks, "w") as sink:
+            faulthandler.dump_traceback_later(timeout, file=sink)
+            try:
+                pl.init(device="cpu", timeout=timeout)
+                outcome: tuple[str, Any] = ("ok", function(*args))
+            except BaseException:
+                outcome = ("error", traceback.format_exc())
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(Exception):
+            pl.shutdown()
+        for name in environment:
+            os.environ.pop(name, None)
+        pipe.send(outcome)
+
+
+class RankPool:
+    """Runs a function as `n` ranks of one job and returns what each rank returned."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __call__(
+        self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 60, transport: str = "auto"
+    ) -> list[Any]:
+        while len(self._workers) < n:
+            ours, theirs = SPAWN.Pipe()
+            process = SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(n):
+                environment = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(n),
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(n),
+                    "PACELINE_RENDEZVOUS": f"file://{folder}/store",
+                    "PACELINE_TRANSPORT": transport,
+                }
+                stacks = f"{folder}/stacks{rank}"
+                self._workers[rank][1].send((environment, timeout, stacks, function, args))
+            outcomes = self._outcomes(n, timeout + 5)
+            if all(kind == "ok" for kind, _ in outcomes):
+                return [value for _, value in outcomes]
+            report = "\n".join(
+                f"---- rank {rank}: {kind}\n{value}\n{Path(folder, f'stacks{rank}').read_text()}"
+                for rank, (kind, value) in enumerate(outcomes)
+            )
+        self.close()
+        raise RankError(report)
+
+    def _outcomes(self, n: int, timeout: float) -> list[tuple[str, Any]]:
+        outcomes: list[tuple[str, Any]] = [("hung or gone", "")] * n
+        waiting = {self._workers[rank][1]: rank for rank in range(n)}
+        while waiting and (ready := wait(list(waiting), timeout)):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                with contextlib.suppress(EOFError):
+                    outcomes[rank] = pipe.recv()
+        return outcomes
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers.clear()
+
+
+if __name__ == "__main__":
+    sys.exit("this module is imported by the tests")
