@@ -49,9 +49,28 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: PLE0604
-    *_HOME_OF,
+__all__ = [
+    "SYSTEMS",
+    "Event",
+    "Layout",
+    "Op",
+    "Schedule",
+    "Strategy",
+    "UserError",
+    "World",
     "__version__",
+    "accumulate",
+    "all_gather_json",
+    "barrier",
+    "broadcast_buffers",
+    "build_layout",
+    "clip_grad_norm_",
+    "engine_of",
+    "init",
+    "parallelize",
+    "release",
+    "reset",
+    "shutdown",
 ]
 
 

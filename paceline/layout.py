@@ -162,9 +162,7 @@ def build_layout(
             offset = start + _round_up(offset - start, align * world_size)
             if trainable and offset > start:
                 in_bucket = sorted({spec.unit for spec in pack}, key=position.__getitem__)
-                buckets.append(
-                    Bucket("", len(flats), start, offset, tuple(indices), tuple(in_bucket), itemsize)
-                )
+                buckets.append(Bucket("", len(flats), start, offset, tuple(indices), tuple(in_bucket), itemsize))
         flats.append(Flat(dtype, itemsize, trainable, offset))
 
     # A bucket is complete when the earliest of its units has gone backward.
@@ -180,9 +178,7 @@ def _kinds(parameters: Iterable[ParameterSpec]) -> list[tuple[str, int, bool]]:
     return list(dict.fromkeys((spec.dtype, spec.itemsize, spec.trainable) for spec in parameters))
 
 
-def _pack(
-    members: Sequence[ParameterSpec], strategy: Strategy, itemsize: int, align: int
-) -> list[list[ParameterSpec]]:
+def _pack(members: Sequence[ParameterSpec], strategy: Strategy, itemsize: int, align: int) -> list[list[ParameterSpec]]:
     """Cuts an ordered list of parameters into those that share a bucket."""
     if strategy.packing == "flat":
         return [list(members)]

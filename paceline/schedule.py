@@ -122,9 +122,7 @@ class Schedule:
         ops = [Op("update", "optimizer", micro_batch, "compute", reduces)]
         if self.world_size > 1 and self.strategy.collective == "parameter_server":
             ops += [
-                self._communicate(
-                    "broadcast", b.name, micro_batch, "reduce", (ops[0].key,), b.numel, b.itemsize
-                )
+                self._communicate("broadcast", b.name, micro_batch, "reduce", (ops[0].key,), b.numel, b.itemsize)
                 for b in self.layout.buckets
             ]
         return tuple(ops)
@@ -153,6 +151,4 @@ class Schedule:
         itemsize: int,
     ) -> Op:
         sent, received = traffic(kind, self.rank, self.world_size, numel)
-        return Op(
-            kind, target, micro_batch, stream, after, numel * itemsize, sent * itemsize, received * itemsize
-        )
+        return Op(kind, target, micro_batch, stream, after, numel * itemsize, sent * itemsize, received * itemsize)

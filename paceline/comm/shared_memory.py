@@ -73,8 +73,11 @@ class SharedMemoryTransport:
         tensors = []
         for peer in range(self._world_size):
             theirs = descriptor if peer == self._rank else self._receive_descriptor(peer)
-            tensors.append(torch.frombuffer(mmap.mmap(theirs, size), dtype=dtype, count=numel) if numel else
-                           torch.empty(0, dtype=dtype))
+            tensors.append(
+                torch.frombuffer(mmap.mmap(theirs, size), dtype=dtype, count=numel)
+                if numel
+                else torch.empty(0, dtype=dtype)
+            )
             os.close(theirs)
         own = tensors[self._rank]
         self._regions.append(_Region(own.data_ptr(), own.data_ptr() + numel * dtype.itemsize, tuple(tensors)))
@@ -82,6 +85,8 @@ class SharedMemoryTransport:
 
     def run(self, collective: str, buffer: Tensor, label: str, scale: float = 1.0) -> Traffic:
         """Runs one collective in place; see `Transport.run`."""
+        if not buffer.numel():
+            return Traffic(0, 0)
         views = self._views(buffer)
         if views is not None:
             return self._execute(collective, views, label, scale)

@@ -25,7 +25,7 @@ class Pending:
     label: str
     start: Mark = None
     end: Mark = None
-    traffic: Traffic = Traffic(0, 0)
+    traffic: Traffic = field(default_factory=lambda: Traffic(0, 0))
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
 

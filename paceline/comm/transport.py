@@ -51,7 +51,7 @@ CHUNK = 1 << 16
 
 
 def sum_in_order(out: Tensor, parts: Sequence[Tensor], scratch: Tensor, scale: float) -> None:
-    """out = scale * (parts[0] + parts[1] + ...), in that order, whatever `out` aliases.
+    """Out = scale * (parts[0] + parts[1] + ...), in that order, whatever `out` aliases.
 
     The order of the additions is fixed for each element, so that the sum does not depend on how a buffer
     was cut. bf16 and fp16 accumulate in fp32.

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class World:
     local_rank: int = 0
     """Number among the processes of this host: which of its devices this rank uses."""
     local_world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = 600.0
     """Seconds after which a silent peer is given up."""
 
@@ -63,7 +63,9 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     if _world is not None:
         return _world
     rank, world_size, local_rank, local_world_size, method = _from_environment(os.environ)
-    world = World(rank, world_size, local_rank, local_world_size, _device(device, local_rank, local_world_size), timeout)
+    world = World(
+        rank, world_size, local_rank, local_world_size, _device(device, local_rank, local_world_size), timeout
+    )
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if world_size > 1:

@@ -39,8 +39,9 @@ class DataConfig:
     """Folder for tokenised text. Empty: $PACELINE_CACHE, else ~/.cache/paceline."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.path, str):
-            raise UserError(f"data.path is a list of paths, not one string: write ({self.path!r},)")
+        path: object = self.path  # a library user may not run a type checker
+        if isinstance(path, str):
+            raise UserError(f"data.path is a list of paths, not one string: write ({path!r},)")
         if any(not path for path in self.path):
             raise UserError("data.path holds an empty string: name a file, a folder or a glob")
         if self.vocabulary < SMALLEST_VOCABULARY:

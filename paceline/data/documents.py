@@ -127,9 +127,7 @@ def _check_text(content: bytes, path: str, offset: int) -> None:
     """Raise unless `content`, which begins at byte `offset` of the file, is UTF-8 without NUL bytes."""
     null = content.find(b"\0")
     if null >= 0:
-        raise UserError(
-            f"{path} is not text: a NUL byte at byte {offset + null}. Expected UTF-8; remove or convert it"
-        )
+        raise UserError(f"{path} is not text: a NUL byte at byte {offset + null}. Expected UTF-8; remove or convert it")
     try:
         content.decode()
     except UnicodeDecodeError as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.data.documents import Document, divide
 from paceline.data.split import (
@@ -29,7 +30,7 @@ class Scan:
         content: hexadecimal digest of all documents in order.
         threshold: documents whose split hash is below it are held out.
         documents: number of documents.
-        bytes: bytes of text.
+        sizes: bytes of text.
         sample: training documents for the tokenizer, at most `SAMPLE_BYTES`, spread over all of the text.
         held_out: the first `HELD_OUT_BYTES` of the validation documents, concatenated.
     """
@@ -37,7 +38,7 @@ class Scan:
     content: str
     threshold: int
     documents: tuple[int, int]
-    bytes: tuple[int, int]
+    sizes: tuple[int, int]
     sample: list[bytes]
     held_out: bytes
 
@@ -64,8 +65,7 @@ def scan(read: Reader, fraction: float, advance: Callable[[int], None]) -> tuple
     found, lowest, highest = _read_once(read, threshold, advance)
     settled = settled_threshold(fraction, lowest, highest)
     if settled is None:
-        whole = read
-        read = lambda: _sections(whole(), fraction)  # noqa: E731
+        read = partial(_sections, read, fraction)
         found, lowest, highest = _read_once(read, threshold, advance)
         settled = settled_threshold(fraction, lowest, highest)
         if settled is None:
@@ -78,17 +78,15 @@ def scan(read: Reader, fraction: float, advance: Callable[[int], None]) -> tuple
     return found, read
 
 
-def _sections(documents: Iterator[Document], fraction: float) -> Iterator[Document]:
+def _sections(read: Reader, fraction: float) -> Iterator[Document]:
     """Cut documents so that one section is about the smaller side of the split."""
-    for document in documents:
+    for document in read():
         size = max(4, int(len(document.content) * min(fraction, 1 - fraction)))
         for number, section in enumerate(divide(document.content, size), start=1):
             yield Document(f"{document.name} section {number}", section)
 
 
-def _read_once(
-    read: Reader, threshold: int, advance: Callable[[int], None]
-) -> tuple[Scan, int, int]:
+def _read_once(read: Reader, threshold: int, advance: Callable[[int], None]) -> tuple[Scan, int, int]:
     """A Scan for `threshold`, with the lowest and the highest split hash."""
     content = hashlib.blake2b(digest_size=16)
     documents, size = [0, 0], [0, 0]
@@ -147,8 +145,3 @@ class Sample:
     def documents(self) -> list[bytes]:
         """The sample in order of priority."""
         return [text for _, text in sorted(self._heap, reverse=True)]
-
-
-def texts(documents: Iterable[bytes]) -> Iterator[str]:
-    """Documents as strings."""
-    return (document.decode() for document in documents)

@@ -145,9 +145,7 @@ def _resolve(path: str, ignored: Counter[str]) -> list[TextFile]:
     return files
 
 
-def _walk(
-    root: str, suffixes: tuple[str, ...], skip: frozenset[str], ignored: Counter[str]
-) -> Iterator[TextFile]:
+def _walk(root: str, suffixes: tuple[str, ...], skip: frozenset[str], ignored: Counter[str]) -> Iterator[TextFile]:
     """Every file below `root` with one of `suffixes`, in no particular order; the rest is counted."""
     pending = [root]
     while pending:

@@ -116,7 +116,8 @@ def read_definition(path: str | Path) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"cannot read the tokenizer {path}: {error}. Expected a tokenizer.json; leave data.tokenizer empty to train one"
+            f"cannot read the tokenizer {path}: {error}. Expected a tokenizer.json; "
+            "leave data.tokenizer empty to train one"
         ) from error
 
 

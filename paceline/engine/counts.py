@@ -45,7 +45,9 @@ class Counts:
             ValueError: More values than fit, or not as many as before.
         """
         if len(values) > _USER_VALUES or (self._values and len(values) != len(self._values)):
-            raise ValueError(f"count: expected {len(self._values) or f'up to {_USER_VALUES}'} values, got {len(values)}")
+            raise ValueError(
+                f"count: expected {len(self._values) or f'up to {_USER_VALUES}'} values, got {len(values)}"
+            )
         if not self._values:
             self._values = [0.0] * len(values)
         detached = [v.detach().double() if isinstance(v, Tensor) else v for v in values]

@@ -121,6 +121,7 @@ class Executor:
         self.end()
         self._queues.clear()
         self._compute.clear()
+        self._done.clear()
         launched, self._launched = self._launched, []
         for record in launched:
             assert record.pending is not None

@@ -84,9 +84,7 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         matches = [name for name in names if fnmatchcase(name, pattern)]
         if not matches:
-            raise UserError(
-                f"strategy.units: {pattern!r} matches no module; names look like {', '.join(names[:5])}"
-            )
+            raise UserError(f"strategy.units: {pattern!r} matches no module; names look like {', '.join(names[:5])}")
         blocks += [name for name in matches if name not in blocks]
     for outer in blocks:
         for inner in blocks:

@@ -78,8 +78,7 @@ class ModelConfig:
             )
         if self.activation == "swiglu" and not self.ff:
             raise UserError(
-                "swiglu needs ff, its inner width: Llama uses about 8/3 * width, "
-                f"here {_llama_ff(self.width)}."
+                f"swiglu needs ff, its inner width: Llama uses about 8/3 * width, here {_llama_ff(self.width)}."
             )
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models.config import ModelConfig
-from paceline.models.loss import summed_cross_entropy
+from paceline.models.head import Head
 
 INIT_STD = 0.02
 """Standard deviation of GPT-2's initial weights (Radford et al. 2019)."""
@@ -50,9 +50,7 @@ class Attention(nn.Module):
         self.qkv = _linear(config.width, (self.heads + 2 * self.kv_heads) * self.head_width, config.bias)
         self.out = _linear(config.width, config.width, config.bias)
 
-    def forward(
-        self, x: Tensor, rotation: Rotation | None, cache: LayerCache | None = None, start: int = 0
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, cache: LayerCache | None = None, start: int = 0) -> Tensor:
         """(batch, tokens, width) -> the same shape; `start` is the first token's position in `cache`."""
         batch, tokens, width = x.shape
         qkv = self.qkv(x).view(batch, tokens, -1, self.head_width)
@@ -65,9 +63,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(start, k, v)
         # With a cache, either it was empty and the mask is the usual one, or one token sees all.
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, is_causal=start == 0, enable_gqa=self.heads != self.kv_heads
-        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=start == 0, enable_gqa=self.heads != self.kv_heads)
         y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
         return y
 
@@ -128,7 +124,7 @@ class Transformer(nn.Module):
         self.positions = _embedding(config.context, config.width) if config.position == "learned" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _norm(config)
-        self.head = _linear(config.width, config.vocabulary, bias=False)
+        self.head = Head(config.width, config.vocabulary)
         self.initialise()
 
     @torch.no_grad()
@@ -178,17 +174,15 @@ class Transformer(nn.Module):
         x: Tensor = self.embedding(tokens)
         rotation = None
         if self.positions is not None:
-            x = x + self.positions.weight[start : start + count]
+            x = x + self.positions(torch.arange(start, start + count, device=x.device))
         else:
             rotation = rotation_at(start, count, self.config, x)
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, cache.layers[index] if cache is not None else None, start)
         if cache is not None:
             cache.length += count
-        logits: Tensor = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return summed_cross_entropy(logits.flatten(0, 1), targets.flatten())
+        y: Tensor = self.head(self.norm(x), targets)
+        return y
 
     def empty_cache(self, batch: int = 1) -> Cache:
         """Room for `context` tokens of `batch` sequences, in the weights' dtype and on their device."""
@@ -224,11 +218,13 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
     # Transformer.initialise draws the weights: torch's own draw would cost time and random numbers.
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=torch.get_default_device())
+    linear: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=torch.get_default_device())
+    return linear
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:
-    return nn.utils.skip_init(nn.Embedding, rows, width, device=torch.get_default_device())
+    embedding: nn.Embedding = nn.utils.skip_init(nn.Embedding, rows, width, device=torch.get_default_device())
+    return embedding
 
 
 def _norm(config: ModelConfig) -> nn.Module:

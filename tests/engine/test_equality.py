@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -137,6 +138,6 @@ def assert_executed_as_planned(result: dict[str, Any], rank: int) -> None:
             assert [(e.bytes, e.sent, e.received) for e in executed] == [(o.bytes, o.sent, o.received) for o in planned]
             assert all(event.step == step and event.rank == rank for event in executed)
             assert all(event.end >= event.start for event in executed)
-            for earlier, later in zip(executed, executed[1:], strict=False):
+            for earlier, later in itertools.pairwise(executed):
                 assert later.start >= earlier.end - 1e-9, "ops of one stream overlap"
     assert any(op.kind in COMPUTE for op in result["planned"])

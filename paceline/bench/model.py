@@ -1,0 +1,204 @@
+"""The reference model's forward and backward pass against a plain hand-written GPT, side by side."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.models.config import ModelConfig
+from paceline.models.presets import preset
+from paceline.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One case: a model of GPT-2's kind and the batch it is given, sequences as long as the context."""
+
+    name: str
+    config: ModelConfig
+    batch: int
+
+
+SHAPES: tuple[ModelShape, ...] = (
+    ModelShape("tiny", preset("tiny"), batch=4),
+    ModelShape("6x512, 1x64", ModelConfig(layers=6, width=512, heads=8, context=64), batch=1),
+    ModelShape("6x384, 4x256", ModelConfig(layers=6, width=384, heads=6, context=256), batch=4),
+)
+"""A small model, one with many weights for few tokens, one with many tokens for its weights."""
+
+
+class PlainGPT(nn.Module):
+    """GPT-2 as one writes it by hand from torch's own layers: what the reference model is timed against."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.places = nn.Embedding(config.context, config.width)
+        self.layers = nn.ModuleList(PlainLayer(config.width, config.heads) for _ in range(config.layers))
+        self.last_norm = nn.LayerNorm(config.width)
+        self.to_logits = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.to_logits.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Summed cross-entropy of targets (b, s) after tokens (b, s)."""
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.to_logits(self.last_norm(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), reduction="sum")
+
+
+class PlainLayer(nn.Module):
+    """Pre-LN attention and GELU feed-forward."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.attend = nn.Linear(width, 3 * width)
+        self.merge = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, width) -> the same shape."""
+        b, s, width = x.shape
+        q, k, v = (
+            part.view(b, s, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.attend(self.norm1(x)).split(width, dim=2)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.merge(mixed.transpose(1, 2).contiguous().view(b, s, width))
+        y: Tensor = x + self.feed(self.norm2(x))
+        return y
+
+
+def bench_model(shapes: Sequence[ModelShape] = SHAPES, rounds: int = 30, threads: int = 1) -> list[dict[str, Any]]:
+    """Time forward and backward of `Transformer` and of `PlainGPT` with the same weights and batch.
+
+    Each round times both, in alternating order, so that whatever else the machine does meets both alike.
+
+    Args:
+        shapes: Cases; their configurations must be of GPT-2's kind, which is all `PlainGPT` can do.
+        rounds: Timed passes of each system and case.
+        threads: Threads torch computes with; its former number is restored at the end.
+
+    Returns:
+        Two rows a case, paceline and plain. `median_ms` and `spread_ms` (interquartile range) are over the
+        rounds, `ratio` is the median over rounds of paceline's time over plain's in the same round (1 in
+        plain's row), `peak_bytes` the most that one pass's tensors occupied at once, gradients
+        included and weights not.
+
+    Raises:
+        ValueError: A shape that `PlainGPT` can't take, fewer than 2 rounds, or losses that differ by
+            more than 1e-5 of their value.
+    """
+    if rounds < 2:
+        raise ValueError(f"A spread needs at least 2 rounds, got {rounds}.")
+    former = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return [row for shape in shapes for row in _bench_shape(shape, rounds, threads)]
+    finally:
+        torch.set_num_threads(former)
+
+
+def _bench_shape(shape: ModelShape, rounds: int, threads: int) -> list[dict[str, Any]]:
+    c = shape.config
+    if c != ModelConfig(c.layers, c.width, c.heads, context=c.context, vocabulary=c.vocabulary):
+        raise ValueError(f"{shape.name}: the plain model has GPT-2's form only, got {c}.")
+    generator = torch.Generator().manual_seed(0)
+    ours, plain = Transformer(c), PlainGPT(c)
+    ours.initialise(generator)
+    with torch.no_grad():
+        for mine, theirs in zip(plain.parameters(), ours.parameters(), strict=True):
+            mine.copy_(theirs)
+    tokens, targets = torch.randint(c.vocabulary, (2, shape.batch, c.context), generator=generator)
+    systems: dict[str, nn.Module] = {"paceline": ours, "plain": plain}
+
+    losses = {name: _pass(model, tokens, targets)[1] for name, model in systems.items()}
+    if not abs(losses["paceline"] - losses["plain"]) <= 1e-5 * losses["plain"]:
+        raise ValueError(f"{shape.name}: the two models do not compute the same loss: {losses}.")
+    peaks = {name: _peak_bytes(model, tokens, targets) for name, model in systems.items()}
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    for number in range(rounds):
+        order = list(systems) if number % 2 else list(reversed(systems))
+        for name in order:
+            times[name].append(_pass(systems[name], tokens, targets)[0])
+
+    ratio = statistics.median(a / b for a, b in zip(times["paceline"], times["plain"], strict=True))
+    rows = []
+    for name, seconds in times.items():
+        lower, _, upper = statistics.quantiles(seconds, n=4)
+        rows.append(
+            {
+                "case": shape.name,
+                "system": name,
+                "setting": f"{threads} thread{'s' if threads > 1 else ''}",
+                "ranks": 1,
+                "median_ms": statistics.median(seconds) * 1e3,
+                "spread_ms": (upper - lower) * 1e3,
+                "ratio": ratio if name == "paceline" else 1.0,
+                "peak_bytes": peaks[name],
+                "wire_bytes": 0,
+            }
+        )
+    return rows
+
+
+def _pass(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Seconds of one forward and backward pass with gradients made anew, and its loss."""
+    model.zero_grad(set_to_none=True)
+    start = time.perf_counter()
+    loss = model(tokens, targets)
+    loss.backward()
+    return time.perf_counter() - start, loss.item()
+
+
+def _peak_bytes(model: nn.Module, tokens: Tensor, targets: Tensor) -> int:
+    """Most bytes of tensors alive at once that one pass made, gradients included."""
+    model.zero_grad(set_to_none=True)
+    with _AliveBytes() as alive:
+        _pass(model, tokens, targets)
+    peak: int = alive.peak
+    return peak
+
+
+class _AliveBytes(TorchDispatchMode):
+    """Counts the storages that operations make from when they appear until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in tree_iter((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                # What existed before is not this pass's: parameters, tokens.
+                self._known.setdefault(tensor.untyped_storage(), True)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._known:
+                storage = tensor.untyped_storage()
+                self._known[storage] = True
+                self.held += storage.nbytes()
+                self.peak = max(self.peak, self.held)
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        return result
+
+    def _freed(self, count: int) -> None:
+        self.held -= count

@@ -1,0 +1,202 @@
+"""Batches of one rank, prepared in the background so that a step does not wait for them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.data.corpus import TokenFile
+from paceline.data.samples import (
+    IGNORED_TARGET,
+    gather,
+    global_batch,
+    sample_count,
+    share,
+    validation_share,
+)
+from paceline.errors import UserError
+
+STEPS_AHEAD = 2
+
+
+class MicroBatch(NamedTuple):
+    """What one forward and backward pass takes.
+
+    Attributes:
+        inputs: token ids, int64, shape (b, context), b at least 1.
+        targets: the next token of each, int64, shape (b, context), -100 where there is none.
+        tokens: number of targets that are not -100; 0 for the stand-in of an empty micro-batch.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    tokens: int
+
+
+StepBatch = list[MicroBatch]
+
+
+class Loader:
+    """An endless iterator over optimizer steps; each item is this rank's micro-batches of one step.
+
+    What a step holds depends on (seed, step) alone; ranks share it out. A background thread prepares
+    two steps ahead. Close it, or use it in a `with` block, so that the thread ends.
+
+    Attributes:
+        samples: samples in an epoch.
+        wait_seconds: how long the last `next()` waited for its batch, in seconds.
+    """
+
+    def __init__(
+        self,
+        token_file: TokenFile,
+        *,
+        context: int,
+        batch_size: int,
+        micro_batch: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        first_step: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Check the sizes and start preparing.
+
+        Args:
+            token_file: tokens to train on.
+            context: tokens in a sample.
+            batch_size: samples in an optimizer step, summed over ranks.
+            micro_batch: most samples in a forward pass.
+            rank: this rank.
+            world_size: number of ranks.
+            seed: fixes the order of samples.
+            first_step: the step to begin with, to go on where a run stopped.
+            device: where tensors are wanted; copies to CUDA overlap with computing.
+
+        Raises:
+            UserError: the text is shorter than one context, or the ranks cannot share the batch.
+        """
+        if len(token_file) < context + 1:
+            raise UserError(
+                f"the training text has {len(token_file)} tokens, but one sample needs {context + 1} "
+                f"(the context of {context} and the token after it). Use more text or a shorter context"
+            )
+        if micro_batch < 1:
+            raise UserError(f"the micro-batch is {micro_batch}, but holds at least 1 sample")
+        share(np.arange(batch_size), rank, world_size, micro_batch)  # raises here rather than in the thread
+        self.samples = sample_count(len(token_file), context)
+        self.wait_seconds = 0.0
+        self._device = torch.device(device)
+        self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(STEPS_AHEAD)
+        self._closed = threading.Event()
+        self._error: BaseException | None = None
+        pin = self._device.type == "cuda"
+        if self._device == torch.device("cuda"):  # without an index, which the thread needs
+            self._device = torch.device("cuda", torch.cuda.current_device())
+
+        def prepare_steps() -> None:
+            step = first_step
+            try:
+                if pin:  # a new thread begins on device 0: pinning there would open a second context
+                    torch.cuda.set_device(self._device)
+                while not self._closed.is_set():
+                    indices = global_batch(seed, step, batch_size, self.samples)
+                    parts = share(indices, rank, world_size, micro_batch)
+                    self._ready.put([_micro_batch(token_file, part, context, pin) for part in parts])
+                    step += 1
+            except BaseException as error:
+                self._ready.put(error)
+
+        self._thread = threading.Thread(target=prepare_steps, name="loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> StepBatch:
+        """The next step's micro-batches on the device; raises what the thread raised."""
+        if self._error is not None:
+            raise self._error
+        if self._closed.is_set():
+            raise RuntimeError("the loader is closed")
+        began = time.perf_counter()
+        item = self._ready.get()
+        self.wait_seconds = time.perf_counter() - began
+        if isinstance(item, BaseException):
+            self._error = item
+            raise item
+        return [_to(batch, self._device) for batch in item]
+
+    def close(self) -> None:
+        """End the background thread; safe to call twice."""
+        self._closed.set()
+        while self._thread.is_alive():
+            try:  # the thread may stand in `put`: make room
+                self._ready.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.01)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def validation_batches(
+    token_file: TokenFile,
+    *,
+    context: int,
+    micro_batch: int,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> Iterator[MicroBatch]:
+    """This rank's part of all samples, in order; over all ranks every sample comes exactly once.
+
+    Ranks may get different numbers of micro-batches, none if there are fewer samples than ranks.
+
+    Args:
+        token_file: held-out tokens.
+        context: tokens in a sample.
+        micro_batch: most samples in a micro-batch.
+        rank: this rank.
+        world_size: number of ranks.
+        device: where tensors are wanted.
+    """
+    mine = validation_share(sample_count(len(token_file), context), rank, world_size)
+    for start in range(0, len(mine), micro_batch):
+        indices = np.array(mine[start : start + micro_batch], np.int64)
+        yield _to(_micro_batch(token_file, indices, context, pin=False), torch.device(device))
+
+
+def _micro_batch(token_file: TokenFile, indices: NDArray[np.int64], context: int, pin: bool) -> MicroBatch:
+    """The samples at `indices`; one sample without targets if there are none."""
+    inputs, targets = gather(token_file.tokens, indices, context)
+    if len(indices) == 0:
+        inputs = np.zeros((1, context), np.int64)
+        targets = np.full((1, context), IGNORED_TARGET, np.int64)
+    tokens = int(np.count_nonzero(targets != IGNORED_TARGET))
+    tensors = torch.from_numpy(inputs), torch.from_numpy(targets)
+    if pin:
+        tensors = tensors[0].pin_memory(), tensors[1].pin_memory()
+    return MicroBatch(*tensors, tokens)
+
+
+def _to(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """A copy on `device`, not waited for where the memory is pinned; the batch itself on the CPU."""
+    if device.type == "cpu":
+        return batch
+    return MicroBatch(
+        batch.inputs.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True), batch.tokens
+    )

@@ -1,0 +1,186 @@
+"""Text to corpus: found in the cache where it was prepared before, else read, split and tokenised."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from paceline.data.cache import Cache, explain_failed_writes
+from paceline.data.config import DataConfig
+from paceline.data.corpus import (
+    FACTS,
+    TOKENIZER,
+    TRAIN,
+    VALIDATION,
+    Corpus,
+    Facts,
+    SplitFacts,
+    open_corpus,
+)
+from paceline.data.documents import read
+from paceline.data.progress import Report, progress, size_text
+from paceline.data.scan import Reader, Scan, scan
+from paceline.data.sources import Sources, find
+from paceline.data.tokenise import token_dtype, tokenise
+from paceline.data.tokenizer import Tokenizer, read_definition, train
+from paceline.data.yardsticks import YardstickThread
+from paceline.errors import UserError
+
+SHOWN_IGNORED = 4  # kinds of ignored files named to people; the facts hold all
+FORMAT = 1  # part of every key: raise it when the content of an entry changes
+
+
+def prepare(config: DataConfig, *, report: Report | None = None, threads: int | None = None) -> Corpus:
+    """The corpus of `config`, tokenised at most once.
+
+    Processes that ask for the same text at the same time wait for the first one. Files that were
+    touched but hold the same text are read again, yet not tokenised again.
+
+    Args:
+        config: which text and how.
+        report: receives lines for people; None for silence.
+        threads: how many tokenise at once, None for one a core. Does not change the result.
+
+    Raises:
+        UserError: the text is missing, unreadable, not text or too little; the tokenizer cannot be
+            read; the cache cannot be written.
+    """
+    sources = find(config.path)
+    settings = _settings(config)
+    cache = Cache(config.cache_folder)
+    mark = _digest(sources.fingerprint(), config.text_field, *settings)
+    corpus = _recorded(cache, mark)
+    if corpus is None:
+        estimate = sum(file.size for file in sources.files)
+        with (
+            explain_failed_writes(cache.folder, lambda: estimate),
+            cache.lock(mark, report),
+        ):
+            corpus = _recorded(cache, mark) or _build(config, sources, settings, cache, mark, report, threads)
+    facts = replace(corpus.facts, source=sources.name, files=len(sources.files), ignored=sources.ignored)
+    corpus = replace(corpus, facts=facts)
+    if report is not None:
+        for line in describe(corpus):
+            report(line)
+    return corpus
+
+
+def describe(corpus: Corpus) -> list[str]:
+    """Lines that tell a person what a corpus holds."""
+    facts = corpus.facts
+    sides = facts.train, facts.validation
+    most = sorted(facts.ignored.items(), key=lambda item: -item[1])
+    shown = [f"{count:,} {what}" for what, count in most[:SHOWN_IGNORED]] + ["…"] * (len(most) > SHOWN_IGNORED)
+    return [
+        f"text: {facts.source}: {facts.files:,} files, {sum(side.documents for side in sides):,} documents, "
+        f"{size_text(sum(side.bytes for side in sides))}" + (f"; passed over: {', '.join(shown)}" if shown else ""),
+        f"tokens: {facts.train.tokens:,} to train on, {facts.validation.tokens:,} held out "
+        f"({facts.validation.documents:,} documents, {size_text(facts.validation.bytes)}), "
+        f"vocabulary {facts.vocabulary:,}, in {corpus.folder}",
+        f"held-out text: gzip -9 needs {facts.gzip_bits_per_byte:.3f} bits per byte, "
+        f"xz -9e {facts.xz_bits_per_byte:.3f}"
+        + (
+            f" (measured on its first {size_text(facts.yardstick_bytes)})"
+            if facts.yardstick_bytes < facts.validation.bytes
+            else ""
+        ),
+    ]
+
+
+def _recorded(cache: Cache, mark: str) -> Corpus | None:
+    key = cache.key(mark)
+    return None if key is None else open_corpus(cache.entry(key))
+
+
+def _build(
+    config: DataConfig,
+    sources: Sources,
+    settings: tuple[str, ...],
+    cache: Cache,
+    mark: str,
+    report: Report | None,
+    threads: int | None,
+) -> Corpus:
+    """Read the text; tokenise it unless its content is known. For the holder of the mark's lock."""
+    with progress("reading text", sources.read_size(), report) as advance:
+        found, reader = scan(partial(read, sources.files, config.text_field), config.validation, advance)
+    key = _digest(found.content, *settings)
+    with cache.lock(key, report):  # the same text may have two marks
+        corpus = open_corpus(cache.entry(key))
+        if corpus is None:
+            with cache.writing(key) as folder:
+                _write(config, sources, found, reader, folder, report, threads)
+            corpus = open_corpus(cache.entry(key))
+    if corpus is None:
+        raise UserError(f"{cache.entry(key)} was changed while it was being written. Start again")
+    cache.record(mark, key)
+    return corpus
+
+
+def _write(
+    config: DataConfig,
+    sources: Sources,
+    found: Scan,
+    reader: Reader,
+    folder: Path,
+    report: Report | None,
+    threads: int | None,
+) -> None:
+    """Fill `folder` with an entry."""
+    yardsticks = YardstickThread(found.held_out)
+    yardsticks.start()
+    try:
+        if config.tokenizer:
+            definition = read_definition(config.tokenizer)
+        else:
+            if report is not None:
+                report(f"training a tokenizer on {size_text(sum(map(len, found.sample)))} of the text")
+            definition = train((text.decode() for text in found.sample), config.vocabulary)
+        tokenizer = Tokenizer(definition, config.tokenizer or "the new tokenizer")
+        itemsize = token_dtype(tokenizer.vocabulary).itemsize
+        # No text gives more tokens than it has bytes; one token in two bytes is already unusual.
+        with explain_failed_writes(folder.parent, lambda: sum(found.sizes) * itemsize // 2):
+            (folder / TOKENIZER).write_text(definition, encoding="utf-8")
+            with (folder / TRAIN).open("wb") as first, (folder / VALIDATION).open("wb") as second:
+                with progress("tokenising", sum(found.sizes), report) as advance:
+                    content = tokenise(reader(), tokenizer, found.threshold, (first, second), threads, advance)
+                tokens = [file.tell() // itemsize for file in (first, second)]
+        if content != found.content:
+            raise UserError(f"{sources.name} changed while it was being read. Start again when it is at rest")
+        measured = yardsticks.result()
+    except BaseException:
+        yardsticks.cancel()
+        raise
+    facts = Facts(
+        source=sources.name,
+        files=len(sources.files),
+        ignored=sources.ignored,
+        vocabulary=tokenizer.vocabulary,
+        end_of_text=tokenizer.end_of_text,
+        tokenizer_bytes=(folder / TOKENIZER).stat().st_size,
+        train=SplitFacts(found.documents[0], found.sizes[0], tokens[0]),
+        validation=SplitFacts(found.documents[1], found.sizes[1], tokens[1]),
+        yardstick_bytes=measured.bytes,
+        gzip_bits_per_byte=measured.gzip_bits_per_byte,
+        xz_bits_per_byte=measured.xz_bits_per_byte,
+    )
+    (folder / FACTS).write_text(facts.to_json(), encoding="utf-8")
+
+
+def _settings(config: DataConfig) -> tuple[str, ...]:
+    """Everything but the text that an entry depends on."""
+    if config.tokenizer:
+        tokenizer = "given " + _digest(read_definition(config.tokenizer))
+    else:
+        tokenizer = f"trained {config.vocabulary}"
+    return str(FORMAT), repr(config.validation), tokenizer
+
+
+def _digest(*parts: str) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()

@@ -1,0 +1,509 @@
+"""Training loops that engines are known to get wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import paceline as pl
+from paceline.engine.engine import EngineError
+from paceline.strategy import SYSTEMS, Strategy
+from tests.engine.models import Stack, assert_same, data, gradients, snapshot
+from tests.ranks import RankError
+
+PARALLEL = [Strategy(bucket_mb=1e-4), SYSTEMS["parameter server"]]
+
+
+def make(cls: type[nn.Module] = Stack, *args: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return cls(*args).double()
+
+
+def shares(x: torch.Tensor) -> torch.Tensor:
+    world = pl.init()
+    return x[world.rank :: world.world_size]
+
+
+# ---- gradient descent by hand
+
+
+def by_hand() -> tuple[list[float], list[float]]:
+    world = pl.init()
+    model = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.773, 0.321]]))
+        model.bias.fill_(0.067)
+    pl.parallelize(model, Strategy(gradients="sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x, y = [((6.0, 2.0), 15.0), ((5.0, 2.0), 12.0)][world.rank]
+    loss = (model(torch.tensor([x], dtype=torch.float64)) - y).square().sum()
+    loss.backward()
+    slopes = [*model.weight.grad.flatten().tolist(), model.bias.grad.item()] if model.weight.grad is not None else []
+    optimizer.step()
+    result = [*model.weight.flatten().tolist(), model.bias.item()]
+    pl.release(model)
+    return slopes, result
+
+
+def test_gradient_descent_by_hand(ranks) -> None:
+    for slopes, weights in ranks(2, by_hand):
+        # One item a rank, both at the first weights, gradients summed: what accumulation by hand gives.
+        assert weights == pytest.approx([0.9631, 0.3893, 0.1012], abs=5e-5)
+        assert slopes == pytest.approx([-190.096, -68.316, -34.158], abs=0.02)
+
+
+# ---- equal to torch's DDP
+
+
+def beside_ddp(strategy: Strategy) -> tuple[dict, dict]:
+    world = pl.init()
+    ours, theirs = make(), make()
+    pl.parallelize(ours, strategy)
+    theirs = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
+    states = []
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(5):
+            x, y = (shares(part) for part in data(step, 4 * world.world_size))
+            with model.no_sync():
+                (F.mse_loss(model(x[:2]), y[:2]) / 2).backward()
+            (F.mse_loss(model(x[2:]), y[2:]) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(snapshot(getattr(model, "module", model)))
+    pl.release(ours)
+    return states[0], states[1]
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_equal_to_ddp(ranks, system) -> None:
+    for ours, theirs in ranks(3, beside_ddp, SYSTEMS[system]):
+        assert_same(ours, theirs)
+
+
+# ---- bucket size changes nothing, to the bit
+
+
+def in_float32(bucket_mb: float, packing: str) -> dict:
+    world = pl.init()
+    model = make().float()
+    pl.parallelize(model, Strategy(bucket_mb=bucket_mb, packing=packing))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(5):
+        x, y = (shares(part).float() for part in data(step, 5 * world.world_size))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = snapshot(model)
+    pl.release(model)
+    return state
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_packing_changes_no_bit_in_float32(ranks, transport) -> None:
+    expected = ranks(3, in_float32, 25.0, "flat", transport=transport)[0]
+    for bucket_mb, packing in ((1e-4, "bucket"), (3e-4, "bucket"), (25.0, "bucket"), (25.0, "parameter")):
+        for state in ranks(3, in_float32, bucket_mb, packing, transport=transport):
+            assert_same(state, expected, atol=0)
+
+
+# ---- weighting by tokens
+
+
+def weighted(counts: tuple[int, ...]) -> dict:
+    world = pl.init()
+    model = make()
+    engine = pl.engine_of(pl.parallelize(model, Strategy(gradients="sum")))
+    x, y = data(0, sum(counts))
+    first = sum(counts[: world.rank])
+    x, y = (part[first : first + counts[world.rank]] for part in (x, y))
+    loss = (model(x) - y).square().sum()
+    engine.count(len(x), loss)
+    loss.backward()
+    tokens, _ = engine.counts()
+    scaled = {name: None if g is None else g / max(tokens.item(), 1) for name, g in gradients(model).items()}
+    pl.release(model)
+    return scaled
+
+
+@pytest.mark.parametrize("counts", [(1, 1000), (0, 7), (3, 0, 4)])
+def test_uneven_token_counts_give_the_mean_over_all_tokens(ranks, counts) -> None:
+    model = make()
+    x, y = data(0, sum(counts))
+    ((model(x) - y).square().sum() / sum(counts)).backward()
+    for result in ranks(len(counts), weighted, counts):
+        assert_same(result, gradients(model))
+
+
+def test_no_tokens_anywhere_gives_zero_gradients_not_nan(ranks) -> None:
+    for result in ranks(2, weighted, (0, 0)):
+        assert all(torch.count_nonzero(g) == 0 for g in result.values() if g is not None)
+
+
+# ---- several backwards, several forwards
+
+
+def two_backwards(strategy: Strategy, set_to_none: bool) -> dict:
+    model = pl.parallelize(make(), strategy)
+    for seed in (0, 1):
+        x, y = (shares(part) for part in data(seed, 8))
+        F.mse_loss(model(x), y).backward()
+    first = gradients(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=set_to_none)
+    x, y = (shares(part) for part in data(2, 8))
+    F.mse_loss(model(x), y).backward()
+    pl.release(model)
+    return {"first": first, "second": gradients(model)}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("strategy", PARALLEL)
+def test_two_backwards_before_a_step_both_count(ranks, strategy, set_to_none) -> None:
+    model = make()
+    for seed in (0, 1):
+        x, y = data(seed, 8)
+        F.mse_loss(model(x), y).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    x, y = data(2, 8)
+    F.mse_loss(model(x), y).backward()
+    second = gradients(model)
+    for rank, result in enumerate(ranks(2, two_backwards, strategy, set_to_none)):
+        if rank == 0 or strategy.collective == "all_reduce":
+            assert_same(result["first"], expected)
+            assert_same(result["second"], second)
+
+
+def two_forwards(both: bool) -> dict:
+    model = pl.parallelize(make(), Strategy(bucket_mb=1e-4))
+    for step in range(2):
+        (x0, y0), (x1, y1) = ([shares(part) for part in data(2 * step + i, 8)] for i in (0, 1))
+        model.zero_grad()
+        first, second = model(x0), model(x1)
+        loss = F.mse_loss(second, y1)
+        (F.mse_loss(first, y0) + loss if both else loss).backward()
+    pl.release(model)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_two_forwards_then_one_backward(ranks, both) -> None:
+    model = make()
+    (x0, y0), (x1, y1) = data(2, 8), data(3, 8)
+    loss = F.mse_loss(model(x1), y1)
+    (F.mse_loss(model(x0), y0) + loss if both else loss).backward()
+    for result in ranks(2, two_forwards, both):
+        assert_same(result, gradients(model))
+
+
+class TwoHeads(Stack):
+    """Returns a mapping of two outputs, of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return {"a": self.head(x), "b": self.other(x)}
+
+
+def one_output(which: tuple[str, ...]) -> list[dict]:
+    world = pl.init()
+    model = pl.parallelize(make(TwoHeads), Strategy(bucket_mb=1e-4))
+    found = []
+    for step in range(3):
+        x, y = (shares(part) for part in data(step, 8))
+        model.zero_grad()
+        F.mse_loss(model(x)[which[world.rank]], y).backward()
+        found.append(gradients(model))
+    pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("which", [("a", "a"), ("a", "b")])
+def test_a_loss_on_some_outputs_completes_and_unused_parameters_keep_no_gradient(ranks, which) -> None:
+    results = ranks(2, one_output, which)
+    for step in range(3):
+        expected = make(TwoHeads)
+        x, y = data(step, 8)
+        for rank, name in enumerate(which):
+            (F.mse_loss(expected(x[rank::2])[name], y[rank::2]) / 2).backward()
+        for found in results:
+            assert_same(found[step], gradients(expected))
+
+
+def evaluated_between(grad: bool) -> dict:
+    model = pl.parallelize(make(), Strategy(bucket_mb=1e-4))
+    for step in range(2):
+        model.zero_grad()
+        x, y = (shares(part) for part in data(step, 8))
+        loss = F.mse_loss(model(x), y)
+        model.eval()
+        with torch.set_grad_enabled(grad):
+            model(data(9, 3)[0])
+        model.train()
+        loss.backward()
+    pl.release(model)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_evaluation_between_forward_and_backward_changes_nothing(ranks, grad) -> None:
+    model = make()
+    x, y = data(1, 8)
+    F.mse_loss(model(x), y).backward()
+    for result in ranks(2, evaluated_between, grad):
+        assert_same(result, gradients(model))
+
+
+# ---- recomputation
+
+
+class Checkpointed(Stack):
+    """Recomputes its blocks; one parameter is used in two of them."""
+
+    def __init__(self, reentrant: bool, shared: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        if shared:
+            self.blocks[2] = self.blocks[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def recomputed(reentrant: bool, shared: bool) -> tuple[dict, bool]:
+    model = pl.parallelize(make(Checkpointed, reentrant, shared), Strategy(bucket_mb=1e-4))
+    engine = pl.engine_of(model)
+    as_planned = True
+    for step in range(3):
+        engine.drain_events()
+        model.zero_grad()
+        x, y = (shares(part) for part in data(step, 8))
+        F.mse_loss(model(x), y).backward()
+    executed = [event.target for event in engine.drain_events() if event.stream == "reduce"]
+    as_planned = executed == [op.target for op in engine.schedule.step(1) if op.stream == "reduce"]
+    pl.release(model)
+    return gradients(model), as_planned
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_of_both_kinds_even_of_a_shared_block(ranks, reentrant, shared) -> None:
+    model = make(Checkpointed, reentrant, shared)
+    x, y = data(2, 8)
+    F.mse_loss(model(x), y).backward()
+    for result, as_planned in ranks(2, recomputed, reentrant, shared):
+        assert_same(result, gradients(model))
+        assert as_planned, "from the second step on, late units are scheduled after backward"
+
+
+# ---- shapes
+
+
+class Odd(nn.Module):
+    """A scalar, an empty, a one-element and a channels-last parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.single = nn.Parameter(torch.ones(1))
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x).sum((1, 2, 3)) * self.scalar + self.single + self.empty.sum()
+        return y * self.transposed[2, 1]
+
+
+def odd() -> tuple[dict, dict, list]:
+    model = make(Odd)
+    shapes = [(p.shape, p.stride()) for p in model.parameters()]
+    pl.parallelize(model, Strategy(bucket_mb=1e-4))
+    x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model(shares(x)).mean().backward()
+    found = gradients(model)
+    optimizer.step()
+    kept = [(p.shape, p.stride()) for p in model.parameters()] == shapes
+    aligned = all(p.grad.stride() == p.stride() for p in model.parameters())
+    state = snapshot(model)
+    pl.release(model)
+    return found, state, [kept, aligned]
+
+
+def test_odd_parameters_keep_shape_and_strides(ranks) -> None:
+    model = make(Odd)
+    x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model(x).mean().backward()
+    expected = gradients(model)
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    for found, state, checks in ranks(2, odd):
+        assert_same(found, expected)
+        assert_same(state, snapshot(model))
+        assert checks == [True, True]
+
+
+# ---- errors, and going on after them
+
+
+def step_between() -> str:
+    model = pl.parallelize(make(), Strategy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (shares(part) for part in data(0, 8))
+    F.mse_loss(model(x), y).backward()
+    loss = F.mse_loss(model(x), y)
+    optimizer.step()
+    with pytest.raises(EngineError) as caught:
+        loss.backward()
+    pl.reset(model)
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    pl.release(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_optimizer_step_between_forward_and_backward_is_an_error_that_says_what_to_do(ranks, n) -> None:
+    for message in ranks(n, step_between):
+        assert "stepped between this forward and its backward" in message
+        assert "call backward before optimizer.step()" in message
+
+
+def unsynchronised_step() -> str:
+    model = pl.parallelize(make(), Strategy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (shares(part) for part in data(0, 8))
+    with model.no_sync():
+        F.mse_loss(model(x), y).backward()
+    with pytest.raises(EngineError) as caught:
+        optimizer.step()
+    pl.release(model)
+    return str(caught.value)
+
+
+def test_a_step_on_gradients_that_were_never_reduced_is_an_error(ranks) -> None:
+    assert all("replicas would drift apart" in message for message in ranks(2, unsynchronised_step))
+
+
+class Fragile(Stack):
+    """Raises in the middle of backward when told to."""
+
+    fail = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for index, block in enumerate(self.blocks):
+            x = x + block(x)
+            if index == 0 and self.fail:
+                x.register_hook(self._raise)
+        return self.head(x)
+
+    @staticmethod
+    def _raise(gradient: torch.Tensor) -> None:
+        raise ValueError("in the middle of backward")
+
+
+def fail_and_go_on(where: str) -> dict:
+    model = pl.parallelize(make(Fragile), Strategy(bucket_mb=1e-4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        x, y = (shares(part) for part in data(step, 8))
+        if step == 2:
+            model.fail = where == "backward"
+            with pytest.raises(ValueError, match="middle"):
+                for half in pl.accumulate(model, [slice(0, 2), slice(2, 4)]):
+                    loss = F.mse_loss(model(x[half]), y[half])
+                    if where == "loop":
+                        raise ValueError("in the middle of the loop")
+                    loss.backward()
+            model.fail = False
+            if where == "backward":
+                with pytest.raises(EngineError, match=r"call pl\.reset"):
+                    model(x)
+            pl.reset(model)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = snapshot(model)
+    pl.release(model)
+    return state
+
+
+@pytest.mark.parametrize("where", ["backward", "loop"])
+def test_after_an_exception_and_reset_the_next_step_equals_a_clean_run(ranks, where) -> None:
+    model = make(Fragile)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        x, y = data(step, 8)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in ranks(2, fail_and_go_on, where):
+        assert_same(state, snapshot(model))
+
+
+def different_models() -> str:
+    world = pl.init()
+    model = Stack(width=6 if world.rank != 1 else 8)
+    with pytest.raises(pl.UserError) as caught:
+        pl.parallelize(model)
+    return str(caught.value)
+
+
+def test_ranks_that_built_different_models_are_named_with_the_parameter(ranks) -> None:
+    for message in ranks(3, different_models):
+        assert 'rank 0, 2: ["inner.weight", [6, 4]' in message
+        assert 'rank 1: ["inner.weight", [8, 4]' in message
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x)
+
+
+def sparse_gradients() -> None:
+    model = pl.parallelize(Sparse())
+    model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_sparse_gradients_are_refused_by_name(ranks) -> None:
+    with pytest.raises(RankError, match=r"table\.weight has a sparse gradient.*sparse=False"):
+        ranks(2, sparse_gradients)
+
+
+def copied() -> bool:
+    model = pl.parallelize(make())
+    average = copy.deepcopy(model)
+    x, y = (shares(part) for part in data(0, 8))
+    F.mse_loss(average(x), y).backward()  # its own gradients, which nobody reduces
+    alone = gradients(average)
+    F.mse_loss(model(x), y).backward()
+    plain = make()
+    F.mse_loss(plain(x), y).backward()
+    assert_same(alone, gradients(plain))
+    assert not pl.engine_of(model).drain_events()[0].step
+    pl.release(model)
+    return average.inner.weight.data_ptr() != model.inner.weight.data_ptr()
+
+
+def test_a_deep_copy_of_a_parallel_model_is_a_plain_model(ranks) -> None:
+    assert ranks(2, copied) == [True, True]
