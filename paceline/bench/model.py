@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+import tyro
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.bench.results import Row, make_row, print_rows, write_json
 from paceline.models.config import ModelConfig
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
@@ -84,7 +85,28 @@ class PlainLayer(nn.Module):
         return y
 
 
-def bench_model(shapes: Sequence[ModelShape] = SHAPES, rounds: int = 30, threads: int = 1) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class ModelBench:
+    """Forward and backward of the reference model beside a plain hand-written GPT, one process."""
+
+    threads: tuple[int, ...] = (1, 2)
+    """Numbers of threads to compute with."""
+    rounds: int = 30
+    """Passes of each; they take turns."""
+    json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """Where to write machine, versions, command and rows."""
+
+
+def main(options: ModelBench) -> list[Row]:
+    """Runs the benchmark, prints its tables and writes its file."""
+    rows = [row for threads in options.threads for row in bench_model(rounds=options.rounds, threads=threads)]
+    print_rows(rows, "the plain model")
+    if options.json:
+        write_json(options.json, rows)
+    return rows
+
+
+def bench_model(shapes: Sequence[ModelShape] = SHAPES, rounds: int = 30, threads: int = 1) -> list[Row]:
     """Time forward and backward of `Transformer` and of `PlainGPT` with the same weights and batch.
 
     Each round times both, in alternating order, so that whatever else the machine does meets both alike.
@@ -95,10 +117,8 @@ def bench_model(shapes: Sequence[ModelShape] = SHAPES, rounds: int = 30, threads
         threads: Threads torch computes with; its former number is restored at the end.
 
     Returns:
-        Two rows a case, paceline and plain. `median_ms` and `spread_ms` (interquartile range) are over the
-        rounds, `ratio` is the median over rounds of paceline's time over plain's in the same round (1 in
-        plain's row), `peak_bytes` the most that one pass's tensors occupied at once, gradients
-        included and weights not.
+        Two rows a case, paceline and plain. `peak_bytes` is the most that one pass's tensors occupied at once,
+        gradients included and weights not.
 
     Raises:
         ValueError: A shape that `PlainGPT` can't take, fewer than 2 rounds, or losses that differ by
@@ -114,7 +134,7 @@ def bench_model(shapes: Sequence[ModelShape] = SHAPES, rounds: int = 30, threads
         torch.set_num_threads(former)
 
 
-def _bench_shape(shape: ModelShape, rounds: int, threads: int) -> list[dict[str, Any]]:
+def _bench_shape(shape: ModelShape, rounds: int, threads: int) -> list[Row]:
     c = shape.config
     if c != ModelConfig(c.layers, c.width, c.heads, context=c.context, vocabulary=c.vocabulary):
         raise ValueError(f"{shape.name}: the plain model has GPT-2's form only, got {c}.")
@@ -137,24 +157,11 @@ def _bench_shape(shape: ModelShape, rounds: int, threads: int) -> list[dict[str,
         for name in order:
             times[name].append(_pass(systems[name], tokens, targets)[0])
 
-    ratio = statistics.median(a / b for a, b in zip(times["paceline"], times["plain"], strict=True))
-    rows = []
-    for name, seconds in times.items():
-        lower, _, upper = statistics.quantiles(seconds, n=4)
-        rows.append(
-            {
-                "case": shape.name,
-                "system": name,
-                "setting": f"{threads} thread{'s' if threads > 1 else ''}",
-                "ranks": 1,
-                "median_ms": statistics.median(seconds) * 1e3,
-                "spread_ms": (upper - lower) * 1e3,
-                "ratio": ratio if name == "paceline" else 1.0,
-                "peak_bytes": peaks[name],
-                "wire_bytes": 0,
-            }
-        )
-    return rows
+    setting = f"{threads} thread{'s' if threads > 1 else ''}"
+    return [
+        make_row(shape.name, name, setting, 1, seconds, times["plain"], peaks[name], 0)
+        for name, seconds in times.items()
+    ]
 
 
 def _pass(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, float]:

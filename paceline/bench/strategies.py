@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -176,8 +176,3 @@ def _measure_memory(case: Case, name: tuple[str, str]) -> tuple[int, int]:
         wire = 0
     pl.shutdown()
     return peak, wire
-
-
-def parse(arguments: Sequence[str]) -> StrategiesBench:
-    """Reads the command line of `paceline bench strategies`."""
-    return tyro.cli(StrategiesBench, args=list(arguments), prog="paceline bench strategies")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -86,6 +87,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
                 f"rank {rank} could not join the job at {method}: {str(error).splitlines()[0]}. If the port is in "
                 "use by another job, set MASTER_PORT to a free one on every rank (torchrun: --master-port)"
             ) from error
+    atexit.register(shutdown)
     _world = world
     return world
 

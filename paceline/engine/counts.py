@@ -36,7 +36,8 @@ class Counts:
             self.buffer = transport.allocate(self.numel, torch.float64)
         self._values: list[float | Tensor] = []
         self._result = torch.zeros(0, dtype=torch.float64, device=device)
-        self._host = torch.zeros(self.numel, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._flags = self.buffer[: 2 * parameters].clone()
+        self._written: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
     def add(self, values: Sequence[float | Tensor]) -> None:
         """Adds to the running sums; every call of a step gives the same number of values.
@@ -55,22 +56,20 @@ class Counts:
 
     def fill(self, used: Iterable[int], late: Iterable[int]) -> None:
         """Writes this rank's numbers into the vector that is about to be reduced."""
-        flags = torch.zeros(2 * self._parameters, dtype=torch.float64)
-        flags[list(used)] = 1.0
-        flags[[self._parameters + index for index in late]] = 1.0
-        self._host[: flags.numel()] = flags
-        self.buffer[: flags.numel()].copy_(self._host[: flags.numel()], non_blocking=True)
-        self.buffer[flags.numel() :].zero_()
-        for index, value in enumerate(self._values):
-            self.buffer[flags.numel() + index] = value
+        wanted = (frozenset(used), frozenset(late))
+        if wanted != self._written:
+            # Rarely: the flags stay on the device, so that a GPU's host need not copy them in every step.
+            flags = torch.zeros(2 * self._parameters, dtype=torch.float64)
+            flags[[*wanted[0], *(self._parameters + index for index in wanted[1])]] = 1.0
+            self._flags.copy_(flags)
+            self._written = wanted
+        self.buffer[: 2 * self._parameters].copy_(self._flags)
+        self.buffer[2 * self._parameters :].zero_()
+        for index, value in enumerate(self._values, 2 * self._parameters):
+            self.buffer[index] = value
 
-    def used(self, mine: set[int]) -> list[int]:
-        """Parameters that some rank has a gradient for.
-
-        What this rank used needs no asking, so that on a GPU the host waits only where a parameter was unused.
-        """
-        if len(mine) == self._parameters:
-            return sorted(mine)
+    def used(self) -> list[int]:
+        """Parameters that some rank has a gradient for. On a GPU the host waits for the answer."""
         return self.buffer[: self._parameters].nonzero().flatten().tolist()
 
     def late(self, mine: Sequence[int], first: bool) -> list[int]:

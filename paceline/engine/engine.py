@@ -274,7 +274,8 @@ class Engine:
         self._executor.complete()
         if self._gradients is not None and self._synchronises:
             self._reduce_late(late, self._counts.late(late, first=self.step == 0))
-            self._gradients.publish(self._counts.used(self._gradients.used), keep=self._keeps_gradients)
+            used = self._gradients.used if self._gradients.complete else self._counts.used()
+            self._gradients.publish(used, keep=self._keeps_gradients)
         self._counts.close(self._synchronises, self.world.world_size)
         self._outstanding.clear()
         self._last_micro_batch = self._micro_batch

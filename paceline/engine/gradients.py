@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -73,11 +73,16 @@ class Gradients:
             if views:
                 torch._foreach_copy_(views, fresh)
 
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter has a gradient on this rank, so that no other rank need be asked."""
+        return len(self.used) == len(self._trainable)
+
     def late(self) -> list[int]:
         """Parameters whose gradient arrived after they were collected in a synchronised backward."""
         return [i for i in self._trainable if i in self._collected and self._buffers.parameters[i].grad is not None]
 
-    def publish(self, used: Sequence[int], keep: bool) -> None:
+    def publish(self, used: Iterable[int], keep: bool) -> None:
         """Makes the reduced gradients the parameters' `grad`, with what was carried added.
 
         Args:

@@ -1,0 +1,28 @@
+"""`paceline bench`: which benchmark, with which options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from paceline.bench import model, strategies, trainer
+
+Benchmarks = (
+    Annotated[strategies.StrategiesBench, tyro.conf.subcommand("strategies")]
+    | Annotated[model.ModelBench, tyro.conf.subcommand("model")]
+    | Annotated[trainer.TrainerBench, tyro.conf.subcommand("trainer")]
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one benchmark; returns the exit status."""
+    options = tyro.cli(Benchmarks, args=list(arguments), prog="paceline bench")
+    if isinstance(options, strategies.StrategiesBench):
+        strategies.main(options)
+    elif isinstance(options, model.ModelBench):
+        model.main(options)
+    else:
+        trainer.main(options)
+    return 0

@@ -1,0 +1,195 @@
+"""Events of one step as a timeline: a Chrome/Perfetto trace, or a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UserError
+from paceline.events import Event
+from paceline.schedule import COMPUTE
+
+STREAMS = ("compute", "reduce", "counts")
+"""Tracks of a rank, from top to bottom."""
+
+
+def read_events(path: Path) -> list[Event]:
+    """Reads an events.jsonl.
+
+    Raises:
+        UserError: There is no such file, or a line is not an event.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no events there; expected the run folder of a training run with log.events-every > 0")
+    events = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            events.append(Event.from_dict(json.loads(line)))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path}, line {number}: not an event ({error})") from error
+    return events
+
+
+def events_of_step(events: Sequence[Event], step: int | None) -> list[Event]:
+    """The events of one step, by default the last.
+
+    Raises:
+        UserError: There are none; says which steps there are.
+    """
+    steps = sorted({event.step for event in events})
+    if not steps:
+        raise UserError("the run recorded no events; set log.events-every above 0")
+    if step is None:
+        step = steps[-1]
+    if step not in steps:
+        raise UserError(
+            f"step {step}: the run recorded events of steps {', '.join(map(str, steps))}; choose one of these"
+        )
+    return [event for event in events if event.step == step]
+
+
+def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
+    """A Chrome trace: one process per rank, one thread per stream, arrows between ranks' same collective.
+
+    Args:
+        events: Of one step, any number of ranks of one host.
+
+    Returns:
+        JSON-ready; times in microseconds from the step's first event.
+    """
+    origin = min(event.start for event in events)
+    out: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in events}):
+        out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for track, stream in enumerate(STREAMS):
+            out.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": stream}})
+            out.append(
+                {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": track, "args": {"sort_index": track}}
+            )
+    meetings: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for event in events:
+        entry = {
+            "ph": "X",
+            "name": f"{event.kind} {event.target}",
+            "cat": event.kind,
+            "pid": event.rank,
+            "tid": STREAMS.index(event.stream),
+            "ts": (event.start - origin) * 1e6,
+            "dur": event.seconds * 1e6,
+            "args": {
+                "step": event.step,
+                "micro-batch": event.micro_batch,
+                "buffer bytes": event.bytes,
+                "sent bytes": event.sent,
+                "received bytes": event.received,
+                "exposed ms": event.exposed * 1e3,
+            },
+        }
+        if event.exposed > 0:
+            entry["cname"] = "terrible"
+        out.append(entry)
+        if event.kind not in COMPUTE:
+            meetings.setdefault((event.kind, event.target, event.micro_batch), []).append(entry)
+    for number, entries in enumerate(meetings.values()):
+        # From the rank that came last, which the others waited for, to each of them.
+        last = max(entries, key=lambda entry: entry["ts"])
+        for index, other in enumerate(entry for entry in entries if entry is not last):
+            arrow = {"cat": "collective", "name": "same collective", "id": f"{number}.{index}"}
+            out.append({**arrow, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": last["ts"]})
+            out.append(
+                {
+                    **arrow,
+                    "ph": "f",
+                    "bp": "e",
+                    "pid": other["pid"],
+                    "tid": other["tid"],
+                    "ts": other["ts"] + other["dur"],
+                }
+            )
+    return {"traceEvents": out, "displayTimeUnit": "ms"}
+
+
+def write_trace(run: Path, step: int | None, out: Path) -> None:
+    """Writes the timeline of one step of a run.
+
+    Args:
+        run: Run folder with an events.jsonl.
+        step: Which step; by default the last recorded.
+        out: A .png or .svg is a picture, anything else a Chrome/Perfetto trace in JSON.
+
+    Raises:
+        UserError: No such events, or matplotlib is missing for a picture.
+    """
+    events = events_of_step(read_events(run / "events.jsonl"), step)
+    if out.suffix in (".png", ".svg"):
+        draw(events, out)
+    else:
+        out.write_text(json.dumps(chrome_trace(events)) + "\n", encoding="utf-8")
+
+
+COLOURS = {
+    "forward": "#7aa6d6",
+    "backward": "#3b6ea8",
+    "update": "#8d7bb8",
+    "hidden": "#7bb58a",
+    "exposed": "#d0573f",
+}
+
+
+def draw(events: Sequence[Event], out: Path) -> None:
+    """Draws the timeline of one step, one row per rank and stream.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    try:
+        import matplotlib.figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise UserError("a picture needs matplotlib: pip install 'paceline[plot]', or write a .json trace") from error
+    origin = min(event.start for event in events)
+    ranks = sorted({event.rank for event in events})
+    rows = [(rank, stream) for rank in ranks for stream in STREAMS if any(_on(e, rank, stream) for e in events)]
+    figure = matplotlib.figure.Figure(figsize=(12, 0.7 + 0.55 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    span = max(event.end for event in events) - origin
+    for row, (rank, stream) in enumerate(rows):
+        for event in (event for event in events if _on(event, rank, stream)):
+            start = (event.start - origin) * 1e3
+            width = event.seconds * 1e3
+            kind = event.kind if event.kind in COMPUTE else "hidden"
+            axes.barh(row, width, left=start, height=0.8, color=COLOURS[kind], edgecolor="white", linewidth=0.5)
+            if event.exposed:
+                seen = min(event.exposed, event.seconds) * 1e3
+                axes.barh(row, seen, left=start + width - seen, height=0.8, color=COLOURS["exposed"], linewidth=0)
+            if event.seconds > 0.03 * span:
+                axes.text(
+                    start + width / 2,
+                    row,
+                    event.target,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white",
+                    clip_on=True,
+                )
+    axes.set_yticks(range(len(rows)), [f"rank {rank} {stream}" for rank, stream in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"milliseconds of step {events[0].step}")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    labels = {"hidden": "communication, hidden", "exposed": "communication, exposed"}
+    figure.legend(
+        handles=[Patch(color=colour, label=labels.get(kind, kind)) for kind, colour in COLOURS.items()],
+        loc="outside upper center",
+        ncols=len(COLOURS),
+        frameon=False,
+        fontsize=8,
+    )
+    figure.savefig(out, dpi=130)
+
+
+def _on(event: Event, rank: int, stream: str) -> bool:
+    return event.rank == rank and event.stream == stream
