@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from paceline.comm.plan import Traffic
 from paceline.comm.world import World, all_gather_json, open_clock
 from paceline.engine.agreement import agree_on_order, check_same_model
+from paceline.engine.arrangement import Arrangement
 from paceline.engine.buffers import Buffers
 from paceline.engine.counts import Counts
 from paceline.engine.executor import Executor
@@ -20,10 +21,10 @@ from paceline.engine.gradients import Gradients
 from paceline.engine.hooks import in_backward, install
 from paceline.engine.optimizers import watch_optimizers
 from paceline.engine.synchronizer import Synchronizer
-from paceline.engine.units import ROOT, find_units, parameter_specs
+from paceline.engine.units import find_units, parameter_specs
 from paceline.errors import UserError
 from paceline.events import Event
-from paceline.layout import build_layout
+from paceline.layout import Layout
 from paceline.schedule import Key, Op, Schedule
 from paceline.strategy import Strategy
 
@@ -40,8 +41,6 @@ class Engine:
         strategy: How it is synchronised.
         world: The job.
         units: Unit modules by name.
-        layout: Where parameters and gradients sit.
-        schedule: The ops of a step; read to decide what is launched when.
         step: Number of the current optimizer step, from 0.
     """
 
@@ -64,9 +63,9 @@ class Engine:
         self._gradients: Gradients | None = None
         transport = self._synchronizer.counts_transport if self._synchronizer else None
         self._counts = Counts(len(self._specs), world.device, transport)
-        self._lay_out(tuple(self.units))
+        self._arranged = self._arrange(tuple(self.units))
         if self._synchronizer is not None:
-            self._synchronizer.broadcast_state(self._buffers.weights, list(module.buffers()))
+            self._synchronizer.broadcast_state(self._arranged.buffers.weights, list(module.buffers()))
         streams = self._synchronizer.streams if self._synchronizer else {}
         self._executor = Executor(world.rank, open_clock(world), streams, self._work)
 
@@ -124,7 +123,7 @@ class Engine:
 
     def holds_parameter(self, identity: int) -> bool:
         """Whether the parameter with this `id()` belongs to the model."""
-        return identity in self._parameter_ids
+        return self._arranged.holds(identity)
 
     def drain_events(self) -> list[Event]:
         """The events of every op executed since the last call."""
@@ -200,7 +199,7 @@ class Engine:
         if unit is not None:
             self._outstanding[unit] -= 1
             self._executor.begin(Key("backward", unit, self._micro_batch))
-            self._executor.done(self._collect(self._units_after(unit)))
+            self._executor.done(self._collect(self._finished_by(unit)))
 
     # ---- what the optimizer's hooks tell
 
@@ -244,22 +243,16 @@ class Engine:
             self._micro_batch = 0
             self._step_over = False
 
-    def _units_after(self, unit: str) -> list[str]:
-        """Units that ran after `unit` in forward and whose backward is over: all their gradients exist."""
-        position = self._positions.get(unit)
-        if position is None:
-            return []
-        return [
-            later
-            for later in self.schedule.order[position + 1 :]
-            if later in self._uncollected and self._outstanding[later] <= 0 and later not in self.schedule.late
-        ]
+    def _finished_by(self, unit: str) -> list[str]:
+        """Units whose backward is over when that of `unit` begins: all their gradients exist."""
+        after = self._arranged.units_after(unit)
+        return [other for other in after if other in self._uncollected and self._outstanding[other] <= 0]
 
     def _collect(self, units: Sequence[str]) -> list[Key]:
         """Takes the gradients of `units` into their buckets; returns the backward ops that are thereby done."""
         if self._gradients is not None:
             for unit in reversed(units):
-                self._gradients.collect(self._slots[unit], self._synchronises)
+                self._gradients.collect(self._arranged.slots_of(unit), self._synchronises)
             self._uncollected.difference_update(units)
         return [Key("backward", unit, self._micro_batch) for unit in units]
 
@@ -291,29 +284,30 @@ class Engine:
             if not set(anyones).isdisjoint(bucket.slots):
                 op = self.schedule.reduce(bucket, self._micro_batch)
                 self._executor.run(op, self._synchronizer.late_work(op, self._buffers, bucket, mine))
-        late = {self.layout.slots[index].spec.unit for index in anyones}
-        self._set_schedule(self.schedule.order, self.schedule.late | late)
+        self._arranged.mark_late(anyones)
 
     # ---- layout and schedule
 
-    def _lay_out(self, order: tuple[str, ...]) -> None:
-        """Lays the model out for a forward order; units that do not run come first, as they are reduced last."""
-        resident = [unit for unit in (ROOT, *self.units) if unit not in order]
-        self.layout = build_layout(self._specs, [*resident, *order], self.strategy, self.world.world_size)
-        by_name = dict(self.module.named_parameters())
-        parameters = [by_name[slot.spec.name] for slot in self.layout.slots]
-        self._parameter_ids = {id(parameter) for parameter in parameters}
+    @property
+    def layout(self) -> Layout:
+        """Where parameters and gradients sit."""
+        return self._arranged.layout
+
+    @property
+    def schedule(self) -> Schedule:
+        """The ops of a step, read to decide what is launched when."""
+        return self._arranged.schedule
+
+    @property
+    def _buffers(self) -> Buffers:
+        return self._arranged.buffers
+
+    def _arrange(self, order: tuple[str, ...]) -> Arrangement:
         # A parameter server sends the weights every step, so they lie where the transport reaches them.
         transport = self._synchronizer.transport if self._synchronizer and self._served else None
-        self._buffers = Buffers(self.layout, parameters, self.world.device, transport)
-        self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
-        self._set_schedule(order, frozenset())
-
-    def _set_schedule(self, order: tuple[str, ...], late: frozenset[str]) -> None:
-        self.schedule = Schedule(
-            self.layout, self.strategy, self.world.world_size, self.world.rank, order, late, self._counts.numel
+        return Arrangement(
+            self.module, self._specs, self.units, order, self.strategy, self.world, self._counts.numel, transport
         )
-        self._positions = {unit: position for position, unit in enumerate(order)}
 
     def _adopt_first_order(self) -> None:
         """The first forward shows in which order units really run: the same for all ranks, rank 0's."""
@@ -322,7 +316,7 @@ class Engine:
         order = tuple(agree_on_order(self._first_order, self.world))
         self._first_order = None
         if order != self.schedule.order:
-            self._lay_out(order)
+            self._arranged = self._arrange(order)
         if self._synchronizer is not None:
             self._buffers.allocate_gradients(self._synchronizer.transport)
             self._gradients = Gradients(self._buffers)

@@ -1,0 +1,78 @@
+"""A model laid out for the order in which its units run: layout, flat buffers and schedule, which belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from paceline.comm.transport import Transport
+from paceline.comm.world import World
+from paceline.engine.buffers import Buffers
+from paceline.engine.units import ROOT
+from paceline.layout import ParameterSpec, build_layout
+from paceline.schedule import Schedule
+from paceline.strategy import Strategy
+
+
+class Arrangement:
+    """Layout, buffers and schedule of a model for one forward order.
+
+    Attributes:
+        layout: Where parameters and gradients sit.
+        buffers: The flat buffers themselves.
+        schedule: The ops of a step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        specs: Sequence[ParameterSpec],
+        units: Iterable[str],
+        order: tuple[str, ...],
+        strategy: Strategy,
+        world: World,
+        counts: int,
+        transport: Transport | None,
+    ) -> None:
+        """Lays the model out and moves its parameters into flat buffers.
+
+        Args:
+            module: The model.
+            specs: Its parameters.
+            units: Names of all units.
+            order: Those that run, in the order of the forward pass.
+            strategy: How gradients are synchronised.
+            world: The job.
+            counts: Length of the counts vector.
+            transport: Allocates the parameters' buffers where it communicates them every step, else None.
+        """
+        # Units that do not run on their own come first: their gradients are complete last.
+        resident = [unit for unit in (ROOT, *units) if unit not in order]
+        self.layout = build_layout(specs, [*resident, *order], strategy, world.world_size)
+        by_name = dict(module.named_parameters())
+        parameters = [by_name[slot.spec.name] for slot in self.layout.slots]
+        self.buffers = Buffers(self.layout, parameters, world.device, transport)
+        self.schedule = Schedule(self.layout, strategy, world.world_size, world.rank, order, counts=counts)
+        self._identities = {id(parameter) for parameter in parameters}
+        self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
+        self._after = {unit: order[position + 1 :] for position, unit in enumerate(order)}
+
+    def holds(self, identity: int) -> bool:
+        """Whether a parameter with this `id()` is the model's."""
+        return identity in self._identities
+
+    def slots_of(self, unit: str) -> tuple[int, ...]:
+        """Indices of the slots of a unit."""
+        return self._slots[unit]
+
+    def units_after(self, unit: str) -> tuple[str, ...]:
+        """Units that run after `unit` in the forward pass and whose gradients are final when its backward begins."""
+        late = self.schedule.late
+        return tuple(other for other in self._after.get(unit, ()) if other not in late)
+
+    def mark_late(self, slots: Iterable[int]) -> None:
+        """From now on the units of these slots are reduced after the whole backward."""
+        late = {self.layout.slots[index].spec.unit for index in slots}
+        self.schedule = replace(self.schedule, late=self.schedule.late | late)
