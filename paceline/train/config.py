@@ -1,0 +1,196 @@
+"""Everything a training run is made from, as frozen dataclasses that check themselves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from paceline.data.config import DataConfig
+from paceline.errors import UserError
+from paceline.models.config import ModelConfig
+from paceline.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class ModelSection(ModelConfig):
+    """The model's shape: a preset, and every field of it to override.
+
+    Raises:
+        UserError: The fields describe no model.
+    """
+
+    vocabulary: int = 0
+    """Rows of the token embedding; 0 means as many as the tokenizer has entries."""
+    preset: str = "tiny"
+    """The shape to start from: nano, tiny, small, gpt2-124m, gpt2-350m, gpt2-1.5b, llama-1b, llama-8b, llama-70b or
+    llama2-7b. It also brings matching training settings."""
+
+    def __post_init__(self) -> None:
+        if self.vocabulary < 0:
+            raise UserError(f"model: vocabulary must be 0 (as the tokenizer has) or positive, got {self.vocabulary}")
+        try:
+            self.shape(1)
+        except UserError as error:
+            raise UserError(f"model: {error}") from None
+
+    def shape(self, tokens: int) -> ModelConfig:
+        """The shape for a tokenizer of `tokens` entries.
+
+        Raises:
+            UserError: `vocabulary` is given and has no room for them.
+        """
+        if 0 < self.vocabulary < tokens:
+            raise UserError(
+                f"model.vocabulary is {self.vocabulary}, but the tokenizer has {tokens} entries: "
+                f"leave it at 0 or choose at least {tokens}"
+            )
+        values = {item.name: getattr(self, item.name) for item in fields(ModelConfig)}
+        return ModelConfig(**{**values, "vocabulary": self.vocabulary or tokens})
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning rate over time.
+
+    Raises:
+        UserError: A value is out of its range.
+    """
+
+    lr: float = 6e-3
+    """Highest learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square."""
+    eps: float = 1e-8
+    """Added to the square root of the second mean."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, of matrices only: biases and norms have none."""
+    warmup: float = 0.05
+    """Length of the linear warmup: below 1 a fraction of the steps, from 1 up a number of steps."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warmup."""
+    final_lr_fraction: float = 0.02
+    """Learning rate of the last step as a fraction of the highest; without effect for constant."""
+    clip: float = 1.0
+    """Highest norm of the gradient of the mean loss per token; longer ones are scaled down. 0: no limit."""
+
+    def __post_init__(self) -> None:
+        _check("optim.lr", self.lr, self.lr > 0, "a number above 0")
+        _check("optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1")
+        _check("optim.eps", self.eps, self.eps > 0, "a number above 0")
+        _check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        _check("optim.warmup", self.warmup, self.warmup >= 0, "0 or more")
+        _check("optim.final_lr_fraction", self.final_lr_fraction, 0 <= self.final_lr_fraction <= 1, "from 0 to 1")
+        _check("optim.clip", self.clip, self.clip >= 0, "0 (no limit) or more")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written down, and how often.
+
+    Raises:
+        UserError: A value is out of its range.
+    """
+
+    every: int = 50
+    """Steps between two lines of figures."""
+    validate_every: int = 500
+    """Steps between two validations, each on a part of the held-out text; the weights are saved then too.
+    0: only at the end. At the end it is always the whole held-out text."""
+    validate_batches: int = 20
+    """Global batches in a validation on the way."""
+    events_every: int = 500
+    """Steps between two steps whose events go to events.jsonl. 0: none."""
+    tensorboard: bool = False
+    """Also write TensorBoard files into the run's folder (needs paceline[tensorboard])."""
+    wandb: bool = False
+    """Also log to Weights & Biases (needs paceline[wandb])."""
+
+    def __post_init__(self) -> None:
+        _check("log.every", self.every, self.every >= 1, "at least 1 step")
+        _check("log.validate_every", self.validate_every, self.validate_every >= 0, "0 (at the end) or more steps")
+        _check("log.validate_batches", self.validate_batches, self.validate_batches >= 1, "at least 1 batch")
+        _check("log.events_every", self.events_every, self.events_every >= 0, "0 (never) or more steps")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run.
+
+    Raises:
+        UserError: A value is out of its range, or two contradict each other.
+    """
+
+    model: ModelSection = field(default_factory=ModelSection)
+    """The model's shape."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The text."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer."""
+    strategy: Strategy = field(default_factory=lambda: Strategy(gradients="sum"))
+    """How the ranks share the work."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """What is written down."""
+    steps: int = 1800
+    """Optimizer steps."""
+    batch: int = 8
+    """Samples in one optimizer step over all ranks, each as long as the model's context."""
+    micro_batch: int = 4
+    """Samples that a rank computes at once; a larger share of the batch is accumulated."""
+    seed: int = 0
+    """Decides the initial weights and the order of the samples."""
+    threads: int = 0
+    """Threads per rank. 0: the host's cores shared out among its ranks."""
+    workers: int | None = None
+    """Worker processes to start on this host. Without it: join the job that torchrun or Slurm describes in the
+    environment, else run in one process."""
+    folder: str | None = None
+    """The run's folder, which must be new. Without it: runs/<date>-<time>-<preset>."""
+
+    def __post_init__(self) -> None:
+        _check("steps", self.steps, self.steps >= 1, "at least 1")
+        _check("batch", self.batch, self.batch >= 1, "at least 1 sample")
+        _check("micro_batch", self.micro_batch, self.micro_batch >= 1, "at least 1 sample")
+        _check("threads", self.threads, self.threads >= 0, "0 (share the cores out) or more")
+        _check("folder", self.folder, self.folder is None or bool(self.folder.strip()), "a name")
+        if self.workers is not None and self.workers < 1:
+            raise UserError(f"workers: expected at least 1 worker process, got {self.workers}; leave it out for one")
+        if self.strategy.gradients != "sum":
+            raise UserError(
+                "strategy.gradients: the trainer divides the sum over all ranks by the batch's tokens, so it must be "
+                f"sum, got {self.strategy.gradients}"
+            )
+        if self.workers is not None:
+            check_shares(self.batch, self.workers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, the model's preset first, ready for YAML or JSON."""
+        values: dict[str, Any] = _plain(asdict(self))
+        model = values["model"]
+        values["model"] = {"preset": model.pop("preset"), **model}
+        return values
+
+
+def check_shares(batch: int, ranks: int) -> None:
+    """Checks that every rank gets a sample.
+
+    Raises:
+        UserError: Fewer samples than ranks.
+    """
+    if batch < ranks:
+        raise UserError(
+            f"batch: {batch} samples cannot be shared by {ranks} ranks, each needs at least one; "
+            f"use a batch of {ranks} or more, or at most {batch} ranks"
+        )
+
+
+def _check(name: str, value: object, good: bool, expected: str) -> None:
+    if not good:
+        raise UserError(f"{name}: expected {expected}, got {value}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value

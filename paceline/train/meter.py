@@ -1,0 +1,140 @@
+"""Adds up what happens between two log lines, on every rank, and reads it without holding the GPU up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import paceline as pl
+from paceline.engine.engine import Engine
+from paceline.events import Event, exposed_fraction
+from paceline.train.metrics import Interval, peak_memory
+
+
+class Meter:
+    """Sums over the steps since the last reading."""
+
+    def __init__(self, engine: Engine, steps: int, flops_per_token: int, peak_flops: float | None) -> None:
+        """Starts the clock.
+
+        Args:
+            engine: Its events are drained here.
+            steps: Length of the training in optimizer steps.
+            flops_per_token: Operations of forward and backward.
+            peak_flops: What one rank's device could do per second; None where that is not known.
+        """
+        self._engine, self._world, self._steps = engine, engine.world, steps
+        self._flops_per_token = flops_per_token
+        self._peak_flops = None if peak_flops is None else peak_flops * engine.world.world_size
+        self._total_tokens = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new interval."""
+        self._tokens_and_loss = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        self._wait = 0.0
+        self._count = 0
+        self._engine.drain_events()
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside belongs to no step."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._began += time.perf_counter() - began
+
+    def add(self, counts: Tensor, used: Tensor, wait_seconds: float) -> None:
+        """Takes one step.
+
+        Args:
+            counts: fp64 (2,): target tokens and summed loss over all ranks.
+            used: 0-dim; false where the step was skipped, whose loss may not be a number.
+            wait_seconds: How long this rank waited for its data.
+        """
+        self._tokens_and_loss += torch.where(used, counts, 0.0)
+        self._wait += wait_seconds
+        self._count += 1
+
+    def read(
+        self, step: int, norm: Tensor, learning_rate: float, skipped: int
+    ) -> tuple[Interval, list[dict[str, Any]]]:
+        """Ends the interval. A collective call.
+
+        Args:
+            step: Steps done.
+            norm: Gradient norm of the last step, 0-dim.
+            learning_rate: Of the last step.
+            skipped: Steps left out so far.
+
+        Returns:
+            The interval's figures, the same on all ranks but for clocks, and every rank's events of its last step.
+        """
+        tokens, loss = self._tokens_and_loss.tolist()
+        seconds = time.perf_counter() - self._began
+        events = self._engine.drain_events()
+        rows = pl.all_gather_json(
+            {
+                "exposed": exposed_fraction(events, seconds),
+                "wait": self._wait / self._count,
+                "peak": peak_memory(self._world.device),
+                "events": [event.to_dict() for event in _last_step(events)],
+            }
+        )
+        self._total_tokens += int(tokens)
+        interval = Interval(
+            step=step,
+            steps=self._steps,
+            loss=loss / tokens if tokens else float("nan"),
+            grad_norm=norm.item(),
+            learning_rate=learning_rate,
+            tokens_per_second=tokens / seconds,
+            step_seconds=seconds / self._count,
+            flops=self._flops_per_token * tokens / seconds,
+            peak_flops=self._peak_flops,
+            wait_seconds=max(row["wait"] for row in rows),
+            exposed_fraction=sum(row["exposed"] for row in rows) / len(rows),
+            peak_bytes=max(row["peak"] for row in rows),
+            tokens=self._total_tokens,
+            skipped=skipped,
+        )
+        self.restart()
+        return interval, [event for row in rows for event in row["events"]]
+
+
+class Readback:
+    """Values of a small tensor on the host; from a GPU those of the step before, so that it never waits.
+
+    All ranks get the same values at the same step, so they may decide by them.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def exchange(self, values: Tensor) -> list[float]:
+        """Hands in this step's values; returns them (CPU) or the ones handed in last (GPU, zeros at first)."""
+        if values.device.type == "cpu":
+            return list(values.tolist())
+        previous = self._pending
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self._pending = host, copied
+        if previous is None:
+            return [0.0] * values.numel()
+        previous[1].synchronize()
+        return list(previous[0].tolist())
+
+
+def _last_step(events: list[Event]) -> list[Event]:
+    """The events of the latest step among them."""
+    latest = max((event.step for event in events), default=0)
+    return [event for event in events if event.step == latest]

@@ -1,0 +1,174 @@
+"""Figures of a run: measured over the steps between two log lines, printed, written down, sent to trackers."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from paceline.errors import UserError
+from paceline.train.config import LogConfig
+from paceline.train.run_folder import METRICS, RunFolder
+
+
+class Tracker(Protocol):
+    """Where figures go: `wandb.Run` has this shape."""
+
+    def log(self, figures: dict[str, Any], step: int) -> None:
+        """Takes the figures of one step, by `group/name`."""
+        ...
+
+    def finish(self) -> None:
+        """No more figures follow."""
+        ...
+
+
+class JsonLines:
+    """metrics.jsonl in the run's folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        """Appends to the folder's file."""
+        self._folder = folder
+
+    def log(self, figures: dict[str, Any], step: int) -> None:
+        """See `Tracker`. A figure that is not a number is written as null, as JSON has no NaN."""
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in figures.items()
+        }
+        self._folder.append(METRICS, [{"step": step, "time": time.time(), **finite}])
+
+    def finish(self) -> None:
+        """See `Tracker`."""
+
+
+class TensorBoard:
+    """TensorBoard's event files in the run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        """Writes into `path`.
+
+        Raises:
+            UserError: The package is missing.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("log.tensorboard needs a package: pip install 'paceline[tensorboard]'") from None
+        self._writer: Any = SummaryWriter(str(path))
+
+    def log(self, figures: dict[str, Any], step: int) -> None:
+        """See `Tracker`."""
+        for key, value in figures.items():
+            self._writer.add_scalar(key, value, step)
+
+    def finish(self) -> None:
+        """See `Tracker`."""
+        self._writer.close()
+
+
+def open_trackers(config: LogConfig, folder: RunFolder, run_config: Mapping[str, Any]) -> list[Tracker]:
+    """metrics.jsonl, always, and those that the configuration asks for.
+
+    Raises:
+        UserError: A package that a tracker needs is missing.
+    """
+    trackers: list[Tracker] = [JsonLines(folder)]
+    if config.tensorboard:
+        trackers.append(TensorBoard(folder.path / "tensorboard"))
+    if config.wandb:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("log.wandb needs a package: pip install 'paceline[wandb]'") from None
+        trackers.append(
+            wandb.init(project="paceline", name=folder.path.name, dir=str(folder.path), config=dict(run_config))
+        )
+    return trackers
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What was measured over the steps since the last log line."""
+
+    step: int
+    """Steps done."""
+    steps: int
+    """Steps that the run will do."""
+    loss: float
+    """Mean over the interval's tokens, nats per token."""
+    grad_norm: float
+    """Of the gradient of the mean loss per token in the last step, before clipping."""
+    learning_rate: float
+    """Of the last step."""
+    tokens_per_second: float
+    """Target tokens of all ranks together."""
+    step_seconds: float
+    """Mean wall time of a step."""
+    flops: float
+    """Floating-point operations of the model per second, all ranks together."""
+    peak_flops: float | None
+    """What the hardware of all ranks could do per second; None where that is not known."""
+    wait_seconds: float
+    """Mean time of a step in which the slowest rank waited for its data."""
+    exposed_fraction: float
+    """Share of the time in which ranks stood still for communication, mean over ranks."""
+    peak_bytes: int
+    """Most memory that a rank has held so far."""
+    tokens: int
+    """Target tokens trained on so far."""
+    skipped: int
+    """Steps left out so far because the gradient was not finite."""
+
+    def figures(self) -> dict[str, float | int]:
+        """The figures by `group/name`."""
+        figures: dict[str, float | int] = {
+            "train/loss": self.loss,
+            "train/grad_norm": self.grad_norm,
+            "train/learning_rate": self.learning_rate,
+            "train/tokens": self.tokens,
+            "train/skipped_steps": self.skipped,
+            "memory/peak_bytes": self.peak_bytes,
+            "perf/tokens_per_second": self.tokens_per_second,
+            "perf/step_seconds": self.step_seconds,
+            "perf/tflops": self.flops / 1e12,
+            "data/wait_seconds": self.wait_seconds,
+            "comm/exposed_fraction": self.exposed_fraction,
+        }
+        if self.peak_flops:
+            figures["perf/mfu"] = self.flops / self.peak_flops
+        return figures
+
+    def line(self) -> str:
+        """The figures for the screen."""
+        width = len(str(self.steps))
+        mfu = f"MFU {100 * self.flops / self.peak_flops:.1f} %  " if self.peak_flops else ""
+        left = (self.steps - self.step) * self.step_seconds
+        return (
+            f"step {self.step:>{width}}/{self.steps}  loss {self.loss:7.4f}  grad_norm {self.grad_norm:6.3f}  "
+            f"lr {self.learning_rate:.2e}  memory {self.peak_bytes / 2**30:.2f} GiB  "
+            f"tokens/s {self.tokens_per_second:,.0f} (global)  TFLOP/s {self.flops / 1e12:.3g}  {mfu}"
+            f"comm exposed {100 * self.exposed_fraction:.1f} %  ETA {duration(left)}"
+        )
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 95 -> '1:35', 7384 -> '2:03:04'."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held: of the GPU's memory as torch's allocator counts it, else resident."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    # Linux reports kilobytes, macOS bytes (getrusage(2)).
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,89 @@
+"""The update: mean over tokens, clipping and AdamW in one pass over the gradients."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from paceline.train.config import OptimConfig
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """Learning rate of optimizer step `step` of `steps`, counted from 0.
+
+    It rises linearly over the warmup, reaching the highest value in the first step after it, then falls to
+    `final_lr_fraction` of it in the last step: linearly, or along half a cosine (Loshchilov and Hutter 2017).
+    """
+    warmup = config.warmup * steps if config.warmup < 1 else config.warmup
+    if step < warmup:
+        return config.lr * (step + 1) / (math.floor(warmup) + 1)
+    progress = (step - warmup) / max(1.0, steps - 1 - warmup)
+    fraction = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[config.schedule]
+    if config.schedule == "constant":
+        return config.lr
+    return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * fraction)
+
+
+class Update:
+    """Steps AdamW on gradients that are sums over tokens.
+
+    Attributes:
+        skips: fp32 (2,), on the device: steps left out because the gradient norm was not finite, so far and in
+            a row up to the latest one.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, steps: int, device: torch.device) -> None:
+        """Makes the optimizer.
+
+        Args:
+            model: Its matrices get weight decay, biases and norms none.
+            config: Rates.
+            steps: Length of the training in optimizer steps.
+            device: Where the model is.
+        """
+        self._config, self._steps = config, steps
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        self.skips = torch.zeros(2, device=device)
+
+    def __call__(self, step: int, tokens: Tensor, norm: Tensor) -> Tensor:
+        """One step, or none where the norm is not finite: decided on the device, the same on every rank.
+
+        Args:
+            step: Number of the optimizer step, from 0.
+            tokens: Target tokens in the global batch, 0-dim.
+            norm: Norm of the gradients summed over them, 0-dim.
+
+        Returns:
+            Norm of the gradient of the mean loss per token before clipping, fp32, 0-dim.
+        """
+        tokens = tokens.float()
+        norm = norm.float() / tokens
+        unusable = (~torch.isfinite(norm)).float()
+        scale = tokens * (norm / self._config.clip).clamp(min=1.0) if self._config.clip else tokens
+        # The fused kernel divides gradients by the one and does nothing where the other is 1: no pass of our own.
+        self._optimizer.grad_scale = scale  # type: ignore[attr-defined]
+        self._optimizer.found_inf = unusable  # type: ignore[attr-defined]
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(step, self._steps, self._config)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.skips += unusable
+        self.skips[1] *= unusable
+        return norm

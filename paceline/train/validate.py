@@ -1,0 +1,95 @@
+"""How well the model predicts held-out text, in a unit that does not depend on the tokenizer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.data import TokenFile, validation_batches
+from paceline.data.samples import sample_count
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Figures of one pass over held-out text."""
+
+    loss: float
+    """Mean cross-entropy in nats per token."""
+    tokens: int
+    """Target tokens it was measured on, over all ranks."""
+    bits_per_byte: float
+    """Summed cross-entropy in bits over the bytes of the text. On a part of the text its bytes are taken as its
+    share of the tokens."""
+    share: float
+    """Which part of the held-out text it was measured on, from 0 to 1."""
+    seconds: float
+    """Wall time."""
+
+
+@torch.no_grad()
+def validate(
+    model: nn.Module,
+    text: TokenFile,
+    *,
+    context: int,
+    micro_batch: int,
+    samples: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Validation | None:
+    """Measures the model on held-out text, shared out among the ranks. A collective call.
+
+    Args:
+        model: Maps (tokens, targets) to the summed loss.
+        text: Held-out tokens.
+        context: Tokens in a sample.
+        micro_batch: Samples at once.
+        samples: How many to take, from the start of the text; None for all.
+        stopped: Asked before each micro-batch; where it says yes on any rank, the validation is given up.
+
+    Returns:
+        The same figures on every rank, or None if it was given up or the text has no sample.
+    """
+    began = time.perf_counter()
+    part = text
+    if samples is not None and samples < sample_count(len(text), context):
+        part = replace(text, tokens=text.tokens[: samples * context + 1])
+    world = pl.init()
+    batches = validation_batches(
+        part,
+        context=context,
+        micro_batch=micro_batch,
+        rank=world.rank,
+        world_size=world.world_size,
+        device=world.device,
+    )
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    tokens, given_up = 0, False
+    model.eval()
+    try:
+        for batch in batches:
+            if given_up := stopped():
+                break
+            total += model(batch.inputs, batch.targets)
+            tokens += batch.tokens
+    finally:
+        model.train()
+    sums = pl.all_gather_json([total.item(), tokens, given_up])
+    if any(row[2] for row in sums):
+        return None
+    nats, tokens = math.fsum(row[0] for row in sums), sum(row[1] for row in sums)
+    if tokens == 0:
+        return None
+    share = tokens / (len(text) - 1)
+    return Validation(
+        loss=nats / tokens,
+        tokens=tokens,
+        bits_per_byte=nats / math.log(2) / (text.bytes * share),
+        share=share,
+        seconds=time.perf_counter() - began,
+    )

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline.cli import main
+from tests.train.processes import finished, paceline, program
+
+
+def test_help_names_every_command_and_comes_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["help"], ["--help"], ["-h"]):
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        for command in ("train", "sample", "trace", "bench", "version"):
+            assert f"\n  {command} " in out
+    script = "import sys; from paceline.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+def test_the_launcher_does_not_import_torch() -> None:
+    script = """
+import sys
+from paceline.train.command_line import parse_train_arguments
+from paceline.train.launch import launch
+parse_train_arguments(["--workers", "2"])
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["train", "sample", "trace"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: paceline {command}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("paceline 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "did you mean train?"),
+        (["xyzzy"], "known: train, sample"),
+        (["train", "--workers", "0"], "at least 1 worker"),
+        (["train", "no-such.yaml"], "no-such.yaml: cannot be read"),
+        (["trace", "no-such-run"], "there is no run folder no-such-run"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("paceline: error: ") and words in told.err and told.err.count("\n") == 1
+
+
+def test_the_printed_configuration_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model.preset", "small", "--optim.lr", "3e-4", "--data.path", "a b.txt", "--log.wandb"]
+    assert main(["train", *flags, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    values = yaml.safe_load(printed)
+    assert values["model"]["layers"] == 6 and values["optim"]["lr"] == 3e-4 and values["log"]["wandb"] is True
+    (tmp_path / "run.yaml").write_text(printed)
+    assert main(["train", str(tmp_path / "run.yaml"), "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_sampling_without_a_run_says_so(tmp_path: Path) -> None:
+    status, out, err = finished(paceline("sample", "runs/latest"), tmp_path)
+    assert (status, out) == (2, "")
+    assert err == "paceline: error: there is no run folder runs/latest; `paceline train` makes one\n"
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
+    with program(paceline("train", "--print-config"), tmp_path) as started:
+        assert started.process.stdout is not None
+        started.process.stdout.close()
+        assert started.process.wait(20) == 128 + signal.SIGPIPE
+        assert started.process.stderr is not None
+        assert started.process.stderr.read() == ""
+        started.process.stdout = None
+
+
+def test_ctrl_c_while_text_is_read_ends_without_a_traceback(tmp_path: Path) -> None:
+    # A configuration that is a pipe to which nobody writes: reading it takes for ever.
+    os.mkfifo(tmp_path / "run.yaml")
+    with program(paceline("train", "run.yaml"), tmp_path) as started:
+        wait_until_open(tmp_path / "run.yaml")
+        started.process.send_signal(signal.SIGINT)
+        status, out, err = started.finish(10)
+    assert (status, out, err) == (130, "", "interrupted\n")
+
+
+def wait_until_open(pipe: Path) -> None:
+    """Returns when somebody has opened the pipe for reading, and leaves it open for writing."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)

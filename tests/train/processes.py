@@ -1,0 +1,112 @@
+"""Starts paceline as users do, in processes that a test can find again and that never outlive it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+MARK = "PACELINE_TEST_MARK"
+JOB_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "PACELINE_RENDEZVOUS",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class Program:
+    """A process and everything that it starts, known by a variable in their environment."""
+
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.mark = uuid.uuid4().hex
+        inherited = {key: value for key, value in os.environ.items() if key not in JOB_VARIABLES}
+        self.process = subprocess.Popen(
+            list(command),
+            cwd=folder,
+            env={**inherited, **(environment or {}), MARK: self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, timeout: float) -> tuple[int, str, str]:
+        """Exit status, stdout and stderr."""
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out, err
+
+    def alive(self) -> dict[int, dict[str, str]]:
+        """Environment of each process that carries the mark, by its number."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    data = (entry / "environ").read_bytes().decode(errors="replace")
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    if f"{MARK}={self.mark}" in data.split("\0") and state != "Z":
+                        found[int(entry.name)] = dict(item.split("=", 1) for item in data.split("\0") if "=" in item)
+        return found
+
+    def rank(self, number: int) -> int:
+        """Process number of a rank."""
+        return next(pid for pid, env in self.alive().items() if env.get("RANK") == str(number))
+
+    def wait_until_gone(self, timeout: float) -> None:
+        """Fails if a process that carries the mark is still there after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while left := self.alive():
+            assert time.monotonic() < deadline, f"still running: {sorted(left)}"
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def program(command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[Program]:
+    """A program that is gone with all its children when the block ends."""
+    started = Program(command, folder, environment)
+    try:
+        yield started
+    finally:
+        for pid in started.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        started.process.kill()
+        started.process.communicate()
+
+
+def paceline(*arguments: str) -> list[str]:
+    """The command line of `paceline ...`."""
+    return [sys.executable, "-m", "paceline", *arguments]
+
+
+def finished(
+    command: list[str], folder: Path, environment: Mapping[str, str] | None = None, timeout: float = 60
+) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a program that ends by itself."""
+    with program(command, folder, environment) as started:
+        return started.finish(timeout)
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_step(started: Program, run: Path, step: int, timeout: float = 40) -> None:
+    """Returns when the run has logged `step`."""
+    deadline = time.monotonic() + timeout
+    while not any(line["step"] >= step for line in metrics(run)):
+        assert started.process.poll() is None, started.process.communicate()
+        assert time.monotonic() < deadline, f"no step {step} after {timeout} s"
+        time.sleep(0.02)

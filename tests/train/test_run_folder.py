@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UserError
+from paceline.train.run_folder import METRICS, RunFolder, choose_run_folder, create_run_folder, find_run
+
+
+@contextlib.contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """Writing beyond `size` bytes fails inside, as on a full disk."""
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+
+
+def test_a_folder_that_holds_something_is_never_used_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    assert choose_run_folder(str(run), "tiny") == run
+    (run / "notes").touch()
+    with pytest.raises(UserError, match="never overwritten: choose another name with --folder"):
+        choose_run_folder(str(run), "tiny")
+    with pytest.raises(UserError, match="never overwritten"):
+        choose_run_folder(str(run / "notes"), "tiny")
+
+
+def test_default_names_differ_and_latest_points_to_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = create_run_folder(choose_run_folder(None, "tiny"))
+    second = create_run_folder(choose_run_folder(None, "tiny"))
+    assert first.path != second.path
+    assert second.path.name.startswith(first.path.name[:8]) and "-tiny" in second.path.name
+    assert (tmp_path / "runs" / "latest").resolve() == second.path.resolve()
+    create_run_folder(choose_run_folder("runs/mine", "tiny"))
+    assert (tmp_path / "runs" / "latest").resolve() == (tmp_path / "runs" / "mine").resolve()
+    create_run_folder(choose_run_folder("elsewhere/mine", "tiny"))
+    assert [item.name for item in (tmp_path / "elsewhere").iterdir()] == ["mine"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        create_run_folder(tmp_path / "file" / "run")
+
+
+def test_lines_are_written_whole_or_not_at_all_and_the_loss_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append(METRICS, [{"step": 1, "text": "x" * 50}])
+    with files_limited_to(100):
+        folder.append(METRICS, [{"step": 2, "text": "y" * 50}, {"step": 3}])
+        folder.append(METRICS, [{"step": 4, "text": "z" * 50}])
+    folder.append(METRICS, [{"step": 5}])
+    lines = (tmp_path / METRICS).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 5]
+    assert capsys.readouterr().err.count("WARNING") == 1
+    (problem,) = folder.describe_problems()
+    assert METRICS in problem and "3 lines are missing" in problem
+
+
+def test_a_text_that_does_not_fit_leaves_the_old_one_and_no_other_file(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.write_text("config.yaml", "steps: 1\n")
+    with files_limited_to(100):
+        assert not folder.write_text("config.yaml", "#" * 200)
+    assert [item.name for item in tmp_path.iterdir()] == ["config.yaml"]
+    assert (tmp_path / "config.yaml").read_text() == "steps: 1\n"
+    assert "config.yaml" in folder.problems
+    assert folder.write_text("config.yaml", "steps: 2\n")
+    assert not folder.problems
+
+
+def test_a_run_that_is_not_there_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run folder nowhere; `paceline train` makes one"):
+        find_run("nowhere")
+    create_run_folder(choose_run_folder("runs/mine", "tiny"))
+    with pytest.raises(UserError, match=r"newest in runs/: .*mine"):
+        find_run("nowhere")
+    with pytest.raises(UserError, match=r"holds no model.safetensors \(weights are saved"):
+        find_run("runs/mine", "model.safetensors")

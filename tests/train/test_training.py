@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.train.processes import finished, metrics, paceline, program, wait_for_step
+
+SHORT = ("--steps", "12", "--log.every", "5", "--log.validate_every", "6", "--log.validate_batches", "1")
+LONG = ("--steps", "1000000", "--log.every", "1", "--log.validate_every", "0")
+
+
+@pytest.fixture(scope="module")
+def run(nano: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished run of two workers, and what it showed."""
+    folder = tmp_path_factory.mktemp("finished")
+    status, out, err = finished(paceline("train", *nano, *SHORT, "--workers", "2"), folder)
+    assert (status, err) == (0, "")
+    return folder / "runs" / "latest", out
+
+
+def test_a_run_folder_holds_all_of_the_run(run: tuple[Path, str]) -> None:
+    path, _ = run
+    names = {item.name for item in path.iterdir()}
+    assert names == {
+        "config.yaml", "environment.json", "events.jsonl", "metrics.jsonl", "model.safetensors", "tokenizer.json",
+    }  # fmt: skip
+    facts = json.loads((path / "environment.json").read_text())
+    assert facts["ranks"] == 2 and facts["versions"]["torch"] and facts["cores"] >= 1 and "--steps" in facts["command"]
+    assert yaml.safe_load((path / "config.yaml").read_text())["steps"] == 12
+
+
+def test_metrics_have_the_promised_keys_and_steps(run: tuple[Path, str]) -> None:
+    lines = metrics(run[0])
+    assert all("step" in line and "time" in line for line in lines)
+    training = [line for line in lines if "train/loss" in line]
+    assert [line["step"] for line in training] == [1, 5, 10, 12]
+    for line in training:
+        assert {
+            "train/grad_norm", "train/learning_rate", "perf/tokens_per_second", "perf/step_seconds", "perf/tflops",
+            "data/wait_seconds", "comm/exposed_fraction", "memory/peak_bytes", "train/tokens", "train/skipped_steps",
+        } <= set(line)  # fmt: skip
+        assert line["perf/tokens_per_second"] > 0 and line["memory/peak_bytes"] > 50e6
+        assert 0 <= line["comm/exposed_fraction"] < 1
+    assert training[-1]["train/tokens"] == pytest.approx(12 * 8 * 64, rel=0.02)
+    validations = [line for line in lines if "val/loss" in line]
+    assert [line["step"] for line in validations] == [6, 12]
+    assert validations[0]["val/share"] < 1 and validations[1]["val/share"] == 1
+    for line in validations:
+        assert {"val/bits_per_byte", "val/gzip_bits_per_byte", "val/xz_bits_per_byte"} <= set(line)
+
+
+def test_events_are_of_whole_steps_and_every_rank(run: tuple[Path, str]) -> None:
+    events = [json.loads(line) for line in (run[0] / "events.jsonl").read_text().splitlines()]
+    assert {event["rank"] for event in events} == {0, 1}
+    assert {event["step"] for event in events} == {11}
+    for rank in (0, 1):
+        kinds = {event["kind"] for event in events if event["rank"] == rank}
+        assert {"forward", "backward", "update"} < kinds
+
+
+def test_the_screen_shows_the_work_the_figures_and_what_to_do_next(run: tuple[Path, str]) -> None:
+    _, out = run
+    assert re.search(r"text: .* 8 documents", out)
+    assert re.search(r"model: nano, 0\.\d+ M parameters", out)
+    assert "ranks: 2 (2 on this host), cpu, 1 thread each" in out
+    line = next(line for line in out.splitlines() if line.startswith("step 12/12"))
+    order = ["step", "loss", "grad_norm", "lr", "memory", "tokens/s", "(global)", "TFLOP/s", "comm exposed", "ETA"]
+    assert [line.index(word) for word in order] == sorted(line.index(word) for word in order)
+    assert re.search(r"validation at step 6, on \d+ % of the held-out text", out)
+    assert re.search(r"this model +\d\.\d+\n +gzip -9 +\d\.\d+\n +xz -9e +\d\.\d+", out)
+    commands = re.findall(r"^    (paceline .*)$", out, re.MULTILINE)
+    assert [command.split()[1] for command in commands] == ["sample", "trace", "train"]
+
+
+def same_curve(first: Path, second: Path) -> None:
+    for line, other in zip(metrics(first), metrics(second), strict=True):
+        assert line["step"] == other["step"]
+        for key in ("train/loss", "train/grad_norm", "val/loss", "val/bits_per_byte"):
+            if key in line or key in other:
+                assert line[key] == pytest.approx(other[key], rel=2e-4), (line["step"], key)
+
+
+def test_the_saved_configuration_starts_the_same_run_again_also_with_one_worker(
+    run: tuple[Path, str], tmp_path: Path
+) -> None:
+    status, _, err = finished(paceline("train", str(run[0] / "config.yaml"), "--workers", "1"), tmp_path)
+    assert (status, err) == (0, "")
+    same_curve(run[0], tmp_path / "runs" / "latest")
+
+
+def test_a_second_run_into_the_same_folder_is_refused(run: tuple[Path, str], nano: list[str], tmp_path: Path) -> None:
+    before = {item: item.stat().st_mtime_ns for item in run[0].iterdir()}
+    flags = ["--folder", str(run[0].resolve()), "--workers", "2"]
+    status, _, err = finished(paceline("train", *nano, *flags), tmp_path)
+    assert status == 2
+    assert err.startswith("paceline: error: run folder") and "--folder" in err and err.count("\n") == 1
+    assert before == {item: item.stat().st_mtime_ns for item in run[0].iterdir()}
+
+
+def test_three_workers_give_the_curve_of_two(run: tuple[Path, str], nano: list[str], tmp_path: Path) -> None:
+    status, _, err = finished(paceline("train", *nano, *SHORT, "--workers", "3"), tmp_path)
+    assert status == 0, err
+    same_curve(run[0], tmp_path / "runs" / "latest")
+
+
+def test_torchrun_joins_and_gives_the_same_curve(run: tuple[Path, str], nano: list[str], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    status, out, err = finished([*torchrun, "-m", "paceline", "train", *nano, *SHORT], tmp_path)
+    assert status == 0, err
+    assert "ranks: 2 (2 on this host)" in out
+    same_curve(run[0], tmp_path / "runs" / "latest")
+
+
+def test_a_port_in_use_is_one_clear_message(nano: list[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        job = {
+            "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]),
+        }  # fmt: skip
+        status, _, err = finished(paceline("train", *nano), tmp_path, job)
+    assert status == 2
+    assert "paceline: error: rank 0 could not join" in err and "MASTER_PORT" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("path", "words"), [("missing.txt", "missing.txt"), ("short", "training text has")])
+def test_a_mistake_in_the_data_is_one_clear_message(nano: list[str], tmp_path: Path, path: str, words: str) -> None:
+    (tmp_path / "short").mkdir()
+    for number in range(9):
+        (tmp_path / "short" / f"{number}.txt").write_text(f"too short {number}")
+    status, _, err = finished(paceline("train", *nano, "--data.path", path, "--workers", "2"), tmp_path)
+    assert status == 2
+    assert err.startswith("paceline: error: ") and err.count("paceline: error") == 1
+    assert words in err and "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("workers", "sent", "status"), [("2", signal.SIGINT, 130), ("2", signal.SIGTERM, 143), ("1", signal.SIGTERM, 143)]
+)
+def test_a_stop_saves_the_weights_says_where_and_they_can_be_sampled(
+    nano: list[str], tmp_path: Path, workers: str, sent: signal.Signals, status: int
+) -> None:
+    with program(paceline("train", *nano, *LONG, "--workers", workers, "--folder", "stopped"), tmp_path) as started:
+        wait_for_step(started, tmp_path / "stopped", 3)
+        started.process.send_signal(sent)
+        code, out, err = started.finish(10)
+        assert not started.alive()
+    assert code == status, err
+    assert "Traceback" not in err
+    stop = re.search(r"stopped after step (\d+); the weights are in stopped", out)
+    assert stop is not None and int(stop[1]) == metrics(tmp_path / "stopped")[-1]["step"]
+    if sent == signal.SIGTERM:
+        return  # one sample is enough
+    sample = paceline("sample", "stopped", "--prompt", "abc", "--tokens", "5", "--seed", "1")
+    code, out, err = finished(sample, tmp_path)
+    assert (code, err) == (0, "")
+    assert out.startswith("abc") and len(out) > 4
+
+
+def test_a_worker_killed_while_training_ends_everything_in_5_seconds(nano: list[str], tmp_path: Path) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    (tmp_path / "tmp").mkdir()
+    command = paceline("train", *nano, *LONG, "--workers", "2", "--folder", "killed")
+    with program(command, tmp_path, {"TMPDIR": str(tmp_path / "tmp")}) as started:
+        wait_for_step(started, tmp_path / "killed", 3)
+        killed = time.monotonic()
+        os.kill(started.rank(1), signal.SIGKILL)
+        status, _, err = started.finish(10)
+        assert time.monotonic() - killed < 5
+        assert not started.alive()
+    assert status == 137
+    last = err[err.rindex("rank 1 of 2 failed") :]
+    assert "SIGKILL" in last and "Traceback" not in err
+    assert not list((tmp_path / "tmp").glob("paceline*"))
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def test_ctrl_c_under_torchrun_saves_the_weights(nano: list[str], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with program([*torchrun, "-m", "paceline", "train", *nano, *LONG, "--folder", "stopped"], tmp_path) as started:
+        wait_for_step(started, tmp_path / "stopped", 2)
+        # A terminal interrupts the whole group: torchrun and its workers.
+        os.killpg(started.process.pid, signal.SIGINT)
+        _, out, _ = started.finish(20)
+        started.wait_until_gone(5)
+    assert "the weights are in stopped" in out
+    assert (tmp_path / "stopped" / "model.safetensors").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_on_a_full_disk_training_goes_on_and_the_end_says_what_is_missing(
+    small_disk: Path, nano: list[str], tmp_path: Path
+) -> None:
+    flags = ["--steps", "150", "--log.every", "1", "--log.validate_every", "0", "--workers", "1"]
+    status, out, err = finished(paceline("train", *nano, *flags, "--folder", str(small_disk / "run")), tmp_path)
+    assert "step 150/150" in out
+    assert status == 2
+    warned = re.findall(r"WARNING: \S+/(\S+) cannot be written: .*No space left", err)
+    assert sorted(warned) == ["events.jsonl", "metrics.jsonl", "model.safetensors"]
+    assert re.search(r"metrics.jsonl could not be written in full: .*[1-9]\d* lines are missing", out)
+    assert err.rstrip().splitlines()[-1].startswith("paceline: error: the weights could not be saved: ")
+    steps = [line["step"] for line in metrics(small_disk / "run")]
+    assert steps == list(range(1, len(steps) + 1)) and steps
+    assert not (small_disk / "run" / "model.safetensors").exists()
