@@ -160,11 +160,13 @@ def draw(events: Sequence[Event], out: Path) -> None:
             start = (event.start - origin) * 1e3
             width = event.seconds * 1e3
             kind = event.kind if event.kind in COMPUTE else "hidden"
-            axes.barh(row, width, left=start, height=0.8, color=COLOURS[kind], edgecolor="white", linewidth=0.5)
+            # A gap of white between ops, but never so wide that it hides a short one.
+            edge = 0.5 if event.seconds > 0.01 * span else 0.0
+            axes.barh(row, width, left=start, height=0.8, color=COLOURS[kind], edgecolor="white", linewidth=edge)
             if event.exposed:
                 seen = min(event.exposed, event.seconds) * 1e3
                 axes.barh(row, seen, left=start + width - seen, height=0.8, color=COLOURS["exposed"], linewidth=0)
-            if event.seconds > 0.03 * span:
+            if event.seconds > 0.05 * span:
                 axes.text(
                     start + width / 2,
                     row,

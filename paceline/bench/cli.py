@@ -7,12 +7,13 @@ from typing import Annotated
 
 import tyro
 
-from paceline.bench import model, strategies, trainer
+from paceline.bench import events, model, strategies, trainer
 
 Benchmarks = (
     Annotated[strategies.StrategiesBench, tyro.conf.subcommand("strategies")]
     | Annotated[model.ModelBench, tyro.conf.subcommand("model")]
     | Annotated[trainer.TrainerBench, tyro.conf.subcommand("trainer")]
+    | Annotated[events.EventsBench, tyro.conf.subcommand("events")]
 )
 
 
@@ -23,6 +24,8 @@ def main(arguments: Sequence[str]) -> int:
         strategies.main(options)
     elif isinstance(options, model.ModelBench):
         model.main(options)
-    else:
+    elif isinstance(options, trainer.TrainerBench):
         trainer.main(options)
+    else:
+        events.main(options)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -70,11 +71,10 @@ def _measure(config: ModelConfig, options: TrainerBench) -> tuple[list[float], l
     engine, update = pl.engine_of(model), Update(model, OptimConfig(), steps, world.device)
     reference = PlainGPT(config)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
-    common = {"context": config.context, "batch_size": options.batch, "seed": 0}
-    with (
-        Loader(corpus.train, micro_batch=options.batch, rank=world.rank, world_size=world.world_size, **common) as mine,
-        Loader(corpus.train, micro_batch=options.batch, **common) as whole,
-    ):
+    load = partial(
+        Loader, corpus.train, context=config.context, batch_size=options.batch, micro_batch=options.batch, seed=0
+    )
+    with load(rank=world.rank, world_size=world.world_size) as mine, load() as whole:
         for number in range(options.rounds + 1):
             pl.barrier()
             start = time.perf_counter()

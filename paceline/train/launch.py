@@ -12,7 +12,6 @@ import selectors
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,8 @@ from types import FrameType
 
 from paceline.errors import UserError
 from paceline.train.failure import first_failure, memory_kills, read_failure
+from paceline.train.screen import show
+from paceline.train.stop import STOPPING
 
 GRACE_SECONDS = 3.0
 """Between asking the remaining workers to end after a failure and killing them."""
@@ -73,16 +74,17 @@ def launch(command: Sequence[str], workers: int, threads: int = 0) -> int:
     """
     cores = available_cores()
     if workers * max(threads, 1) > cores:
-        print(
+        show(
             f"warning: {workers} workers of {max(threads, 1)} threads share {cores} cores, which is slower than "
             f"--workers {max(1, cores // max(threads, 1))}",
-            file=sys.stderr,
+            warning=True,
         )
     _remove_abandoned_folders()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-    with (folder / "lock").open("w") as lock:
+    with (folder / "unlocked").open("w") as lock:
         # Held for life, by the kernel: a folder whose lock is free belongs to a launcher that was killed.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "unlocked").rename(folder / "lock")
         job = _Job(folder)
         try:
             with _stop_signals_to(job):
@@ -175,6 +177,7 @@ class _Job:
             self.kill()
         elif self._stop_requests and not self._stop_forwarded:
             self._stop_forwarded = True
+            show(STOPPING, warning=True)
             for process in self._processes:
                 process.send_signal(self._stop_requests[0])
 
@@ -207,9 +210,7 @@ class _Job:
         ]
         if failures:
             first = first_failure(failures)
-            sys.stdout.flush()
-            kills = memory_kills() - self._memory_kills
-            print(first.describe(len(statuses), kills), file=sys.stderr, flush=True)
+            show(first.describe(len(statuses), memory_kills() - self._memory_kills), warning=True)
             return first.exit_status
         return 128 + self._stop_requests[0] if self._stop_requests and any(statuses) else 0
 
@@ -232,8 +233,7 @@ class _Job:
                 self._selector.unregister(key.fileobj)
                 lines += [rest] if rest else []
             for line in lines:
-                sys.stderr.write(f"[rank {rank}] {line.decode(errors='replace')}\n")
-            sys.stderr.flush()
+                show(f"[rank {rank}] {line.decode(errors='replace')}", warning=True)
         return bool(ready)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import dataclass, field
 
 import torch
 
@@ -14,28 +12,16 @@ from paceline.data import Corpus, Loader, prepare
 from paceline.errors import UserError
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.models.transformer import Transformer
-from paceline.models.weights import save_weights
 from paceline.train.config import TrainConfig, check_shares
-from paceline.train.environment import environment_facts
 from paceline.train.launch import threads_per_rank
 from paceline.train.meter import Meter, Readback
-from paceline.train.metrics import Tracker, open_trackers
 from paceline.train.optim import Update, learning_rate
-from paceline.train.run_folder import (
-    CONFIG,
-    ENVIRONMENT,
-    EVENTS,
-    TOKENIZER,
-    WEIGHTS,
-    RunFolder,
-    choose_run_folder,
-    create_run_folder,
-)
+from paceline.train.outputs import Outputs
+from paceline.train.run_folder import EVENTS, WEIGHTS, choose_run_folder, create_run_folder
 from paceline.train.screen import show
 from paceline.train.stop import StopRequest, exit_status
 from paceline.train.summary import opening, stopped, summary, validation_line
 from paceline.train.validate import Validation, validate
-from paceline.train.yaml_file import to_yaml
 
 MOST_SKIPS_IN_A_ROW = 10
 HEAD_START_SECONDS = 0.2
@@ -74,40 +60,6 @@ def train(config: TrainConfig) -> int:
     pl.release(model)
     pl.shutdown()
     return status
-
-
-@dataclass
-class Outputs:
-    """Where a run's results go: on rank 0 a folder, trackers and the screen, elsewhere nowhere."""
-
-    world: World
-    folder: RunFolder | None = None
-    trackers: list[Tracker] = field(default_factory=list)
-
-    def begin(self, config: TrainConfig, corpus: Corpus, threads: int) -> None:
-        """Writes down what the run starts from."""
-        if self.folder is not None:
-            self.folder.write_text(CONFIG, to_yaml(config))
-            facts = environment_facts(self.world, threads)
-            self.folder.write_text(ENVIRONMENT, json.dumps(facts, indent=2) + "\n")
-            self.folder.write_text(TOKENIZER, corpus.tokenizer.read_text(encoding="utf-8"))
-            self.trackers = open_trackers(config.log, self.folder, config.to_dict())
-
-    def say(self, line: str) -> None:
-        """Shows a line."""
-        if self.folder is not None:
-            show(line)
-
-    def log(self, figures: dict[str, float | int], step: int) -> None:
-        """Gives figures to every tracker."""
-        for tracker in self.trackers:
-            tracker.log(figures, step)
-
-    def save(self, model: Transformer) -> bool:
-        """Saves the weights; False if that failed."""
-        if self.folder is None:
-            return True
-        return self.folder.write(WEIGHTS, lambda path: save_weights(model.state_dict(), path, model.config))
 
 
 def _prepare(config: TrainConfig, world: World) -> Corpus:
@@ -188,20 +140,20 @@ def _steps(
         norm = update(step - 1, counts[0], engine.grad_norm())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)
 
-        state = torch.cat([counts[2:], update.skips.to(counts.dtype)])
-        *flags, skips, skips_in_a_row = readback.exchange(state)
+        state = torch.cat([counts[2:], update.skips.to(counts.dtype), norm.to(counts.dtype).reshape(1)])
+        at, (interrupts, terminations, skips, skips_in_a_row, at_norm) = readback.exchange(step, state)
         if skips > skipped:
             skipped = int(skips)
             outputs.say(
-                f"step {step}: the gradient is not finite ({norm.item()}), so all ranks left this update out; "
+                f"step {at}: the gradient is not finite (its norm is {at_norm}), so all ranks left this update out; "
                 f"{skipped} so far"
             )
         if skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
             raise UserError(
-                f"the gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last of them step {step}: "
+                f"the gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last of them step {at}: "
                 "training has diverged; lower optim.lr or lengthen optim.warmup, and look at the data"
             )
-        status = exit_status(*flags)
+        status = exit_status(interrupts, terminations)
         last = step == config.steps or bool(status)
         if step == 1 or step % log.every == 0 or last:
             interval, events = meter.read(step, norm, learning_rate(step - 1, config.steps, config.optim), skipped)

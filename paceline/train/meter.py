@@ -116,22 +116,28 @@ class Readback:
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+        self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
 
-    def exchange(self, values: Tensor) -> list[float]:
-        """Hands in this step's values; returns them (CPU) or the ones handed in last (GPU, zeros at first)."""
+    def exchange(self, step: int, values: Tensor) -> tuple[int, list[float]]:
+        """Hands in this step's values; returns step and values of this one (CPU) or the last one (GPU).
+
+        Args:
+            step: Number of the step.
+            values: 1-dim, always of one length. Before the first step they count as zeros.
+        """
         if values.device.type == "cpu":
-            return list(values.tolist())
+            return step, values.tolist()
         previous = self._pending
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        self._pending = host, copied
+        self._pending = step, host, copied
         if previous is None:
-            return [0.0] * values.numel()
-        previous[1].synchronize()
-        return list(previous[0].tolist())
+            return step - 1, [0.0] * values.numel()
+        at, earlier, arrived = previous
+        arrived.synchronize()
+        return at, earlier.tolist()
 
 
 def _last_step(events: list[Event]) -> list[Event]:

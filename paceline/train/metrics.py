@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +15,8 @@ import torch
 from paceline.errors import UserError
 from paceline.train.config import LogConfig
 from paceline.train.run_folder import METRICS, RunFolder
+
+TENSORBOARD = "tensorboard"
 
 
 class Tracker(Protocol):
@@ -52,8 +53,8 @@ class JsonLines:
 class TensorBoard:
     """TensorBoard's event files in the run's folder."""
 
-    def __init__(self, path: Path) -> None:
-        """Writes into `path`.
+    def __init__(self, folder: RunFolder) -> None:
+        """Writes into `tensorboard` in the folder.
 
         Raises:
             UserError: The package is missing.
@@ -62,16 +63,16 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UserError("log.tensorboard needs a package: pip install 'paceline[tensorboard]'") from None
-        self._writer: Any = SummaryWriter(str(path))
+        self._folder = folder
+        self._writer: Any = SummaryWriter(str(folder.path / TENSORBOARD))
 
     def log(self, figures: dict[str, Any], step: int) -> None:
         """See `Tracker`."""
-        for key, value in figures.items():
-            self._writer.add_scalar(key, value, step)
+        self._folder.write(TENSORBOARD, lambda _: [self._writer.add_scalar(*item, step) for item in figures.items()])
 
     def finish(self) -> None:
         """See `Tracker`."""
-        self._writer.close()
+        self._folder.write(TENSORBOARD, lambda _: self._writer.close())
 
 
 def open_trackers(config: LogConfig, folder: RunFolder, run_config: Mapping[str, Any]) -> list[Tracker]:
@@ -82,7 +83,7 @@ def open_trackers(config: LogConfig, folder: RunFolder, run_config: Mapping[str,
     """
     trackers: list[Tracker] = [JsonLines(folder)]
     if config.tensorboard:
-        trackers.append(TensorBoard(folder.path / "tensorboard"))
+        trackers.append(TensorBoard(folder))
     if config.wandb:
         try:
             import wandb

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from types import FrameType
 from typing import Any, Self
+
+STOPPING = "\nstopping after this step (Ctrl-C again ends at once)"
 
 
 class StopRequest:
@@ -22,7 +23,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.received = 0
         self._previous: dict[signal.Signals, Any] = {}
-        self._launched = "TORCHELASTIC_RUN_ID" in os.environ or "PACELINE_RENDEZVOUS" in os.environ
+        self._torchrun, self._launched = "TORCHELASTIC_RUN_ID" in os.environ, "PACELINE_RENDEZVOUS" in os.environ
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -38,11 +39,14 @@ class StopRequest:
         return int(self.received == signal.SIGINT), int(self.received == signal.SIGTERM)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        if self.received == number == signal.SIGINT and not self._launched:
-            raise KeyboardInterrupt
-        self.received = self.received or number
-        if os.environ.get("RANK", "0") == "0" and self.received == number:
-            os.write(sys.stderr.fileno(), b"\nstopping after this step; the weights will be saved\n")
+        if self.received:
+            if number == signal.SIGINT and not (self._torchrun or self._launched):
+                raise KeyboardInterrupt
+            return
+        self.received = number
+        # The launcher says so itself, and it alone knows whether a rank failed.
+        if not self._launched and os.environ.get("RANK", "0") == "0":
+            os.write(2, f"{STOPPING}\n".encode())
 
 
 def exit_status(interrupts: float, terminations: float) -> int:

@@ -39,6 +39,10 @@ def run_worker(work: Callable[[], int]) -> int:
     faulthandler.enable()
     try:
         status = work()
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         failure = describe_failure(error, int(os.environ["RANK"]))
         write_failure(Path(report), failure)

@@ -507,3 +507,36 @@ def copied() -> bool:
 
 def test_a_deep_copy_of_a_parallel_model_is_a_plain_model(ranks) -> None:
     assert ranks(2, copied) == [True, True]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(x))
+
+
+def buffers() -> tuple[dict, dict, dict]:
+    world = pl.init()
+    model = Normed()
+    model.norm.running_mean.fill_(world.rank)  # type: ignore[operator]
+    pl.parallelize(model)
+    first = snapshot(model)
+    model(torch.full((5, 4), float(world.rank)) + torch.arange(5)[:, None]).sum().backward()
+    own = snapshot(model)
+    pl.broadcast_buffers(model)
+    shared = snapshot(model)
+    pl.release(model)
+    return first, own, shared
+
+
+def test_buffers_are_rank_0s_at_the_start_then_each_ranks_own_until_asked_for(ranks) -> None:
+    (first0, own0, shared0), (first1, own1, shared1) = ranks(2, buffers)
+    assert_same(first1, first0, atol=0)
+    assert not torch.equal(own1["norm.running_mean"], own0["norm.running_mean"])
+    assert_same(shared1, shared0, atol=0)
+    assert torch.equal(shared1["norm.running_mean"], own0["norm.running_mean"])
+    assert shared1["norm.num_batches_tracked"] == 1

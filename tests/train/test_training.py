@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from paceline.cli import main
 from tests.train.processes import finished, metrics, paceline, program, wait_for_step
 
 SHORT = ("--steps", "12", "--log.every", "5", "--log.validate_every", "6", "--log.validate_batches", "1")
@@ -68,6 +69,14 @@ def test_events_are_of_whole_steps_and_every_rank(run: tuple[Path, str]) -> None
     for rank in (0, 1):
         kinds = {event["kind"] for event in events if event["rank"] == rank}
         assert {"forward", "backward", "update"} < kinds
+
+
+def test_trace_writes_the_timeline_of_a_run(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(run[0])]) == 0
+    timeline = json.loads((run[0] / "trace.json").read_text())
+    (run[0] / "trace.json").unlink()
+    assert len(timeline["traceEvents"]) > 10
+    assert "trace.json" in capsys.readouterr().out
 
 
 def test_the_screen_shows_the_work_the_figures_and_what_to_do_next(run: tuple[Path, str]) -> None:
@@ -197,6 +206,17 @@ def test_ctrl_c_under_torchrun_saves_the_weights(nano: list[str], tmp_path: Path
         started.wait_until_gone(5)
     assert "the weights are in stopped" in out
     assert (tmp_path / "stopped" / "model.safetensors").exists()
+
+
+def test_a_diverged_run_leaves_updates_out_and_ends_with_advice(nano: list[str], tmp_path: Path) -> None:
+    status, out, err = finished(
+        paceline("train", *nano, *LONG, "--optim.lr", "1e30", "--optim.warmup", "0", "--workers", "2"), tmp_path
+    )
+    assert status == 2
+    left_out = re.findall(r"step (\d+): the gradient is not finite .*; (\d+) so far", out)
+    assert len(left_out) == 10 and left_out[-1][1] == "10"
+    assert f"10 steps in a row, the last of them step {left_out[-1][0]}" in err and "lower optim.lr" in err
+    assert "Traceback" not in err
 
 
 @pytest.fixture

@@ -1,0 +1,85 @@
+"""`paceline bench events`: what recording an event for every op costs, as a share of a step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import tyro
+
+import paceline as pl
+from paceline.bench.ranks import run_ranks
+from paceline.bench.results import write_json
+from paceline.comm.plan import Traffic
+from paceline.comm.streams import HostClock
+from paceline.engine.executor import Executor
+from paceline.models.presets import preset
+from paceline.models.transformer import Transformer
+from paceline.schedule import Key
+
+
+@dataclass(frozen=True)
+class EventsBench:
+    """Cost of recording events, and of all hooks together, beside the time of a step."""
+
+    preset: str = "tiny"
+    """Model preset; the smaller the model, the larger the share."""
+    batch: int = 4
+    """Sequences a rank."""
+    ranks: int = 2
+    """Number of ranks."""
+    json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """Where to write machine, versions, command and figures."""
+
+
+def main(options: EventsBench) -> dict[str, float]:
+    """Measures, prints and writes the figures."""
+    figures: dict[str, float] = run_ranks(options.ranks, _measure, options)[0]
+    share = figures["ops_per_step"] * figures["seconds_per_op"] / figures["step_seconds"]
+    figures["share_of_step"] = share
+    print(
+        f"{options.preset}, {options.ranks} ranks: {figures['ops_per_step']:.0f} ops a step at "
+        f"{figures['seconds_per_op'] * 1e6:.2f} us each, step {figures['step_seconds'] * 1e3:.2f} ms: {share:.3%}"
+    )
+    if options.json:
+        write_json(options.json, [], {"figures": figures})
+    return figures
+
+
+def _measure(options: EventsBench) -> dict[str, float]:
+    world = pl.init()
+    model = pl.parallelize(Transformer(preset(options.preset)))
+    engine = pl.engine_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(0, model.config.vocabulary, (options.batch, model.config.context))
+    times = []
+    for _ in range(30):
+        start = time.perf_counter()
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+    ops = engine.schedule.step(1)
+    pl.release(model)
+    pl.shutdown()
+    return {
+        "ops_per_step": float(len(ops)),
+        "seconds_per_op": seconds_per_op(world.rank),
+        "step_seconds": statistics.median(times[5:]),
+    }
+
+
+def seconds_per_op(rank: int, ops: int = 20_000) -> float:
+    """Seconds that an executor takes to record one compute op, reading it out included."""
+    executor = Executor(rank, HostClock(), {}, lambda op: lambda: Traffic(0, 0))
+    key = Key("forward", "unit", 0)
+    start = time.perf_counter()
+    for index in range(ops):
+        executor.begin(key)
+        executor.end()
+        if index % 1000 == 999:
+            executor.drain()
+    return (time.perf_counter() - start) / ops

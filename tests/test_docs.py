@@ -1,0 +1,80 @@
+"""What the documentation tells to type works: every command and every import in it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tyro
+
+from paceline.bench.cli import Benchmarks
+from paceline.train.command_line import parse_train_arguments
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        texts = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+        found += [(page.name, text) for text in texts]
+    return found
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    lines = []
+    for page, text in [*blocks("bash"), *blocks("")]:
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and "=" in words[0]:
+                words = words[1:]
+            if words and words[0] in ("paceline", "make", "torchrun"):
+                lines.append((page, words))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), commands(), ids=lambda value: " ".join(value) if isinstance(value, list) else value
+)
+def test_every_command_is_understood(page: str, words: list[str], tmp_path: Path, monkeypatch) -> None:
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+        return
+    if words[0] == "torchrun":
+        words = words[words.index("paceline") :] if "paceline" in words else words
+        if words[0] == "torchrun":
+            assert (ROOT / words[-1]).is_file()
+            return
+    if words[1] == "train":
+        # Files and folders that a reader would bring.
+        monkeypatch.chdir(tmp_path)
+        for word in words[2:]:
+            if word.endswith((".yaml", ".yml")):
+                Path(word).write_text("steps: 5\n")
+        assert parse_train_arguments([word for word in words[2:] if word != "--print-config"]).steps > 0
+    elif words[1] == "bench":
+        tyro.cli(Benchmarks, args=words[2:])
+    else:
+        assert words[1] in ("sample", "trace", "help", "version")
+
+
+def test_there_are_commands_to_try() -> None:
+    assert len(commands()) > 8
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("python"), ids=lambda value: value[:30])
+def test_python_in_the_documentation_compiles_and_names_what_exists(page: str, text: str) -> None:
+    import paceline as pl
+
+    compile(text, page, "exec")
+    for name in re.findall(r"\bpl\.(\w+)", text):
+        assert hasattr(pl, name), f"{page}: pl.{name}"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
