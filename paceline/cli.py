@@ -65,7 +65,7 @@ class TraceArguments:
     step: int | None = None
     """Optimizer step; by default the latest one whose events were written down."""
     out: str | None = None
-    """The file to write; by default trace.json in the run's folder."""
+    """The file to write: .png or .svg for a picture, else a trace; by default trace.json in the run's folder."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,7 +159,8 @@ def _trace(arguments: list[str]) -> int:
     run = find_run(options.run, EVENTS)
     out = Path(options.out) if options.out is not None else run / "trace.json"
     write_trace(run, options.step, out)
-    print(f"{out}: open it at https://ui.perfetto.dev or in chrome://tracing")
+    is_picture = out.suffix in (".png", ".svg")
+    print(f"{out}" if is_picture else f"{out}: open it at https://ui.perfetto.dev or in chrome://tracing")
     return 0
 
 

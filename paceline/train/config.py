@@ -56,7 +56,7 @@ class OptimConfig:
         UserError: A value is out of its range.
     """
 
-    lr: float = 6e-3
+    lr: float = 3e-3
     """Highest learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square."""
@@ -96,7 +96,7 @@ class LogConfig:
     validate_every: int = 500
     """Steps between two validations, each on a part of the held-out text; the weights are saved then too.
     0: only at the end. At the end it is always the whole held-out text."""
-    validate_batches: int = 20
+    validate_batches: int = 40
     """Global batches in a validation on the way."""
     events_every: int = 500
     """Steps between two steps whose events go to events.jsonl. 0: none."""
@@ -130,7 +130,7 @@ class TrainConfig:
     """How the ranks share the work."""
     log: LogConfig = field(default_factory=LogConfig)
     """What is written down."""
-    steps: int = 1800
+    steps: int = 2200
     """Optimizer steps."""
     batch: int = 8
     """Samples in one optimizer step over all ranks, each as long as the model's context."""

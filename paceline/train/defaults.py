@@ -36,10 +36,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nano": {"steps": 200, "log": LogConfig(every=20, validate_every=100, events_every=100)},
     "tiny": {},
     "small": {
-        "steps": 6000,
+        "steps": 1500,
         "batch": 16,
         "micro_batch": 4,
-        "optim": OptimConfig(lr=2e-3, warmup=0.03),
+        "optim": OptimConfig(lr=2e-3),
         "log": LogConfig(every=50, validate_every=500, events_every=1000),
     },
     "gpt2-124m": _gpt2(6e-4),

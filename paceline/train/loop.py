@@ -8,7 +8,8 @@ import torch
 
 import paceline as pl
 from paceline.comm.world import World
-from paceline.data import Corpus, Loader, prepare
+from paceline.data import Corpus, prepare
+from paceline.data.loader import Loader
 from paceline.errors import UserError
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.models.transformer import Transformer

@@ -132,7 +132,7 @@ def find_run(name: str, needs: str = CONFIG) -> Path:
     """
     path = Path(name).expanduser()
     if not path.is_dir():
-        known = sorted(item.name for item in Path(RUNS).glob("*") if item.is_dir())[-3:]
+        known = sorted(item.name for item in Path(RUNS).glob("*") if item.is_dir() and not item.is_symlink())[-3:]
         hint = f"; newest in {RUNS}/: {', '.join(known)}" if known else "; `paceline train` makes one"
         raise UserError(f"there is no run folder {path}{hint}")
     if not (path / needs).is_file():

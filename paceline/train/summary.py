@@ -18,6 +18,8 @@ from paceline.train.sample import continuation
 from paceline.train.validate import Validation
 
 SAMPLE_TOKENS = 120
+CODE_PROMPT = "import os\n\n\ndef "
+"""Begins a sample where the text is Python's library; the user's own text speaks from the start of a document."""
 
 
 def opening(
@@ -73,9 +75,10 @@ def summary(
     """The end of a finished run: figures, a sample, the folder, and what to try next."""
     facts = corpus.facts
     tokens = steps * config.batch * model.config.context
-    lines = ["", "a sample, after the prompt 'def ':", ""]
+    prompt = "" if config.data.path else CODE_PROMPT
+    lines = ["", f"a sample, begun with {prompt!r}:" if prompt else "a sample:", ""]
     generator = torch.Generator().manual_seed(config.seed)
-    text = continuation(model, corpus.tokenizer, "def ", SAMPLE_TOKENS, temperature=0.7, top_k=40, generator=generator)
+    text = continuation(model, corpus.tokenizer, prompt, SAMPLE_TOKENS, temperature=0.6, top_k=40, generator=generator)
     lines += [f"    {line}" for line in text.splitlines()]
     lines += [""]
     if result is not None:
@@ -88,7 +91,7 @@ def summary(
         ]
     short = _short(path)
     workers = f" --workers {world.world_size}" if config.workers else ""
-    larger = "small" if config.model.preset in ("nano", "tiny") else "gpt2-124m"
+    preset = "small" if config.model.preset in ("nano", "tiny") else f"{config.model.preset} --data.path FOLDER"
     return [
         *lines,
         f"trained {steps:,} steps on {world.world_size} rank{'s' * (world.world_size > 1)} in {duration(seconds)}, "
@@ -97,10 +100,11 @@ def summary(
         "next:",
         f'    paceline sample {short} --prompt "class "',
         f"    paceline trace {short}",
-        f"    paceline train --model.preset {larger}{workers}",
+        f"    paceline train --model.preset {preset}{workers}",
     ]
 
 
 def _short(path: Path) -> str:
-    """What to type for a run that was the newest one a moment ago."""
-    return f"{RUNS}/{LATEST}" if path.parent == Path(RUNS) and (path.parent / LATEST).exists() else str(path)
+    """What to type for a run: the short name if it is still the newest one."""
+    latest = Path(RUNS, LATEST)
+    return str(latest) if latest.resolve() == path.resolve() else str(path)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.data import TokenFile, validation_batches
+from paceline.data import TokenFile
+from paceline.data.loader import validation_batches
 from paceline.data.samples import sample_count
 
 

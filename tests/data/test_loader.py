@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data import Loader, MicroBatch, StepBatch, TokenFile, validation_batches
+from paceline.data import TokenFile
+from paceline.data.loader import Loader, MicroBatch, StepBatch, validation_batches
 from paceline.errors import UserError
 
 CONTEXT = 8
