@@ -1,8 +1,8 @@
 """Makes the pictures in docs/images from a real run.
 
-    paceline train --workers 2 --folder runs/readme > runs/readme.log
-    paceline train --workers 2 --model.preset small --strategy.bucket_mb 4 --steps 20 --folder runs/timeline
-    python docs/make_pictures.py runs/readme.log runs/timeline
+paceline train --workers 2 --folder runs/readme > runs/readme.log
+paceline train --workers 2 --model.preset small --strategy.bucket_mb 4 --steps 20 --folder runs/timeline
+python docs/make_pictures.py runs/readme.log runs/timeline
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def shorten(log: str) -> str:
     """The log with the middle of its steps left out."""
     lines = log.splitlines()
     steps = [index for index, line in enumerate(lines) if line.startswith(("step", "validation at"))]
-    kept = lines[: steps[3]] + ["..."] + lines[steps[-3] :]
+    kept = [*lines[: steps[3]], "...", *lines[steps[-3] :]]
     return "\n".join(["$ make train", *kept])
 
 

@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.comm.transport import CommunicationError
     from paceline.comm.world import World, all_gather_json, barrier, init, shutdown
     from paceline.engine.parallel import (
         accumulate,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         release,
         reset,
     )
+    from paceline.engine.progress import EngineError
     from paceline.errors import UserError
     from paceline.events import Event
     from paceline.layout import Layout, build_layout
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "paceline.comm.transport": ("CommunicationError",),
+    "paceline.engine.progress": ("EngineError",),
     "paceline.comm.world": ("World", "all_gather_json", "barrier", "init", "shutdown"),
     "paceline.engine.parallel": (
         "accumulate",
@@ -51,6 +55,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "SYSTEMS",
+    "CommunicationError",
+    "EngineError",
     "Event",
     "Layout",
     "Op",

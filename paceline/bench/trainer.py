@@ -98,7 +98,7 @@ def _measure(config: ModelConfig, options: TrainerBench) -> tuple[list[float], l
                     optimizer.zero_grad()
                 plain.append((time.perf_counter() - start) / options.steps)
                 torch.set_num_threads(1)
-    last = [event for event in engine.drain_events() if event.step == engine.step]
+    last = [event for event in engine.drain_events() if event.step == engine.progress.step]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pl.release(model)
     pl.shutdown()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from paceline.engine.executor import Executor
 from paceline.engine.gradients import Gradients
 from paceline.engine.hooks import in_backward, install
 from paceline.engine.optimizers import watch_optimizers
+from paceline.engine.progress import Progress
 from paceline.engine.synchronizer import Synchronizer
 from paceline.engine.units import find_units, parameter_specs
 from paceline.errors import UserError
@@ -27,10 +28,6 @@ from paceline.events import Event
 from paceline.layout import Layout
 from paceline.schedule import Key, Op, Schedule
 from paceline.strategy import Strategy
-
-
-class EngineError(RuntimeError):
-    """The training loop did something that would give wrong gradients or let replicas drift apart."""
 
 
 class Engine:
@@ -41,7 +38,7 @@ class Engine:
         strategy: How it is synchronised.
         world: The job.
         units: Unit modules by name.
-        step: Number of the current optimizer step, from 0.
+        progress: Which step and micro-batch the training loop is in.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy, world: World) -> None:
@@ -69,14 +66,7 @@ class Engine:
         streams = self._synchronizer.streams if self._synchronizer else {}
         self._executor = Executor(world.rank, open_clock(world), streams, self._work)
 
-        self.step = 0
-        self._micro_batch = 0
-        self._last_micro_batch = 0
-        self._phase = "idle"
-        self._step_over = False
-        self._synchronises = True
-        self._generation = 0
-        self._deferrals = 0
+        self.progress = Progress(world.world_size)
         self._first_order: list[str] | None = []
         self._outstanding: Counter[str] = Counter()
         self._uncollected: set[str] = set()
@@ -85,14 +75,9 @@ class Engine:
 
     # ---- what the training loop calls
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate gradients on this rank; the next one outside reduces them all."""
-        self._deferrals += 1
-        try:
-            yield
-        finally:
-            self._deferrals = max(0, self._deferrals - 1)
+        return self.progress.deferring()
 
     def count(self, *values: float | Tensor) -> None:
         """Adds numbers to be summed over micro-batches and ranks, called before `backward`; see `counts`."""
@@ -112,7 +97,7 @@ class Engine:
         Raises:
             EngineError: The gradients are not reduced yet.
         """
-        self._require_reduced("the gradient norm")
+        self.progress.require_reduced("the gradient norm")
         present = [p.grad for p in self._buffers.parameters if p.grad is not None]
         norm = torch.zeros((), dtype=self._buffers.parameters[0].dtype, device=self.world.device)
         if present:
@@ -140,7 +125,7 @@ class Engine:
         Every rank calls it. Weights are what they were before the step.
         """
         self._executor.abandon()
-        self._phase, self._deferrals, self._micro_batch, self._step_over = "idle", 0, 0, False
+        self.progress.reset()
         self._outstanding.clear()
         self._uncollected.clear()
         self._counts.clear()
@@ -167,21 +152,21 @@ class Engine:
     def model_ends(self) -> int:
         """See `hooks.Listener`."""
         self._executor.end()
-        return self._generation
+        return self.progress.generation
 
     def forward_begins(self, unit: str) -> None:
         """See `hooks.Listener`."""
         self._enter_forward()
         if self._first_order is not None and unit not in self._first_order:
             self._first_order.append(unit)
-        self._executor.begin(Key("forward", unit, self._micro_batch))
+        self._executor.begin(Key("forward", unit, self.progress.micro_batch))
 
     def forward_ends(self, unit: str) -> int:
         """See `hooks.Listener`."""
         self._outstanding[unit] += 1
         if not in_backward():
             self._executor.end()
-        return self._generation
+        return self.progress.generation
 
     def wants_backward(self, unit: str) -> bool:
         """See `hooks.Listener`: so for a unit whose first forward ran inside a reentrant checkpoint."""
@@ -189,59 +174,44 @@ class Engine:
 
     def backward_begins(self, unit: str | None, generation: int) -> None:
         """See `hooks.Listener`."""
-        if generation != self._generation:
-            raise EngineError(
-                "the optimizer stepped between this forward and its backward, so the gradients would belong to "
-                "weights that no longer exist: call backward before optimizer.step(), or run the forward again"
-            )
-        if self._phase != "backward":
+        self.progress.require_current(generation)
+        if self.progress.phase != "backward":
             self._enter_backward()
         if unit is not None:
             self._outstanding[unit] -= 1
-            self._executor.begin(Key("backward", unit, self._micro_batch))
+            self._executor.begin(Key("backward", unit, self.progress.micro_batch))
             self._executor.done(self._collect(self._finished_by(unit)))
 
     # ---- what the optimizer's hooks tell
 
     def update_begins(self) -> None:
         """An optimizer that holds this model's parameters is about to step."""
-        self._require_reduced("optimizer.step()")
-        self._executor.load(self.step, self.schedule.update(self._last_micro_batch))
-        self._executor.begin(Key("update", "optimizer", self._last_micro_batch))
+        self.progress.require_reduced("optimizer.step()")
+        last = self.progress.last_micro_batch
+        self._executor.load(self.progress.step, self.schedule.update(last))
+        self._executor.begin(Key("update", "optimizer", last))
 
     def update_ends(self) -> None:
         """The optimizer has stepped. With a parameter server, rank 0's weights now go to all."""
-        self._generation += 1
-        self._step_over = True
+        self.progress.end_update()
         self._executor.complete()
 
     # ---- one micro-batch
 
     def _enter_forward(self) -> None:
-        if self._phase == "idle":
-            self._begin_micro_batch()
-            self._phase = "forward"
-            self._executor.load(self.step, self.schedule.forward(self._micro_batch))
-        elif self._phase != "forward":
-            self._require_reduced("forward")
+        if self.progress.begin_forward():
+            self._executor.load(self.progress.step, self.schedule.forward(self.progress.micro_batch))
 
     def _enter_backward(self) -> None:
-        self._begin_micro_batch()
-        self._phase = "backward"
+        self.progress.begin_backward()
         # Queued from the outermost graph: from inside a reentrant checkpoint it would run when that one ends.
         Variable._execution_engine.queue_callback(self._leave_backward)
         self._adopt_first_order()
-        self._synchronises = self._deferrals == 0
         if self._gradients is not None:
             self._uncollected = set(self.layout.units)
-            self._gradients.begin(fresh_step=self._micro_batch == 0)
-        self._executor.load(self.step, self.schedule.backward(self._micro_batch, self._synchronises))
-
-    def _begin_micro_batch(self) -> None:
-        if self._step_over:
-            self.step += 1
-            self._micro_batch = 0
-            self._step_over = False
+            self._gradients.begin(fresh_step=self.progress.micro_batch == 0)
+        backward = self.schedule.backward(self.progress.micro_batch, self.progress.synchronises)
+        self._executor.load(self.progress.step, backward)
 
     def _finished_by(self, unit: str) -> list[str]:
         """Units whose backward is over when that of `unit` begins: all their gradients exist."""
@@ -252,29 +222,27 @@ class Engine:
         """Takes the gradients of `units` into their buckets; returns the backward ops that are thereby done."""
         if self._gradients is not None:
             for unit in reversed(units):
-                self._gradients.collect(self._arranged.slots_of(unit), self._synchronises)
+                self._gradients.collect(self._arranged.slots_of(unit), self.progress.synchronises)
             self._uncollected.difference_update(units)
-        return [Key("backward", unit, self._micro_batch) for unit in units]
+        return [Key("backward", unit, self.progress.micro_batch) for unit in units]
 
     def _leave_backward(self) -> None:
+        synchronises = self.progress.synchronises
         self._executor.end()
         # Not yet done, as far as the schedule goes: the counts have to be written first.
         self._collect([unit for unit in self.layout.units if unit in self._uncollected])
-        late = self._gradients.late() if self._gradients and self._synchronises else []
-        if self._gradients is not None and self._synchronises:
+        late = self._gradients.late() if self._gradients and synchronises else []
+        if self._gradients is not None and synchronises:
             self._gradients.used.update(late)
             self._counts.fill(self._gradients.used, late)
         self._executor.complete()
-        if self._gradients is not None and self._synchronises:
-            self._reduce_late(late, self._counts.late(late, first=self.step == 0))
+        if self._gradients is not None and synchronises:
+            self._reduce_late(late, self._counts.late(late, first=self.progress.step == 0))
             used = self._gradients.used if self._gradients.complete else self._counts.used()
             self._gradients.publish(used, keep=self._keeps_gradients)
-        self._counts.close(self._synchronises, self.world.world_size)
+        self._counts.close(synchronises, self.world.world_size)
         self._outstanding.clear()
-        self._last_micro_batch = self._micro_batch
-        self._micro_batch += 1
-        self._step_over = self._synchronises
-        self._phase = "idle"
+        self.progress.end_backward()
 
     def _reduce_late(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
         """Reduces what came after its unit was collected; from now on these units wait for the whole backward."""
@@ -282,7 +250,7 @@ class Engine:
             return
         for bucket in self.layout.buckets:
             if not set(anyones).isdisjoint(bucket.slots):
-                op = self.schedule.reduce(bucket, self._micro_batch)
+                op = self.schedule.reduce(bucket, self.progress.micro_batch)
                 self._executor.run(op, self._synchronizer.late_work(op, self._buffers, bucket, mine))
         self._arranged.mark_late(anyones)
 
@@ -325,8 +293,6 @@ class Engine:
         assert self._synchronizer is not None
         return self._synchronizer.work(op, self._buffers, self._counts)
 
-    # ---- guards
-
     @property
     def _served(self) -> bool:
         """Whether rank 0 alone gets gradients and updates."""
@@ -335,19 +301,6 @@ class Engine:
     @property
     def _keeps_gradients(self) -> bool:
         return self.world.rank == 0 or not self._served
-
-    def _require_reduced(self, what: str) -> None:
-        """Refuses to go on from a state in which gradients are partial or this rank's own."""
-        if self._phase == "backward" and not in_backward():
-            raise EngineError(
-                f"{what} after a backward that did not finish: its gradients are partial. After an exception in "
-                "backward call pl.reset(model) on every rank, then go on with the next batch"
-            )
-        if what != "forward" and self.world.world_size > 1 and self._micro_batch and not self._step_over:
-            raise EngineError(
-                f"{what} after a backward under no_sync: the gradients are this rank's own and replicas would drift "
-                "apart. Run the step's last micro-batch outside no_sync (pl.accumulate does), or call pl.reset(model)"
-            )
 
 
 def _no_engine() -> None:

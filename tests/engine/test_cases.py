@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import paceline as pl
-from paceline.engine.engine import EngineError
+from paceline.engine.progress import EngineError
 from paceline.strategy import SYSTEMS, Strategy
 from tests.engine.models import Stack, assert_same, data, gradients, snapshot
 from tests.ranks import RankError
