@@ -7,6 +7,7 @@ python docs/make_pictures.py runs/readme.log runs/timeline
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def draw_terminal(text: str, out: Path) -> None:
 
 def shorten(log: str) -> str:
     """The log with the middle of its steps left out."""
-    lines = log.splitlines()
+    lines = [re.sub(r", in /.*", "", line) for line in log.splitlines()]
     steps = [index for index, line in enumerate(lines) if line.startswith(("step", "validation at"))]
     kept = [*lines[: steps[3]], "...", *lines[steps[-3] :]]
     return "\n".join(["$ make train", *kept])
