@@ -7,6 +7,7 @@ matter. The same sockets are the doorbells: a peer that dies closes its end, and
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -108,6 +109,9 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Closes the sockets; a peer still waiting for this rank is told so by that."""
         for connection in self._sockets.values():
+            # Closing alone would not wake a thread that waits on the socket.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
     def _execute(self, collective: str, views: list[Tensor], label: str, scale: float) -> Traffic:

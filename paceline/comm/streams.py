@@ -14,6 +14,8 @@ import torch
 from paceline.comm.plan import Traffic
 from paceline.comm.transport import CommunicationError
 
+_CLOSING_SECONDS = 5.0
+
 Mark = Any
 """A point in time: seconds on the host (CPU), or a recorded CUDA event (GPU)."""
 
@@ -79,9 +81,9 @@ class ThreadStream:
             raise pending.error
 
     def close(self) -> None:
-        """Lets the thread finish what was submitted, then end."""
+        """Lets the thread finish what was submitted, then end; one that waits for a peer in vain is left behind."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSING_SECONDS)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -127,7 +127,10 @@ def barrier() -> None:
 
 
 def open_transport(world: World) -> Transport:
-    """A transport between all ranks, the fastest that the job's hosts and devices allow. A collective call."""
+    """A transport between all ranks, the fastest that the job's hosts and devices allow. A collective call.
+
+    PACELINE_TRANSPORT=gloo in the environment keeps ranks of one host from using shared memory.
+    """
     if world.backend == "nccl":
         return NcclTransport(dist.new_group(backend="nccl"), world.device)
     if len(set(all_gather_json(_host()))) == 1 and os.environ.get("PACELINE_TRANSPORT", "auto") != "gloo":

@@ -14,6 +14,7 @@ import torch
 
 import paceline as pl
 from paceline.comm.plan import PLANS, traffic
+from paceline.comm.streams import ThreadStream
 from paceline.comm.transport import CHUNK, CommunicationError
 from paceline.comm.world import open_transport
 from tests.ranks import RankError
@@ -196,3 +197,26 @@ def test_counted_bytes_are_what_the_wire_carries(ranks) -> None:
     results = ranks(3, over_the_wire, transport="gloo")
     counted = sum(sent for _, sent in results)
     assert results[0][0] == pytest.approx(counted, rel=0.05)
+
+
+def close_while_waiting() -> float:
+    """Rank 0 waits for a collective that rank 1 never joins, and gives up of its own accord."""
+    world = pl.init()
+    transport, stream = open_transport(world), ThreadStream("test")
+    buffer = transport.allocate(64, torch.float32)
+    pl.barrier()
+    start = time.monotonic()
+    if world.rank == 0:
+        pending = stream.submit(lambda: transport.run("all_reduce", buffer, "bucket 7"), "bucket 7")
+        time.sleep(0.2)
+        transport.close()
+        stream.close()
+        assert isinstance(pending.error, CommunicationError)
+    pl.barrier()
+    stream.close()
+    transport.close()
+    return time.monotonic() - start
+
+
+def test_closing_wakes_a_stream_that_waits_for_a_peer(ranks) -> None:
+    assert max(ranks(2, close_while_waiting)) < 4
