@@ -81,6 +81,9 @@ class Schedule:
     order: tuple[str, ...]
     late: frozenset[str] = field(default=frozenset())
     counts: int = 0
+    _backwards: dict[tuple[int, bool], tuple[Op, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def step(self, micro_batches: int) -> tuple[Op, ...]:
         """All ops of a step of `micro_batches` micro-batches, of which the last synchronises."""
@@ -99,6 +102,12 @@ class Schedule:
 
     def backward(self, index: int, synchronise: bool) -> tuple[Op, ...]:
         """The backward half of a micro-batch, with its collectives where it synchronises."""
+        # The engine asks in every step, and a large model has hundreds of buckets.
+        if (index, synchronise) not in self._backwards:
+            self._backwards[index, synchronise] = self._backward(index, synchronise)
+        return self._backwards[index, synchronise]
+
+    def _backward(self, index: int, synchronise: bool) -> tuple[Op, ...]:
         ops: list[Op] = []
         reduces = list(self.layout.buckets) if synchronise and self.world_size > 1 else []
         done: set[str] = set()

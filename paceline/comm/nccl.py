@@ -46,5 +46,10 @@ class NcclTransport:
         sent, received = traffic(collective, self._rank, self._world_size, buffer.numel())
         return Traffic(sent * buffer.itemsize, received * buffer.itemsize)
 
+    def interrupt(self) -> None:
+        """Not possible: a wait for a peer ends with the group's time limit."""
+
     def close(self) -> None:
-        """Nothing to release: the process group ends with the job."""
+        """Ends the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 
@@ -131,6 +132,7 @@ PLANS: dict[str, Plan] = {
 """The plan of each collective, by the name that an `Op` gives it."""
 
 
+@cache
 def traffic(collective: str, rank: int, world_size: int, numel: int) -> Traffic:
     """Elements that `rank` sends and receives in one collective over `numel` elements.
 

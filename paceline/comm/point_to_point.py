@@ -45,8 +45,13 @@ class PointToPointTransport:
             ) from error
         return Traffic(sent * buffer.itemsize, received * buffer.itemsize)
 
+    def interrupt(self) -> None:
+        """Not possible: a wait for a peer ends with the group's time limit."""
+
     def close(self) -> None:
-        """Nothing to release: the process group ends with the job."""
+        """Ends the process group's threads and connections."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     def _exchange(self, turn: Round, buffer: Tensor, scale: float) -> None:
         receives = [part for part in turn.receives if part.stop > part.start]

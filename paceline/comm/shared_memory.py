@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,8 @@ from paceline.comm.transport import CHUNK, CommunicationError, accumulation_dtyp
 _BELL = struct.Struct("<IH58s")
 _DONE = 0xFFFF
 _STAGING_BYTES = 8 << 20
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+_open: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class SharedMemoryTransport:
         self._staging: dict[torch.dtype, Tensor] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._sequence = 0
+        _open.add(self)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed flat buffer that every rank of the host can read. A collective call."""
@@ -68,7 +71,7 @@ class SharedMemoryTransport:
         descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, size)
         # A peer that shrank the file would turn our next read into a SIGBUS.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         for connection in self._sockets.values():
             socket.send_fds(connection, [b"m"], [descriptor])
         tensors = []
@@ -106,12 +109,20 @@ class SharedMemoryTransport:
             sent, received = sent + traffic.sent, received + traffic.received
         return Traffic(sent, received)
 
-    def close(self) -> None:
-        """Closes the sockets; a peer still waiting for this rank is told so by that."""
+    def interrupt(self) -> None:
+        """Ends the connections, which closing a socket alone would not do while a thread waits on it."""
         for connection in self._sockets.values():
-            # Closing alone would not wake a thread that waits on the socket.
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the sockets; a peer still waiting for this rank is told so by that."""
+        self.interrupt()
+        self.forget_sockets()
+
+    def forget_sockets(self) -> None:
+        """Lets go of this end; in a forked child, so that the parent's death is seen while the child lives."""
+        for connection in self._sockets.values():
             connection.close()
 
     def _execute(self, collective: str, views: list[Tensor], label: str, scale: float) -> Traffic:
@@ -213,9 +224,17 @@ class SharedMemoryTransport:
         )
 
 
+def _after_fork() -> None:
+    for transport in list(_open):
+        transport.forget_sockets()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def connect(
     rank: int, world_size: int, exchange: Callable[[Any], list[Any]], timeout: float
-) -> dict[int, socket.socket]:
+) -> dict[int, socket.socket] | None:
     """Connects every pair of ranks of this host by a Unix socket.
 
     Addresses are abstract (no file) and unguessable, and only processes of the same user are let in.
@@ -226,22 +245,33 @@ def connect(
         exchange: Gathers one JSON value from every rank, in rank order.
         timeout: Seconds to wait for a peer.
 
-    Raises:
-        OSError: A peer cannot be reached (for example in another network namespace).
+    Returns:
+        Sockets by peer, or None on every rank if any cannot reach a peer (containers with a network each).
     """
     address = f"\0paceline-{secrets.token_hex(16)}"
     sockets: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(address)
-        listener.listen(world_size)
+        reachable = True
+        try:
+            listener.bind(address)
+            listener.listen(world_size)
+        except OSError:
+            reachable = False
+        addresses = exchange(address if reachable else None)
+        try:
+            for peer in range(rank):
+                connection = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.settimeout(timeout)
+                connection.connect(addresses[peer] or "")
+                connection.sendall(struct.pack("<I", rank))
+        except OSError:
+            reachable = False
+        # Nobody accepts before all have connected: a rank that failed must not be waited for.
+        if not all(exchange(reachable)):
+            for connection in sockets.values():
+                connection.close()
+            return None
         listener.settimeout(timeout)
-        addresses = exchange(address)
-        for peer in range(rank):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(timeout)
-            connection.connect(addresses[peer])
-            connection.sendall(struct.pack("<I", rank))
-            sockets[peer] = connection
         while len(sockets) < world_size - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout)

@@ -47,8 +47,8 @@ class CommStream(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Ends the stream."""
+    def close(self) -> bool:
+        """Ends the stream; returns whether it has ended."""
         ...
 
 
@@ -63,12 +63,15 @@ class ThreadStream:
         """Starts the thread."""
         self._queue: queue.SimpleQueue[tuple[Callable[[], Traffic], Pending] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"paceline {name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], Traffic], label: str) -> Pending:
         """Hands `work` to the thread."""
         pending = Pending(label)
+        if self._closed:
+            raise CommunicationError(f"{label}: the stream that would carry it is closed")
         self._queue.put((work, pending))
         return pending
 
@@ -80,10 +83,12 @@ class ThreadStream:
                 raise CommunicationError(str(pending.error)) from pending.error
             raise pending.error
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Lets the thread finish what was submitted, then end; one that waits for a peer in vain is left behind."""
+        self._closed = True
         self._queue.put(None)
         self._thread.join(_CLOSING_SECONDS)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -121,9 +126,10 @@ class CudaStream:
         """Lets the current stream, not the host, wait."""
         torch.cuda.current_stream().wait_event(pending.end)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Waits until the GPU has finished what was submitted."""
         self._stream.synchronize()
+        return True
 
 
 def _record() -> torch.cuda.Event:
@@ -139,6 +145,9 @@ class HostClock:
         """A mark."""
         return time.perf_counter()
 
+    def refresh(self) -> None:
+        """Nothing to do: the host's clock is the host's clock."""
+
     def seconds(self, mark: Mark) -> float:
         """The time of a mark, in seconds."""
         return float(mark)
@@ -148,7 +157,11 @@ class CudaClock:
     """Marks are CUDA events, turned into host seconds when they are read, long after the step."""
 
     def __init__(self) -> None:
-        """Ties the GPU's time to the host's once, which takes one synchronisation."""
+        """Ties the GPU's time to the host's."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Ties them anew, which takes a synchronisation: times are fp32 milliseconds since, so they must stay short."""
         self._anchor = _record()
         self._anchor.synchronize()
         self._anchor_seconds = time.perf_counter()

@@ -41,6 +41,10 @@ class Transport(Protocol):
         """
         ...
 
+    def interrupt(self) -> None:
+        """Wakes a thread that waits for a peer in `run`, where that can be done; nothing can be run any more."""
+        ...
+
     def close(self) -> None:
         """Releases connections. Buffers stay valid for this rank."""
         ...
@@ -76,8 +80,9 @@ def sum_in_order(out: Tensor, parts: Sequence[Tensor], scratch: Tensor, scale: f
             if direct:
                 torch.add(total, pieces[-1], out=target)
             else:
-                target.copy_(total.add_(pieces[-1]))
-        if scale != 1.0:
+                # Scaled before it is rounded: a mean may fit where the sum does not.
+                target.copy_(total.add_(pieces[-1]).mul_(scale))
+        if scale != 1.0 and direct:
             target.mul_(scale)
 
 

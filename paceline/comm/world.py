@@ -82,10 +82,11 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
                 timeout=timedelta(seconds=timeout),
                 device_id=world.device if world.backend == "nccl" else None,
             )
-        except dist.DistNetworkError as error:
+        except dist.DistError as error:
             raise UserError(
                 f"rank {rank} could not join the job at {method}: {str(error).splitlines()[0]}. If the port is in "
-                "use by another job, set MASTER_PORT to a free one on every rank (torchrun: --master-port)"
+                "use by another job, set MASTER_PORT to a free one on every rank (torchrun: --master-port); if ranks "
+                f"are missing, see that all {world_size} were started and reach that address"
             ) from error
     atexit.register(shutdown)
     _world = world
@@ -131,19 +132,16 @@ def open_transport(world: World) -> Transport:
 
     PACELINE_TRANSPORT=gloo in the environment keeps ranks of one host from using shared memory.
     """
+    timeout = timedelta(seconds=world.timeout)
     if world.backend == "nccl":
-        return NcclTransport(dist.new_group(backend="nccl"), world.device)
-    if len(set(all_gather_json(_host()))) == 1 and os.environ.get("PACELINE_TRANSPORT", "auto") != "gloo":
-        try:
-            sockets = connect(world.rank, world.world_size, all_gather_json, world.timeout)
-        except OSError:
-            sockets = {}
-        # One rank that cannot reach a peer (containers with a network each) decides for all.
-        if all(all_gather_json(bool(sockets))):
+        return NcclTransport(dist.new_group(backend="nccl", timeout=timeout), world.device)
+    possible = hasattr(os, "memfd_create") and os.environ.get("PACELINE_TRANSPORT", "auto") != "gloo"
+    hosts = all_gather_json(_host() if possible else None)
+    if possible and len(set(hosts)) == 1:
+        sockets = connect(world.rank, world.world_size, all_gather_json, world.timeout)
+        if sockets is not None:
             return SharedMemoryTransport(world.rank, sockets, world.timeout)
-        for connection in sockets.values():
-            connection.close()
-    return PointToPointTransport(dist.new_group(backend="gloo"))
+    return PointToPointTransport(dist.new_group(backend="gloo", timeout=timeout))
 
 
 def open_stream(world: World, name: str) -> CommStream:

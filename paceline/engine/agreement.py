@@ -11,14 +11,22 @@ from torch import nn
 from paceline.comm.world import World, all_gather_json
 from paceline.errors import UserError
 from paceline.layout import ParameterSpec
+from paceline.strategy import Strategy
 
 
-def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module) -> None:
-    """Compares names, shapes and dtypes of parameters and buffers over ranks. A collective call.
+def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module, strategy: Strategy) -> None:
+    """Compares the strategy and names, shapes and dtypes of parameters and buffers over ranks. A collective call.
 
     Raises:
         UserError: Ranks differ; names the first difference and the ranks on each side.
     """
+    strategies = all_gather_json(repr(strategy))
+    if len(set(strategies)) > 1:
+        other = next(rank for rank, text in enumerate(strategies) if text != strategies[0])
+        raise UserError(
+            f"ranks use different strategies; rank 0: {strategies[0]}; rank {other}: {strategies[other]}. Give every "
+            "rank the same one"
+        )
     mine = [[s.name, list(s.shape), s.dtype, s.trainable] for s in specs]
     mine += [[name, list(b.shape), str(b.dtype), False] for name, b in module.named_buffers()]
     digests = all_gather_json(hashlib.blake2b(json.dumps(mine).encode()).hexdigest())

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from paceline.comm.transport import Transport
 from paceline.comm.world import World
 from paceline.engine.buffers import Buffers
+from paceline.engine.progress import EngineError
 from paceline.engine.units import ROOT
 from paceline.layout import ParameterSpec, build_layout
 from paceline.schedule import Schedule
@@ -56,12 +59,48 @@ class Arrangement:
         self.buffers = Buffers(self.layout, parameters, world.device, transport)
         self.schedule = Schedule(self.layout, strategy, world.world_size, world.rank, order, counts=counts)
         self._identities = {id(parameter) for parameter in parameters}
+        nodes = [parameter for parameter in parameters if parameter.requires_grad]
+        # Held, because autograd keeps them only as long as somebody does.
+        self._accumulators = [get_gradient_edge(parameter).node for parameter in nodes]
+        self._places = [
+            (held, name, member)
+            for submodule in module.modules()
+            for held in (submodule._parameters, submodule._modules)
+            for name, member in held.items()
+        ]
+        self._frozen = [p for p, slot in zip(parameters, self.layout.slots, strict=True) if not slot.spec.trainable]
         self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
         self._after = {unit: order[position + 1 :] for position, unit in enumerate(order)}
 
     def holds(self, identity: int) -> bool:
         """Whether a parameter with this `id()` is the model's."""
         return identity in self._identities
+
+    def require_unchanged(self) -> None:
+        """Refuses to go on with parameters that are not those which were laid out.
+
+        Raises:
+            EngineError: A module or parameter was replaced, or a parameter unfrozen, since.
+        """
+        for held, name, member in self._places:
+            if held.get(name) is not member:
+                raise EngineError(
+                    f"{name} was replaced in the model after pl.parallelize, so its gradients would not be reduced: "
+                    "call pl.release(model) and pl.parallelize(model) again (load weights without assign=True)"
+                )
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise EngineError(
+                "a parameter was unfrozen after pl.parallelize, so its gradients would not be reduced: call "
+                "pl.release(model) and pl.parallelize(model) again"
+            )
+
+    def differentiates_parameters(self) -> bool:
+        """Whether the backward pass under way leaves gradients in parameters; `torch.autograd.grad` does not."""
+        try:
+            return any(torch._C._will_engine_execute_node(node) for node in self._accumulators)
+        except RuntimeError:
+            # A parameter is itself what autograd.grad was asked for.
+            return False
 
     def slots_of(self, unit: str) -> tuple[int, ...]:
         """Indices of the slots of a unit."""

@@ -15,6 +15,7 @@ class Buffers:
     """Parameters and gradients of one rank in flat buffers.
 
     Attributes:
+        buckets: By name.
         parameters: In the order of `layout.slots`. Their data are views into flat buffers; the parameter
             objects stay the user's own.
         gradients: The view of each trainable parameter's gradient, None for frozen ones and before
@@ -33,6 +34,7 @@ class Buffers:
             transport: Allocates buffers of parameters where they are communicated every step.
         """
         self.layout = layout
+        self.buckets = {bucket.name: bucket for bucket in layout.buckets}
         self.parameters = list(parameters)
         self.gradients: list[Tensor | None] = [None] * len(parameters)
         self._weights: list[Tensor] = []

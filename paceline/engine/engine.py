@@ -20,7 +20,7 @@ from paceline.engine.executor import Executor
 from paceline.engine.gradients import Gradients
 from paceline.engine.hooks import in_backward, install
 from paceline.engine.optimizers import watch_optimizers
-from paceline.engine.progress import Progress
+from paceline.engine.progress import EngineError, Progress
 from paceline.engine.synchronizer import Synchronizer
 from paceline.engine.units import find_units, parameter_specs
 from paceline.errors import UserError
@@ -53,25 +53,20 @@ class Engine:
         self.module, self.strategy, self.world = module, strategy, world
         self.units = find_units(module, strategy.units)
         self._specs = parameter_specs(module, list(self.units))
-        self._synchronizer: Synchronizer | None = None
-        if world.world_size > 1:
-            check_same_model(self._specs, module)
-            self._synchronizer = Synchronizer(strategy, world)
         self._gradients: Gradients | None = None
-        transport = self._synchronizer.counts_transport if self._synchronizer else None
-        self._counts = Counts(len(self._specs), world.device, transport)
+        if world.world_size > 1:
+            check_same_model(self._specs, module, strategy)
+        self._open()
         self._arranged = self._arrange(tuple(self.units))
         if self._synchronizer is not None:
             self._synchronizer.broadcast_state(self._arranged.buffers.weights, list(module.buffers()))
-        streams = self._synchronizer.streams if self._synchronizer else {}
-        self._executor = Executor(world.rank, open_clock(world), streams, self._work)
-
         self.progress = Progress(world.world_size)
         self._first_order: list[str] | None = []
         self._outstanding: Counter[str] = Counter()
         self._uncollected: set[str] = set()
-        install(module, self.units, self)
-        watch_optimizers(self)
+        self._begun: set[str] = set()
+        self._ignored_pass = -1
+        self._handles = [*install(module, self.units, self), *watch_optimizers(self)]
 
     # ---- what the training loop calls
 
@@ -97,9 +92,10 @@ class Engine:
         Raises:
             EngineError: The gradients are not reduced yet.
         """
-        self.progress.require_reduced("the gradient norm")
+        self._require_reduced("the gradient norm")
         present = [p.grad for p in self._buffers.parameters if p.grad is not None]
-        norm = torch.zeros((), dtype=self._buffers.parameters[0].dtype, device=self.world.device)
+        dtypes = [getattr(torch, spec.dtype) for spec in self._specs[:1]]
+        norm = torch.zeros((), dtype=dtypes[0] if dtypes else None, device=self.world.device)
         if present:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present)))
         if self._served:
@@ -122,25 +118,33 @@ class Engine:
     def reset(self) -> None:
         """After an exception in forward or backward: drops the step's gradients and makes the engine usable.
 
-        Every rank calls it. Weights are what they were before the step.
+        A collective call. Ranks may have failed in different places: collectives that some began and others did not
+        end with their connections, and new ones are opened. Weights are what they were before the step.
         """
-        self._executor.abandon()
         self.progress.reset()
         self._outstanding.clear()
         self._uncollected.clear()
-        self._counts.clear()
         for parameter in self._buffers.parameters:
             parameter.grad = None
-        if self._gradients is not None:
-            self._gradients.forget()
+        if self._synchronizer is not None:
+            self._synchronizer.close()
+            self._open()
+            if self._served:
+                self._arranged = self._arrange(self.schedule.order)
+            if self._gradients is not None:
+                self._allocate_gradients()
+        else:
+            self._open()
 
     def close(self) -> None:
-        """Ends the engine's threads and connections. The model stays usable on this rank alone."""
+        """Ends the engine: hooks, threads and connections. The model is then a plain one on this rank."""
+        for handle in self._handles:
+            handle.remove()
         if self._synchronizer is not None:
             self._synchronizer.close()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """A copied or pickled model is a plain model: it has no engine."""
+        """A deep copy of a parallel model is a plain model: it has no engine."""
         return (_no_engine, ())
 
     # ---- what the hooks tell (hooks.Listener)
@@ -161,23 +165,30 @@ class Engine:
             self._first_order.append(unit)
         self._executor.begin(Key("forward", unit, self.progress.micro_batch))
 
-    def forward_ends(self, unit: str) -> int:
+    def in_forward(self) -> bool:
         """See `hooks.Listener`."""
-        self._outstanding[unit] += 1
+        return self.progress.phase == "forward"
+
+    def forward_ends(self, unit: str, backward_follows: bool) -> int:
+        """See `hooks.Listener`."""
+        self._outstanding[unit] += backward_follows
         if not in_backward():
             self._executor.end()
         return self.progress.generation
 
     def wants_backward(self, unit: str) -> bool:
         """See `hooks.Listener`: so for a unit whose first forward ran inside a reentrant checkpoint."""
-        return unit in self._uncollected and self._outstanding[unit] == 0
+        return unit in self._uncollected and unit not in self._begun and self._outstanding[unit] == 0
 
     def backward_begins(self, unit: str | None, generation: int) -> None:
         """See `hooks.Listener`."""
+        if self.progress.phase != "backward" and not self._is_backward():
+            return
         self.progress.require_current(generation)
         if self.progress.phase != "backward":
             self._enter_backward()
         if unit is not None:
+            self._begun.add(unit)
             self._outstanding[unit] -= 1
             self._executor.begin(Key("backward", unit, self.progress.micro_batch))
             self._executor.done(self._collect(self._finished_by(unit)))
@@ -186,13 +197,14 @@ class Engine:
 
     def update_begins(self) -> None:
         """An optimizer that holds this model's parameters is about to step."""
-        self.progress.require_reduced("optimizer.step()")
-        last = self.progress.last_micro_batch
-        self._executor.load(self.progress.step, self.schedule.update(last))
-        self._executor.begin(Key("update", "optimizer", last))
+        self._require_reduced("optimizer.step()")
+        self._executor.begin(Key("update", "optimizer", self.progress.last_micro_batch))
 
     def update_ends(self) -> None:
         """The optimizer has stepped. With a parameter server, rank 0's weights now go to all."""
+        self._executor.end()
+        # Loaded only now: a closure may have run whole forward and backward passes inside the step.
+        self._executor.load(self.progress.step, self.schedule.update(self.progress.last_micro_batch))
         self.progress.end_update()
         self._executor.complete()
 
@@ -207,6 +219,7 @@ class Engine:
         # Queued from the outermost graph: from inside a reentrant checkpoint it would run when that one ends.
         Variable._execution_engine.queue_callback(self._leave_backward)
         self._adopt_first_order()
+        self._begun.clear()
         if self._gradients is not None:
             self._uncollected = set(self.layout.units)
             self._gradients.begin(fresh_step=self.progress.micro_batch == 0)
@@ -240,6 +253,8 @@ class Engine:
             self._reduce_late(late, self._counts.late(late, first=self.progress.step == 0))
             used = self._gradients.used if self._gradients.complete else self._counts.used()
             self._gradients.publish(used, keep=self._keeps_gradients)
+        elif self._gradients is not None:
+            self._gradients.end_local()
         self._counts.close(synchronises, self.world.world_size)
         self._outstanding.clear()
         self.progress.end_backward()
@@ -285,13 +300,46 @@ class Engine:
         self._first_order = None
         if order != self.schedule.order:
             self._arranged = self._arrange(order)
+        self._allocate_gradients()
+
+    def _allocate_gradients(self) -> None:
         if self._synchronizer is not None:
             self._buffers.allocate_gradients(self._synchronizer.transport)
             self._gradients = Gradients(self._buffers)
 
+    def _open(self) -> None:
+        """Opens streams and connections, with nothing under way on them."""
+        self._synchronizer = Synchronizer(self.strategy, self.world) if self.world.world_size > 1 else None
+        transport = self._synchronizer.counts_transport if self._synchronizer else None
+        self._counts = Counts(len(self._specs), self.world.device, transport)
+        streams = self._synchronizer.streams if self._synchronizer else {}
+        self._executor = Executor(self.world.rank, open_clock(self.world), streams, self._work)
+
     def _work(self, op: Op) -> Callable[[], Traffic]:
         assert self._synchronizer is not None
         return self._synchronizer.work(op, self._buffers, self._counts)
+
+    def _is_backward(self) -> bool:
+        """Whether the pass that begins leaves gradients in parameters; if not, all of its hooks are passed over."""
+        self._arranged.require_unchanged()
+        this_pass = torch._C._current_graph_task_id()
+        if this_pass != self._ignored_pass and not self._arranged.differentiates_parameters():
+            self._ignored_pass = this_pass
+        return this_pass != self._ignored_pass
+
+    def _require_reduced(self, what: str) -> None:
+        """Refuses to use gradients that are partial, this rank's own, or of a backward that the hooks did not see."""
+        self.progress.require_reduced(what)
+        if self.world.world_size == 1 or self.progress.reduced:
+            return
+        for index, (slot, parameter) in enumerate(zip(self.layout.slots, self._buffers.parameters, strict=True)):
+            reduced = self._gradients is not None and self._gradients.holds(index)
+            if parameter.grad is not None and not reduced:
+                raise EngineError(
+                    f"{what}: {slot.spec.name} has a gradient of a backward that paceline did not see, so it is this "
+                    "rank's own. Compute the loss from what model(...) returns; units that only run inside a reentrant "
+                    "checkpoint around the whole model are not seen either"
+                )
 
     @property
     def _served(self) -> bool:

@@ -26,6 +26,10 @@ class _Record:
     pending: Pending | None = None
     waits: tuple[Mark, Mark] | None = None
 
+    @property
+    def finished(self) -> bool:
+        return self.end is not None if self.pending is None else self.waits is not None
+
 
 class Executor:
     """Runs the ops of a schedule in two kinds of places.
@@ -101,9 +105,12 @@ class Executor:
 
         Raises:
             CommunicationError: A collective failed.
+            RuntimeError: A collective waits for an op that is not in what was loaded.
         """
         self.end()
         self.done(self._compute)
+        if any(self._queues.values()):
+            raise RuntimeError(f"collectives that nothing launches: {self._queues}")
         for record in self._launched:
             assert record.pending is not None
             start = self._clock.now()
@@ -130,7 +137,10 @@ class Executor:
     def drain(self) -> list[Event]:
         """The events of all ops completed since the last call, in order of their start on each stream."""
         records, self._records = self._records, deque(maxlen=_KEPT)
-        return [self._event(record) for record in records if record.end is not None or record.pending is not None]
+        self._records.extend(record for record in records if not record.finished)
+        events = [self._event(record) for record in records if record.finished]
+        self._clock.refresh()
+        return events
 
     def _launch(self, op: Op, stream: CommStream, work: Callable[[], Traffic]) -> None:
         record = _Record(op, self._step)

@@ -37,12 +37,33 @@ class Gradients:
         self._collected.clear()
         self.used.clear()
         if not fresh_step:
+            self._drop_what_was_zeroed()
             return
+        self._carried.clear()
         for index in self._trainable:
             parameter = self._buffers.parameters[index]
             if parameter.grad is not None:
-                view = self._buffers.gradients[index]
-                self._carried[index] = parameter.grad.clone() if parameter.grad is view else parameter.grad
+                self._carried[index] = parameter.grad.clone() if self.holds(index) else parameter.grad
+                parameter.grad = None
+
+    def holds(self, index: int) -> bool:
+        """Whether `p.grad` lies in the flat buffer, be it under another tensor object."""
+        gradient, view = self._buffers.parameters[index].grad, self._buffers.gradients[index]
+        return gradient is not None and view is not None and gradient.data_ptr() == view.data_ptr()
+
+    def end_local(self) -> None:
+        """Ends a backward that reduces nothing: what was carried over stays to be seen, and to be zeroed."""
+        for index, carried in self._carried.items():
+            if self._buffers.parameters[index].grad is None:
+                self._buffers.parameters[index].grad = carried
+
+    def _drop_what_was_zeroed(self) -> None:
+        """`zero_grad` since the last backward also means what was carried over."""
+        for index, carried in list(self._carried.items()):
+            parameter = self._buffers.parameters[index]
+            if parameter.grad is None or not parameter.grad.any():
+                del self._carried[index]
+            if parameter.grad is carried:
                 parameter.grad = None
 
     def collect(self, indices: Iterable[int], synchronise: bool) -> None:

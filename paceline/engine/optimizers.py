@@ -10,6 +10,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 
 class Watcher(Protocol):
@@ -28,10 +29,10 @@ class Watcher(Protocol):
         ...
 
 
-def watch_optimizers(watcher: Watcher) -> None:
+def watch_optimizers(watcher: Watcher) -> list[RemovableHandle]:
     """Hooks every torch optimizer, present or future, that holds one of the watcher's parameters.
 
-    Users make their optimizers as ever; nothing is wrapped. The hooks end with the watcher.
+    Users make their optimizers as ever; nothing is wrapped. The hooks end with the watcher, or by their handles.
     """
     reference = weakref.ref(watcher)
 
@@ -53,3 +54,4 @@ def watch_optimizers(watcher: Watcher) -> None:
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     for handle in handles:
         weakref.finalize(watcher, handle.remove)
+    return handles

@@ -17,12 +17,13 @@ class Progress:
     A step is over after a synchronised backward or an update; the next forward or backward begins a new one.
 
     Attributes:
-        step: Number of the current optimizer step, from 0.
+        step: Number of the current step, from 0: of synchronised backwards, which a loop has one of per update.
         micro_batch: Number of the micro-batch under way within the step, or of the next one.
         last_micro_batch: Number of the latest one whose backward is complete.
         phase: What is under way.
         synchronises: Whether the backward under way, or the latest one, reduces gradients.
         generation: How many updates the weights have had.
+        reduced: Whether the current step has had its synchronised backward.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -30,6 +31,7 @@ class Progress:
         self.step = self.micro_batch = self.last_micro_batch = self.generation = 0
         self.phase: Literal["idle", "forward", "backward"] = "idle"
         self.synchronises = True
+        self.reduced = False
         self._world_size = world_size
         self._step_over = False
         self._deferrals = 0
@@ -67,7 +69,7 @@ class Progress:
         self.last_micro_batch = self.micro_batch
         self.micro_batch += 1
         self.phase = "idle"
-        self._step_over = self.synchronises
+        self._step_over = self.reduced = self.synchronises
 
     def end_update(self) -> None:
         """An optimizer has changed the weights."""
@@ -76,7 +78,8 @@ class Progress:
 
     def reset(self) -> None:
         """The step under way is given up."""
-        self.phase, self.micro_batch, self._step_over, self._deferrals = "idle", 0, False, 0
+        self.phase, self.micro_batch, self._deferrals = "idle", 0, 0
+        self._step_over = self.reduced = False
 
     def require_current(self, generation: int) -> None:
         """Refuses a backward through weights that have since changed.
@@ -87,7 +90,8 @@ class Progress:
         if generation != self.generation:
             raise EngineError(
                 "the optimizer stepped between this forward and its backward, so the gradients would belong to "
-                "weights that no longer exist: call backward before optimizer.step(), or run the forward again"
+                "weights that no longer exist: call backward before optimizer.step(), or run the forward again. "
+                "Networks with an optimizer each (a GAN's) are parallelized one by one"
             )
 
     def require_reduced(self, what: str) -> None:
@@ -114,4 +118,4 @@ class Progress:
         if self._step_over:
             self.step += 1
             self.micro_batch = 0
-            self._step_over = False
+            self._step_over = self.reduced = False

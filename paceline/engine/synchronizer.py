@@ -54,7 +54,7 @@ class Synchronizer:
         """The function that performs one op of the schedule."""
         if op.target == COUNTS:
             return self._call(self.counts_transport, op, counts.buffer, 1.0)
-        bucket = next(bucket for bucket in buffers.layout.buckets if bucket.name == op.target)
+        bucket = buffers.buckets[op.target]
         if op.kind == "broadcast":
             return self._call(self.transport, op, buffers.bucket_of_weights(bucket), 1.0)
         return self._call(self.transport, op, buffers.bucket_of_gradients(bucket), self._scale)
@@ -81,8 +81,10 @@ class Synchronizer:
 
 
 def _close(streams: Sequence[CommStream], transports: Sequence[Transport]) -> None:
-    # Transports first: a stream that waits for a peer in vain is woken by it.
     for transport in transports:
-        transport.close()
-    for stream in streams:
-        stream.close()
+        transport.interrupt()
+    # What a stream that could not be ended still uses is left to the end of the process.
+    ended = [stream.close() for stream in streams]
+    if all(ended):
+        for transport in transports:
+            transport.close()

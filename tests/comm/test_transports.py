@@ -220,3 +220,56 @@ def close_while_waiting() -> float:
 
 def test_closing_wakes_a_stream_that_waits_for_a_peer(ranks) -> None:
     assert max(ranks(2, close_while_waiting)) < 4
+
+
+def half_precision_mean() -> list[float]:
+    world = pl.init()
+    transport = open_transport(world)
+    buffer = transport.allocate(2, torch.float16)
+    buffer.fill_(40000.0)
+    transport.run("all_reduce", buffer, "test", 0.5)
+    result = buffer.tolist()
+    transport.close()
+    return result
+
+
+def test_an_fp16_mean_fits_where_its_sum_does_not(ranks) -> None:
+    assert ranks(2, half_precision_mean) == [[40000.0] * 2] * 2
+
+
+def silent_over_gloo() -> float:
+    world = pl.init()
+    transport = open_transport(replace(world, timeout=1.0))
+    buffer = transport.allocate(64, torch.float32)
+    start = time.monotonic()
+    if world.rank == 0:
+        with pytest.raises(CommunicationError, match="bucket 7"):
+            transport.run("all_reduce", buffer, "bucket 7")
+    elapsed = time.monotonic() - start
+    pl.barrier()
+    return elapsed
+
+
+def test_gloo_too_gives_a_silent_peer_up_within_the_time_limit(ranks) -> None:
+    assert max(ranks(2, silent_over_gloo, transport="gloo")) < 10
+
+
+def die_and_leave_a_child() -> None:
+    world = pl.init()
+    transport = open_transport(world)
+    buffer = transport.allocate(64, torch.float32)
+    pl.barrier()
+    if world.rank == 1:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(CommunicationError, match="rank 1 is gone"):
+        transport.run("all_reduce", buffer, "bucket 7")
+    raise AssertionError(f"noticed after {time.monotonic() - start:.3f} s")
+
+
+def test_a_killed_peer_is_noticed_at_once_though_its_child_lives_on(ranks) -> None:
+    with pytest.raises(RankError, match=r"noticed after 0\.\d+ s"):
+        ranks(2, die_and_leave_a_child)
