@@ -16,18 +16,18 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def blocks(language: str) -> list[tuple[str, str]]:
+def blocks(*languages: str) -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
-        texts = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
-        found += [(page.name, text) for text in texts]
+        fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+        found += [(page.name, text) for language, text in fenced if language in languages]
     return found
 
 
 def commands() -> list[tuple[str, list[str]]]:
     lines = []
-    for page, text in [*blocks("bash"), *blocks("")]:
-        for line in text.replace("\\\n", " ").splitlines():
+    for page, text in blocks("bash", ""):
+        for line in text.splitlines():
             words = shlex.split(line, comments=True)
             while words and "=" in words[0]:
                 words = words[1:]
