@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.models import PRESETS, ModelConfig, Transformer, flops_per_token, parameter_count, peak_flops
+from paceline.models import PRESETS, ModelConfig, flops_per_token, parameter_count, peak_flops
+from paceline.models.transformer import Transformer
 
 
 def counted(config: ModelConfig) -> int:

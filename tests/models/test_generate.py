@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from paceline.errors import UserError
-from paceline.models import ModelConfig, generate
+from paceline.models import ModelConfig
+from paceline.models.generate import generate
 from tests.models.test_transformer import GPT, LLAMA, shapes, spread_model
 
 

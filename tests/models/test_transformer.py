@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.models import ModelConfig, Transformer
-from paceline.models.transformer import rotate, rotation_at
+from paceline.models import ModelConfig
+from paceline.models.transformer import Transformer, rotate, rotation_at
 from tests.models.reference import reference_logits, reference_loss
 
 GPT = ModelConfig(layers=2, width=24, heads=4, context=10, vocabulary=31)

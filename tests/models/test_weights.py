@@ -8,7 +8,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from paceline.errors import UserError
-from paceline.models import ModelConfig, Transformer, load_model, load_weights, save_weights
+from paceline.models import ModelConfig
+from paceline.models.transformer import Transformer
+from paceline.models.weights import load_model, load_weights, save_weights
 from tests.models.test_transformer import GPT, batch, shapes
 
 
