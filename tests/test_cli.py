@@ -99,6 +99,8 @@ def test_ctrl_c_while_text_is_read_ends_without_a_traceback(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "run.yaml")
     with program(paceline("train", "run.yaml"), tmp_path) as started:
         wait_until_open(tmp_path / "run.yaml")
+        # Python acts on a signal before it begins to read or when that is interrupted, but not in between.
+        time.sleep(0.5)
         started.process.send_signal(signal.SIGINT)
         status, out, err = started.finish(10)
     assert (status, out, err) == (130, "", "interrupted\n")
