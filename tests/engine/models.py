@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import paceline as pl
+from paceline.strategy import SYSTEMS, Strategy
+
 
 class Stack(nn.Module):
     """An embedding-like input layer, repeated blocks and a head."""
@@ -51,3 +54,24 @@ def assert_same(results: dict[str, Any], expected: dict[str, Any], atol: float =
             assert results[name] is None, name
         else:
             torch.testing.assert_close(results[name], value, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+PARALLEL = [Strategy(bucket_mb=1e-4), SYSTEMS["parameter server"]]
+"""The two ways in which gradients come to parameters: on every rank, or on rank 0."""
+
+
+def make(cls: type[nn.Module] = Stack, *args: Any) -> nn.Module:
+    """A model in fp64 with the same weights wherever it is made."""
+    torch.manual_seed(0)
+    return cls(*args).double()
+
+
+def shares(x: Tensor) -> Tensor:
+    """This rank's rows of a batch."""
+    world = pl.init()
+    return x[world.rank :: world.world_size]
+
+
+def fail_in_backward(gradient: Tensor) -> None:
+    """A tensor hook that raises."""
+    raise ValueError("in the middle of backward")
