@@ -97,10 +97,6 @@ class Counts:
             self._result = torch.stack(values) if values else self.buffer[:0].clone()
         self._values = []
 
-    def clear(self) -> None:
-        """Forgets the running sums."""
-        self._values = []
-
     def result(self) -> Tensor:
         """The sums over micro-batches and ranks at the last synchronised backward."""
         return self._result

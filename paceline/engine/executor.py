@@ -123,17 +123,6 @@ class Executor:
         self._launch(op, self._streams[op.stream], work)
         self.complete()
 
-    def abandon(self) -> None:
-        """Forgets ops that were loaded but not launched, and waits for those that were."""
-        self.end()
-        self._queues.clear()
-        self._compute.clear()
-        self._done.clear()
-        launched, self._launched = self._launched, []
-        for record in launched:
-            assert record.pending is not None
-            self._streams[record.op.stream].wait(record.pending)
-
     def drain(self) -> list[Event]:
         """The events of all ops completed since the last call, in order of their start on each stream."""
         records, self._records = self._records, deque(maxlen=_KEPT)

@@ -124,7 +124,3 @@ class Gradients:
                     view if index in chosen or (keep and carried is not None) else None
                 )
         self._carried.clear()
-
-    def forget(self) -> None:
-        """Drops what was carried over."""
-        self._carried.clear()

@@ -60,7 +60,9 @@ def test_a_figure_that_is_no_number_is_null_in_the_file(tmp_path: Path) -> None:
 
 
 def test_tensorboard_gets_the_same_figures(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs the tensorboard extra"
+    )
     trackers = open_trackers(LogConfig(tensorboard=True), RunFolder(tmp_path), {})
     for tracker in trackers:
         tracker.log(dict(INTERVAL.figures()), 50)

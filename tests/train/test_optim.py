@@ -94,3 +94,14 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone_and_is_c
     # Skipped steps leave no trace in the moments either.
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_batch_without_a_target_token_is_skipped_and_leaves_no_nan() -> None:
+    model = torch.nn.Linear(4, 4)
+    update = Update(model, OptimConfig(warmup=0, schedule="constant"), 9, torch.device("cpu"))
+    before = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    update(0, torch.tensor(0.0, dtype=torch.float64), torch.tensor(0.0))
+    assert update.skips.tolist() == [1, 1]
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
