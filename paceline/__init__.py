@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.comm.transport import CommunicationError
     from paceline.comm.world import World, all_gather_json, barrier, init, shutdown
+    from paceline.engine.optimizers import elementwise
     from paceline.engine.parallel import (
         accumulate,
         broadcast_buffers,
         clip_grad_norm_,
         engine_of,
+        full_parameters,
         parallelize,
         release,
         reset,
@@ -34,6 +36,7 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "paceline.comm.transport": ("CommunicationError",),
+    "paceline.engine.optimizers": ("elementwise",),
     "paceline.engine.progress": ("EngineError",),
     "paceline.comm.world": ("World", "all_gather_json", "barrier", "init", "shutdown"),
     "paceline.engine.parallel": (
@@ -41,6 +44,7 @@ _HOMES = {
         "broadcast_buffers",
         "clip_grad_norm_",
         "engine_of",
+        "full_parameters",
         "parallelize",
         "release",
         "reset",
@@ -71,7 +75,9 @@ __all__ = [
     "broadcast_buffers",
     "build_layout",
     "clip_grad_norm_",
+    "elementwise",
     "engine_of",
+    "full_parameters",
     "init",
     "parallelize",
     "release",

@@ -18,6 +18,7 @@ class Event:
     kind: str
     target: str
     micro_batch: int
+    phase: str
     stream: str
     bytes: int
     sent: int

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.strategy import Strategy
+
+ROOT = "(root)"
+"""Name of the unit of parameters that no single unit holds: of the model itself, or shared by several units."""
 
 ALIGNMENT = 64
 """Bytes to which every parameter's place is aligned, so that vector loads never straddle a cache line."""
@@ -55,18 +58,28 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """One flat buffer: all parameters of one dtype that are all trainable or all frozen."""
+    """One flat buffer: all parameters of one dtype that are all trainable or all frozen.
+
+    Dtypes are names without their module, as in `ParameterSpec`.
+    """
 
     dtype: str
+    """What the parameters are computed with in."""
     itemsize: int
     trainable: bool
     numel: int
     """Elements, padding included."""
+    master: str
+    """The parameters' own dtype, in which they are updated; other than `dtype` under low precision."""
+    master_itemsize: int
+    gradient: str
+    """What gradients are collected, sent and reduced in."""
+    gradient_itemsize: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A contiguous range of a flat buffer that one collective reduces."""
+    """A contiguous range of a flat buffer: what one collective gathers or reduces."""
 
     name: str
     flat: int
@@ -75,8 +88,13 @@ class Bucket:
     slots: tuple[int, ...]
     """Indices into `Layout.slots`."""
     units: tuple[str, ...]
-    """Units that contribute gradients, in the order of the forward pass."""
+    """Units whose parameters it holds, in the order of the forward pass."""
     itemsize: int
+    """Bytes of a parameter's element."""
+    gradient_itemsize: int
+    trainable: bool = True
+    resident: bool = False
+    """Whether its parameters, once gathered, stay so for the whole step: shared by units, of no unit, or small."""
 
     @property
     def numel(self) -> int:
@@ -85,19 +103,25 @@ class Bucket:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes, padding included."""
+        """Size of its parameters in bytes, padding included."""
         return self.numel * self.itemsize
+
+    def shard(self, index: int, shards: int) -> tuple[int, int]:
+        """Range of the flat buffer that is the `index`-th of `shards` equal parts."""
+        size = self.numel // shards
+        return self.start + index * size, self.start + (index + 1) * size
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Every parameter's place, and the buckets that gradients are reduced in.
+    """Every parameter's place, and the buckets that move together.
 
     Attributes:
         units: Unit names in the order of the forward pass.
         slots: One place per parameter.
         flats: The flat buffers.
-        buckets: In the order in which backward completes them: the last layers first.
+        buckets: In the order in which backward completes them: the last layers first. Frozen parameters are in
+            buckets only where they are sharded.
     """
 
     units: tuple[str, ...]
@@ -109,11 +133,23 @@ class Layout:
         """Indices of the slots of one unit."""
         return tuple(index for index, slot in enumerate(self.slots) if slot.spec.unit == unit)
 
+    def piece(self, bucket: Bucket, slot: int, index: int, shards: int) -> tuple[int, int]:
+        """The part of a parameter that lies in the `index`-th of `shards` shards of its bucket.
+
+        Returns:
+            Elements [start, stop) of its flat buffer; empty (start = stop) where it lies elsewhere.
+        """
+        first, last = bucket.shard(index, shards)
+        place = self.slots[slot]
+        start = min(max(place.offset, first), last)
+        return start, max(start, min(place.stop, last))
+
     @property
     def padding_bytes(self) -> int:
         """Bytes of the trainable flat buffers that hold no parameter."""
         total = sum(flat.numel * flat.itemsize for flat in self.flats if flat.trainable)
-        return total - sum(slot.spec.numel * slot.spec.itemsize for slot in self.slots if slot.spec.trainable)
+        held = (s.spec.numel * self.flats[s.flat].itemsize for s in self.slots if s.spec.trainable)
+        return total - sum(held)
 
 
 def build_layout(
@@ -128,7 +164,7 @@ def build_layout(
     Args:
         parameters: In registration order, each parameter once (tied parameters have one name).
         units: Unit names in the order of the forward pass.
-        strategy: Gives packing and bucket size.
+        strategy: Gives stage, packing, bucket size and precision.
         world_size: Number of ranks.
 
     Raises:
@@ -143,34 +179,71 @@ def build_layout(
             raise ValueError(f"parameter {spec.name} occurs twice")
         names.add(spec.name)
 
+    resident = _resident_units(parameters, strategy)
     slots: list[Slot] = []
     flats: list[Flat] = []
     buckets: list[Bucket] = []
     for dtype, itemsize, trainable in _kinds(parameters):
         members = [s for s in parameters if (s.dtype, s.trainable) == (dtype, trainable)]
         # sorted() is stable: within a unit, registration order.
-        members.sort(key=lambda spec: -position[spec.unit])
-        align = ALIGNMENT // itemsize
-        packs = _pack(members, strategy, itemsize, align) if trainable else [members]
+        members.sort(key=lambda spec: (spec.unit in resident, -position[spec.unit]))
+        flat = _flat(dtype, itemsize, trainable, strategy)
+        align = ALIGNMENT // min(flat.itemsize, flat.gradient_itemsize)
+        packs = _pack(members, strategy, flat.gradient_itemsize, align, resident)
         offset = 0
-        for pack in packs:
+        for pack in packs if trainable or strategy.stage == 3 else [members]:
             start, indices = offset, []
             for spec in pack:
                 indices.append(len(slots))
                 slots.append(Slot(spec, len(flats), offset))
                 offset = _round_up(offset + spec.numel, align)
             offset = start + _round_up(offset - start, align * world_size)
-            if trainable and offset > start:
-                in_bucket = sorted({spec.unit for spec in pack}, key=position.__getitem__)
-                buckets.append(Bucket("", len(flats), start, offset, tuple(indices), tuple(in_bucket), itemsize))
-        flats.append(Flat(dtype, itemsize, trainable, offset))
+            if offset > start and (trainable or strategy.stage == 3):
+                in_bucket = tuple(sorted({spec.unit for spec in pack}, key=position.__getitem__))
+                buckets.append(
+                    Bucket(
+                        name=f"{'(resident)' if in_bucket[0] in resident else in_bucket[0]}"
+                        f"{'' if len(_kinds(parameters)) == 1 else f' {dtype}'}{'' if trainable else ' frozen'}",
+                        flat=len(flats),
+                        start=start,
+                        stop=offset,
+                        slots=tuple(indices),
+                        units=in_bucket,
+                        itemsize=flat.itemsize,
+                        gradient_itemsize=flat.gradient_itemsize,
+                        trainable=trainable,
+                        resident=in_bucket[0] in resident,
+                    )
+                )
+        flats.append(replace(flat, numel=offset))
 
     # A bucket is complete when the earliest of its units has gone backward.
-    buckets.sort(key=lambda bucket: -position[bucket.units[0]])
-    named = tuple(
-        Bucket(f"bucket {i}", b.flat, b.start, b.stop, b.slots, b.units, b.itemsize) for i, b in enumerate(buckets)
-    )
-    return Layout(tuple(units), tuple(slots), tuple(flats), named)
+    buckets.sort(key=lambda bucket: (bucket.resident, -position[bucket.units[0]]))
+    if strategy.stage < 3:
+        # There a bucket may hold several units, or a part of one.
+        buckets = [replace(bucket, name=f"bucket {index}") for index, bucket in enumerate(buckets)]
+    return Layout(tuple(units), tuple(slots), tuple(flats), tuple(buckets))
+
+
+def _resident_units(parameters: Sequence[ParameterSpec], strategy: Strategy) -> frozenset[str]:
+    """Units of sharded parameters that are gathered once a step: those of no module, and the smallest.
+
+    A collective costs its latency however small it is, so units are kept that together are at most an eighth of the
+    largest.
+    """
+    if strategy.stage < 3:
+        return frozenset()
+    sizes: dict[str, int] = {}
+    for spec in parameters:
+        sizes[spec.unit] = sizes.get(spec.unit, 0) + spec.numel * spec.itemsize
+    room = max(sizes.values(), default=0) // 8
+    kept = {ROOT} & sizes.keys()
+    for unit in sorted(sizes.keys() - kept, key=sizes.__getitem__):
+        room -= sizes[unit]
+        if room < 0:
+            break
+        kept.add(unit)
+    return frozenset(kept)
 
 
 def _kinds(parameters: Iterable[ParameterSpec]) -> list[tuple[str, int, bool]]:
@@ -178,22 +251,48 @@ def _kinds(parameters: Iterable[ParameterSpec]) -> list[tuple[str, int, bool]]:
     return list(dict.fromkeys((spec.dtype, spec.itemsize, spec.trainable) for spec in parameters))
 
 
-def _pack(members: Sequence[ParameterSpec], strategy: Strategy, itemsize: int, align: int) -> list[list[ParameterSpec]]:
+def _flat(dtype: str, itemsize: int, trainable: bool, strategy: Strategy) -> Flat:
+    """An empty flat buffer for parameters of one kind."""
+    if not strategy.low or dtype not in ("float32", "bfloat16", "float16"):
+        return Flat(dtype, itemsize, trainable, 0, dtype, itemsize, dtype, itemsize)
+    low, wide = (strategy.precision, 2), ("float32", 4)
+    gradient = wide if strategy.reduce_in_float32 else low
+    # What is not updated needs no master.
+    return Flat(*low, trainable, 0, *(wide if trainable else low), *gradient)
+
+
+def _pack(
+    members: Sequence[ParameterSpec], strategy: Strategy, itemsize: int, align: int, resident: frozenset[str]
+) -> list[list[ParameterSpec]]:
     """Cuts an ordered list of parameters into those that share a bucket."""
     if strategy.packing == "flat":
         return [list(members)]
     if strategy.packing == "parameter":
         return [[spec] for spec in members]
     packs: list[list[ParameterSpec]] = []
-    filled = 0
-    for spec in members:
-        size = _round_up(spec.numel, align) * itemsize
-        if not packs or filled + size > strategy.bucket_bytes:
+    filled, last = 0, ""
+    for pieces in _together(members, strategy, resident):
+        size = sum(_round_up(spec.numel, align) for spec in pieces) * itemsize
+        unit = pieces[0].unit
+        # A unit's parameters are gathered for it alone.
+        apart = strategy.stage == 3 and not (unit in resident and last in resident)
+        if not packs or apart or (strategy.stage < 3 and filled + size > strategy.bucket_bytes):
             packs.append([])
             filled = 0
-        packs[-1].append(spec)
+        packs[-1] += pieces
         filled += size
+        last = unit
     return packs
+
+
+def _together(
+    members: Sequence[ParameterSpec], strategy: Strategy, resident: frozenset[str]
+) -> list[list[ParameterSpec]]:
+    """What must not be cut: parameters, or from stage 2 on units, whose gradients share a buffer's lifetime."""
+    if strategy.stage < 2:
+        return [[spec] for spec in members]
+    units = dict.fromkeys(spec.unit for spec in members)
+    return [[spec for spec in members if spec.unit == unit] for unit in units]
 
 
 def _round_up(value: int, multiple: int) -> int:

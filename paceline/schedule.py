@@ -7,22 +7,44 @@ same list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from paceline.comm.plan import traffic
 from paceline.layout import Bucket, Layout
 from paceline.strategy import Strategy
 
-Kind = Literal["forward", "backward", "all_reduce", "reduce", "broadcast", "update"]
-Stream = Literal["compute", "reduce", "counts"]
+Kind = Literal[
+    "forward",
+    "backward",
+    "collect",
+    "measure",
+    "update",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "reduce",
+    "broadcast",
+]
+Phase = Literal["forward", "backward", "update"]
+Stream = Literal["compute", "gather", "reduce", "replicate", "counts"]
 
-COMPUTE: frozenset[str] = frozenset({"forward", "backward", "update"})
+STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce", "replicate", "counts")
+
+COMPUTE: frozenset[str] = frozenset({"forward", "backward", "collect", "measure", "update"})
 """Kinds of op that compute; the others communicate."""
 
 COUNTS = "counts"
 """Target of the small all-reduce that sums what ranks must agree on (see `engine.counts`)."""
+
+PREVIOUS = -1
+"""As a micro-batch: the last one of the step before."""
+
+DEPTH = 2
+"""Units whose sharded parameters or gradients are held whole at a time: one computes, one is on its way."""
 
 
 class Key(NamedTuple):
@@ -31,6 +53,7 @@ class Key(NamedTuple):
     kind: str
     target: str
     micro_batch: int
+    phase: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +62,11 @@ class Op:
 
     kind: Kind
     target: str
-    """Unit, bucket, or "counts" / "optimizer"."""
+    """Unit, bucket, or "counts" / "optimizer". collect moves a unit's gradients into its bucket, measure puts together
+    what the ranks agree on."""
     micro_batch: int
+    phase: Phase
+    """Part of the step that it belongs to."""
     stream: Stream
     """Ops on one stream run one after another, in the order of the schedule."""
     after: tuple[Key, ...] = ()
@@ -55,7 +81,7 @@ class Op:
     @property
     def key(self) -> Key:
         """This op's name within its step."""
-        return Key(self.kind, self.target, self.micro_batch)
+        return Key(self.kind, self.target, self.micro_batch, self.phase)
 
 
 @dataclass(frozen=True)
@@ -64,13 +90,13 @@ class Schedule:
 
     Attributes:
         layout: Units and buckets.
-        strategy: What is synchronised when.
+        strategy: What is sharded, and what is synchronised when.
         world_size: Number of ranks. With one rank nothing is communicated.
         rank: Whose ops: with a parameter server, ranks differ in what they send.
         order: Units whose module runs, in the order of the forward pass. A unit that is not in it (parameters
             held directly by a container) has no compute op of its own.
         late: Units whose gradients may still change after their backward op (seen by the engine, for example
-            parameters used in two reentrant checkpoints); their buckets are reduced after the whole backward.
+            parameters used in two reentrant checkpoints); they are collected after the whole backward.
         counts: How many fp64 numbers the ranks agree on in each synchronised micro-batch.
     """
 
@@ -81,83 +107,350 @@ class Schedule:
     order: tuple[str, ...]
     late: frozenset[str] = field(default=frozenset())
     counts: int = 0
-    _backwards: dict[tuple[int, bool], tuple[Op, ...]] = field(
+    _passes: dict[tuple[str, int, bool], tuple[Op, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    # ---- who moves what with whom
+
+    @cached_property
+    def shards(self) -> int:
+        """Ranks that hold one copy between them; 1 where nothing is sharded."""
+        return self.strategy.shards(self.world_size)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, whole or sharded."""
+        return self.world_size // self.shards
+
+    @cached_property
+    def gathers_units(self) -> bool:
+        """Whether parameters are sharded, hence gathered for each unit's computing."""
+        return self.strategy.stage == 3 and self.shards > 1
+
+    @cached_property
+    def collects(self) -> bool:
+        """Whether gradients are moved into buckets: to be communicated, or held in another precision."""
+        return self.world_size > 1 or self.strategy.low
+
+    @cached_property
+    def residents(self) -> tuple[Bucket, ...]:
+        """Buckets that are gathered once a step: resident ones, and those of units whose module never runs."""
+        ran = set(self.order)
+        return tuple(
+            bucket
+            for bucket in self.layout.buckets
+            if self.gathers_units and (bucket.resident or ran.isdisjoint(bucket.units))
+        )
+
+    @cached_property
+    def depth(self) -> int:
+        """Number of places for gathered units."""
+        return max(1, len(self.gathered)) if self.strategy.accumulation == "hold" else DEPTH
+
+    @cached_property
+    def gathered(self) -> tuple[str, ...]:
+        """Units that are gathered for computing and then let go, in the order of the forward pass."""
+        if not self.gathers_units:
+            return ()
+        kept = set(self.residents)
+        return tuple(unit for unit in self.order if not kept.issuperset(self.buckets_of.get(unit, ())))
+
+    @cached_property
+    def moving(self) -> Mapping[str, tuple[Bucket, ...]]:
+        """The buckets of each gathered unit that are gathered and let go with it."""
+        kept = set(self.residents)
+        return {unit: tuple(b for b in self.buckets_of[unit] if b not in kept) for unit in self.gathered}
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        """Which of the `depth` places a gathered unit's parameters take, the same in forward and backward."""
+        return {unit: index % self.depth for index, unit in enumerate(self.gathered)}
+
+    @cached_property
+    def buckets_of(self) -> Mapping[str, tuple[Bucket, ...]]:
+        """The buckets that hold a unit's parameters, by unit."""
+        found: dict[str, tuple[Bucket, ...]] = {}
+        for bucket in self.layout.buckets:
+            for unit in bucket.units:
+                found[unit] = (*found.get(unit, ()), bucket)
+        return found
+
+    @cached_property
+    def reduced(self) -> tuple[Bucket, ...]:
+        """Buckets of gradients in the order in which backward completes them."""
+        last = {unit: index for index, unit in enumerate(self.collected)}
+        trainable = (bucket for bucket in self.layout.buckets if bucket.trainable)
+        return tuple(sorted(trainable, key=lambda bucket: max(last[unit] for unit in bucket.units)))
+
+    @cached_property
+    def collected(self) -> tuple[str, ...]:
+        """Units with trainable parameters, in the order in which their gradients are collected."""
+        trained = {unit for bucket in self.layout.buckets if bucket.trainable for unit in bucket.units}
+        return tuple(unit for unit in (*reversed(self.on_time), *self._at_end) if unit in trained)
+
+    @cached_property
+    def rotates(self) -> bool:
+        """Whether whole gradients live only from their collection to their reduction."""
+        return self.strategy.stage >= 2 and self.shards > 1 and self.strategy.reduces_each
+
+    @cached_property
+    def on_time(self) -> tuple[str, ...]:
+        """Units that are collected as soon as their backward is over, in the order of the forward pass."""
+        return tuple(u for u in self.order if u not in self.late and self.strategy.synchronize == "overlap")
+
+    @cached_property
+    def _at_end(self) -> tuple[str, ...]:
+        """Units that are collected after the whole backward, in the order in which they are."""
+        early = set(self.on_time)
+        return tuple(unit for unit in reversed(self.layout.units) if unit not in early)
+
+    # ---- the ops
+
     def step(self, micro_batches: int) -> tuple[Op, ...]:
-        """All ops of a step of `micro_batches` micro-batches, of which the last synchronises."""
+        """All ops of a step of `micro_batches` micro-batches, of which the last synchronises.
+
+        None starts before the update of the step before is over; what follows that update may still be under way.
+        """
         ops: list[Op] = []
         for index in range(micro_batches):
             ops += self.micro_batch(index, synchronise=index == micro_batches - 1)
         return (*ops, *self.update(micro_batches - 1))
 
     def micro_batch(self, index: int, synchronise: bool) -> tuple[Op, ...]:
-        """Forward and backward of one micro-batch, with its collectives where it synchronises."""
+        """Forward and backward of one micro-batch, with its collectives."""
         return (*self.forward(index), *self.backward(index, synchronise))
 
     def forward(self, index: int) -> tuple[Op, ...]:
         """The forward half of a micro-batch."""
-        return tuple(Op("forward", unit, index, "compute") for unit in self.order)
+        return self._remembered("forward", index, False)
 
     def backward(self, index: int, synchronise: bool) -> tuple[Op, ...]:
-        """The backward half of a micro-batch, with its collectives where it synchronises."""
-        # The engine asks in every step, and a large model has hundreds of buckets.
-        if (index, synchronise) not in self._backwards:
-            self._backwards[index, synchronise] = self._backward(index, synchronise)
-        return self._backwards[index, synchronise]
+        """The backward half of a micro-batch; where it synchronises, the step's gradients are complete after it."""
+        return self._remembered("backward", index, synchronise)
 
-    def _backward(self, index: int, synchronise: bool) -> tuple[Op, ...]:
+    def _remembered(self, phase: str, index: int, synchronise: bool) -> tuple[Op, ...]:
+        # The engine asks in every step, and a large model has hundreds of buckets.
+        key = (phase, index, synchronise)
+        if key not in self._passes:
+            ops = self._forward(index) if phase == "forward" else self._backward(index, synchronise)
+            self._passes[key] = tuple(ops)
+        return self._passes[key]
+
+    def _forward(self, index: int) -> list[Op]:
         ops: list[Op] = []
-        reduces = list(self.layout.buckets) if synchronise and self.world_size > 1 else []
-        done: set[str] = set()
+        if self.gathers_units and index == 0:
+            ops += [self.gather(bucket, 0, "forward") for bucket in self.residents]
+        needed: dict[str, tuple[Key, ...]] = {}
+        first = tuple(op.key for op in ops)
+        if (self.gathers_after_update or self._serves) and index == 0:
+            needed, first = self.sent_before
+        held = {} if index == 0 else self._held(self.gathered[: self.depth])
+        walk = _Walk(self, "forward", index, self.order, held)
+        for unit in self.order:
+            ops += walk.ahead()
+            after = dict.fromkeys((*walk.needs(unit), *needed.get(unit, ()), *first))
+            ops.append(Op("forward", unit, index, "forward", "compute", tuple(after)))
+            walk.ran(unit)
+            first = ()
+        return ops
+
+    def _backward(self, index: int, synchronise: bool) -> list[Op]:
+        ops: list[Op] = []
+        communicates = self.world_size > 1 and (synchronise or self.strategy.reduces_each)
+        reduces = list(self.reduced) if communicates else []
+        collected: set[str] = set()
+        # What must be reduced before gradients are collected where it lies.
+        lent: dict[int | str, Key] = {}
+        if index > 0 and self.world_size > 1 and self.strategy.reduces_each:
+            lent = {self._collected_in(b): self.reduce(b, index - 1, False)[0].key for b in self.reduced}
+
+        def collect(unit: str) -> None:
+            mine = [bucket for bucket in self.buckets_of.get(unit, ()) if bucket.trainable]
+            if not self.collects or not mine:
+                return
+            waits = tuple(lent[place] for place in dict.fromkeys(map(self._collected_in, mine)) if place in lent)
+            ops.append(Op("collect", unit, index, "backward", "compute", waits))
+            collected.add(unit)
+            while reduces and collected.issuperset(reduces[0].units):
+                bucket = reduces.pop(0)
+                reduction = self.reduce(bucket, index, synchronise)
+                ops.extend(reduction)
+                lent[self._collected_in(bucket)] = reduction[0].key
+
+        walk = _Walk(self, "backward", index, self.order[::-1], self._held(self.gathered[-self.depth :]))
         for unit in reversed(self.order):
-            ops.append(Op("backward", unit, index, "compute"))
-            done.add(unit)
-            while reduces and done.issuperset(self._waits_for(reduces[0])):
-                ops.append(self.reduce(reduces.pop(0), index))
-        ops += [self.reduce(bucket, index) for bucket in reduces]
+            ops += walk.ahead()
+            ops.append(Op("backward", unit, index, "backward", "compute", walk.needs(unit)))
+            walk.ran(unit)
+            if unit in self.on_time:
+                collect(unit)
+        for unit in self._at_end:
+            collect(unit)
         if synchronise and self.world_size > 1:
-            after = tuple(Key("backward", unit, index) for unit in reversed(self.order))
-            ops.append(self._communicate("all_reduce", COUNTS, index, "counts", after, self.counts, 8))
-        return tuple(ops)
+            # What ranks agree on includes the norm, which each knows of its shard once that is reduced.
+            after = tuple(op.key for op in ops if op.stream in ("reduce", "replicate")) if self.shards > 1 else ()
+            ops.append(Op("measure", COUNTS, index, "backward", "compute", after))
+            after = (ops[-1].key,)
+            ops.append(self._communicate("all_reduce", COUNTS, index, "backward", "counts", after, self.counts, 8))
+        return ops
 
     def update(self, micro_batch: int) -> tuple[Op, ...]:
         """The optimizer's update after the synchronised micro-batch, and what follows it."""
-        reduces: tuple[Key, ...] = ()
+        after: tuple[Key, ...] = ()
         if self.world_size > 1:
-            reduces = tuple(self.reduce(bucket, micro_batch).key for bucket in self.layout.buckets)
-            reduces += (Key("all_reduce", COUNTS, micro_batch),)
-        ops = [Op("update", "optimizer", micro_batch, "compute", reduces)]
-        if self.world_size > 1 and self.strategy.collective == "parameter_server":
+            after = tuple(self.reduce(bucket, micro_batch)[-1].key for bucket in self.reduced)
+            after += (Key("all_reduce", COUNTS, micro_batch, "backward"),)
+        ops = [Op("update", "optimizer", micro_batch, "update", "compute", after)]
+        if self._serves:
             ops += [
-                self._communicate("broadcast", b.name, micro_batch, "reduce", (ops[0].key,), b.numel, b.itemsize)
-                for b in self.layout.buckets
+                self._communicate(
+                    "broadcast", b.name, micro_batch, "update", "reduce", (ops[0].key,), b.numel, b.itemsize
+                )
+                for b in self.reduced
             ]
+        if self.gathers_after_update:
+            # The next forward needs the first units first.
+            ops += [self.gather(bucket, micro_batch, "update", (ops[0].key,)) for bucket in reversed(self.reduced)]
         return tuple(ops)
 
-    def _waits_for(self, bucket: Bucket) -> Sequence[str]:
-        """Units that must have gone backward before a bucket is reduced."""
-        ran = set(self.order)
-        if self.strategy.synchronize == "after" or any(u in self.late or u not in ran for u in bucket.units):
-            return self.order
-        return bucket.units
+    def gather(self, bucket: Bucket, index: int, phase: Phase, after: tuple[Key, ...] = ()) -> Op:
+        """The op that gathers one bucket's parameters from their shards."""
+        return self._communicate(
+            "all_gather", bucket.name, index, phase, "gather", after, bucket.numel, bucket.itemsize
+        )
 
-    def reduce(self, bucket: Bucket, index: int) -> Op:
-        """The op that reduces one bucket's gradients in micro-batch `index`."""
-        kind: Kind = "reduce" if self.strategy.collective == "parameter_server" else "all_reduce"
-        after = tuple(Key("backward", unit, index) for unit in self._waits_for(bucket))
-        return self._communicate(kind, bucket.name, index, "reduce", after, bucket.numel, bucket.itemsize)
+    def reduce(self, bucket: Bucket, index: int, synchronise: bool = True) -> tuple[Op, ...]:
+        """The ops that reduce one bucket's gradients in micro-batch `index`, each after the one before.
+
+        Replicas of a shard are reduced only where the micro-batch synchronises.
+        """
+        after = tuple(Key("collect", unit, index, "backward") for unit in bucket.units)
+        first: Kind = "reduce" if self._serves else "reduce_scatter" if self.shards > 1 else "all_reduce"
+        item = bucket.gradient_itemsize
+        ops = [self._communicate(first, bucket.name, index, "backward", "reduce", after, bucket.numel, item)]
+        if synchronise and 1 < self.shards < self.world_size:
+            numel = bucket.numel // self.shards
+            item = self.layout.flats[bucket.flat].master_itemsize if self.strategy.reduces_each and index else item
+            ops.append(
+                self._communicate("all_reduce", bucket.name, index, "backward", "replicate", (ops[0].key,), numel, item)
+            )
+        return tuple(ops)
+
+    @cached_property
+    def gradient_place(self) -> Mapping[str, int]:
+        """Which place a bucket's whole gradients take where these rotate: `DEPTH` places in turn.
+
+        There are more only where units of different buckets run in between each other.
+        """
+        places: dict[str, int] = {}
+        free: deque[int] = deque()
+        opened = 0
+        collected: set[str] = set()
+        for unit in self.collected:
+            mine = [bucket for bucket in self.buckets_of.get(unit, ()) if bucket.trainable]
+            for name in (bucket.name for bucket in mine if bucket.name not in places):
+                if opened < DEPTH or not free:
+                    places[name] = opened
+                    opened += 1
+                else:
+                    places[name] = free.popleft()
+            collected.add(unit)
+            free.extend(places[bucket.name] for bucket in mine if collected.issuperset(bucket.units))
+        return places
+
+    def _collected_in(self, bucket: Bucket) -> int | str:
+        """Where a bucket's whole gradients lie: a place that others take too, or its own."""
+        return self.gradient_place[bucket.name] if self.rotates else bucket.name
+
+    @property
+    def _serves(self) -> bool:
+        return self.strategy.collective == "parameter_server" and self.world_size > 1
+
+    @property
+    def gathers_after_update(self) -> bool:
+        """Whether whole parameters are kept, but updated in shards."""
+        return self.shards > 1 and self.strategy.stage in (1, 2)
+
+    @cached_property
+    def sent_before(self) -> tuple[dict[str, tuple[Key, ...]], tuple[Key, ...]]:
+        """What the step before sends after its update: ops that units wait for, and those that the first waits for."""
+        ran = set(self.order)
+        needed: dict[str, tuple[Key, ...]] = {}
+        first: tuple[Key, ...] = ()
+        for bucket in self.reduced:
+            key = Key("broadcast" if self._serves else "all_gather", bucket.name, PREVIOUS, "update")
+            for unit in bucket.units:
+                if unit in ran:
+                    needed[unit] = (*needed.get(unit, ()), key)
+                else:
+                    first = (*first, key)
+        return needed, first
+
+    def _held(self, units: Iterable[str]) -> dict[int, str]:
+        return {self.place[unit]: unit for unit in units}
 
     def _communicate(
         self,
         kind: Kind,
         target: str,
         micro_batch: int,
+        phase: Phase,
         stream: Stream,
         after: tuple[Key, ...],
         numel: int,
         itemsize: int,
     ) -> Op:
-        sent, received = traffic(kind, self.rank, self.world_size, numel)
-        return Op(kind, target, micro_batch, stream, after, numel * itemsize, sent * itemsize, received * itemsize)
+        index, size = self.rank, self.world_size
+        if kind in ("all_gather", "reduce_scatter"):
+            index, size = self.rank % self.shards, self.shards
+        elif stream == "replicate":
+            index, size = self.rank // self.shards, self.replicas
+        sent, received = traffic(kind, index, size, numel)
+        return Op(
+            kind, target, micro_batch, phase, stream, after, numel * itemsize, sent * itemsize, received * itemsize
+        )
+
+
+class _Walk:
+    """One pass over the units whose parameters are gathered: each as early as its place is free."""
+
+    def __init__(
+        self, schedule: Schedule, phase: Phase, index: int, order: Sequence[str], held: Mapping[int, str]
+    ) -> None:
+        self._schedule, self._phase, self._index = schedule, phase, index
+        self._held = dict(held)
+        self._coming = deque(unit for unit in order if unit in schedule.place)
+        self._waiting = set(self._coming)
+        self._ran: set[str] = set()
+        self._arrived: dict[str, tuple[Key, ...]] = {}
+
+    def ahead(self) -> list[Op]:
+        """Gathers of the units that come next, as far as there are free places."""
+        ops: list[Op] = []
+        while self._coming:
+            unit = self._coming[0]
+            place = self._schedule.place[unit]
+            before = self._held.get(place)
+            if before != unit and before in self._waiting:
+                break
+            self._coming.popleft()
+            if before == unit:
+                continue
+            after = (Key(self._phase, before, self._index, self._phase),) if before in self._ran else ()
+            gathers = [
+                self._schedule.gather(bucket, self._index, self._phase, after) for bucket in self._schedule.moving[unit]
+            ]
+            self._held[place] = unit
+            self._arrived[unit] = tuple(op.key for op in gathers)
+            ops += gathers
+        return ops
+
+    def needs(self, unit: str) -> tuple[Key, ...]:
+        """The gathers that bring a unit's parameters in this pass."""
+        return self._arrived.get(unit, ())
+
+    def ran(self, unit: str) -> None:
+        """A unit has been computed: its place is free."""
+        self._waiting.discard(unit)
+        self._ran.add(unit)

@@ -1,20 +1,54 @@
-"""The user's choice of how gradients are synchronised, as one frozen value."""
+"""The user's choice of how N ranks share one model, as one frozen value."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.errors import UserError
+
+Stage = Literal[0, 1, 2, 3]
+Accumulation = Literal["auto", "each", "defer", "hold"]
+
+SHARDING: dict[str, Stage] = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": 3}
+"""PyTorch FSDP's names for the stages."""
 
 
 @dataclass(frozen=True)
 class Strategy:
     """How N ranks share one model.
 
-    The historical systems of data parallelism are settings of this one value, not classes:
-    `SYSTEMS` names them.
+    The stages of ZeRO (Rajbhandari et al. 2020) and the historical systems of data parallelism are settings of
+    this one value, not classes: `SYSTEMS` names the latter.
     """
+
+    zero: Literal[0, 1, 2, 3, "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"] = 0
+    """What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters. FSDP's names are understood
+    and become these numbers."""
+
+    shard: int = 0
+    """How many ranks hold one copy between them, with zero 1 to 3; 0: all ranks. With fewer than all, neighbouring
+    ranks form a group and the groups are replicas of each other (hybrid sharding)."""
+
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What parameters and gradients are computed in. float32 leaves the model as it is; with the others each rank
+    keeps an fp32 master of the shard that it updates."""
+
+    reduce_in_float32: bool = True
+    """With low precision: whether gradients are kept, sent and reduced in fp32. If not, they are kept and sent as
+    computed, summed in fp32 and rounded once."""
+
+    accumulation: Accumulation = "auto"
+    """What happens between the micro-batches of a step. each: gradients are reduced in every micro-batch. defer: full
+    gradients are held, and reduced in the last. hold (zero 3): as each, but parameters stay gathered from the first
+    forward to the last backward. auto: defer where full gradients are held anyway (zero 0 and 1), else each."""
+
+    recompute: Literal["none", "unit", "keep_attention"] = "none"
+    """Activations of a unit's inside: kept (none), computed again in backward from the unit's input (unit), or all
+    but attention's (keep_attention)."""
+
+    recompute_every: int = 1
+    """Recompute only every k-th of the repeated units."""
 
     synchronize: Literal["overlap", "after"] = "overlap"
     """When gradients are reduced: while backward still runs, or after it."""
@@ -48,17 +82,102 @@ class Strategy:
             "packing": ("bucket", "parameter", "flat"),
             "collective": ("all_reduce", "parameter_server"),
             "gradients": ("mean", "sum"),
+            "precision": ("float32", "bfloat16", "float16"),
+            "accumulation": ("auto", "each", "defer", "hold"),
+            "recompute": ("none", "unit", "keep_attention"),
+            "zero": (0, 1, 2, 3, *SHARDING),
         }
         for field, allowed in choices.items():
             value = getattr(self, field)
             if value not in allowed:
-                raise UserError(f"strategy.{field}: expected one of {', '.join(allowed)}, got {value!r}")
+                raise UserError(f"strategy.{field}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
         if not self.bucket_mb > 0:
             raise UserError(
                 f"strategy.bucket_mb: expected a size above 0 MiB, got {self.bucket_mb}; "
                 "for one collective per parameter set strategy.packing to parameter"
             )
+        if self.recompute_every < 1:
+            raise UserError(f"strategy.recompute_every: expected 1 or more, got {self.recompute_every}")
+        if self.shard < 0:
+            raise UserError(f"strategy.shard: expected 0 or more, got {self.shard}")
+        if self.zero == "HYBRID_SHARD" and not self.shard:
+            raise UserError(
+                "strategy.zero HYBRID_SHARD: say with strategy.shard how many ranks hold one copy between them, such "
+                "as the devices of a host"
+            )
+        object.__setattr__(self, "zero", self.stage)
         object.__setattr__(self, "units", tuple(self.units))
+        self._check_mix()
+
+    def _check_mix(self) -> None:
+        mixes: list[tuple[bool, str]] = [
+            (
+                self.shard > 0 and self.stage == 0,
+                f"shard={self.shard} says how many ranks hold one copy between them, but zero=0 shards nothing: set "
+                "zero to 1, 2 or 3, or leave shard out",
+            ),
+            (
+                self.collective == "parameter_server" and (self.stage > 0 or self.low),
+                "collective=parameter_server updates whole fp32 replicas on rank 0: set zero to 0 and precision to "
+                "float32, or collective to all_reduce",
+            ),
+            (
+                self.collective == "parameter_server" and self.accumulation not in ("auto", "defer"),
+                "collective=parameter_server reduces once a step: leave accumulation at auto",
+            ),
+            (
+                self.stage >= 2 and (self.packing != "bucket" or self.synchronize == "after"),
+                f"zero={self.stage} frees gradients while backward runs, so they are reduced in buckets of whole "
+                "units: leave packing at bucket and synchronize at overlap, or set zero to 1",
+            ),
+            (
+                self.accumulation == "hold" and self.stage != 3,
+                f"accumulation=hold keeps gathered parameters, which zero={self.stage} never lets go: set zero to 3, "
+                "or accumulation to each or defer",
+            ),
+            (
+                self.accumulation == "defer" and self.low and not self.reduce_in_float32,
+                "accumulation=defer adds gradients up before they are reduced, which needs fp32: set "
+                "reduce_in_float32, or accumulation to each",
+            ),
+        ]
+        for wrong, message in mixes:
+            if wrong:
+                raise UserError(f"strategy: {message}")
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of ZeRO as a number."""
+        zero: Any = self.zero
+        stage: Stage = SHARDING.get(zero, zero)
+        return stage
+
+    @property
+    def low(self) -> bool:
+        """Whether parameters are computed with in low precision, beside an fp32 master."""
+        return self.precision != "float32"
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced in every micro-batch, not only in a step's last."""
+        if self.accumulation == "auto":
+            return self.stage >= 2 or (self.low and not self.reduce_in_float32)
+        return self.accumulation != "defer"
+
+    def shards(self, world_size: int) -> int:
+        """Number of ranks that hold one copy between them: 1 where nothing is sharded.
+
+        Raises:
+            UserError: `shard` does not divide the number of ranks.
+        """
+        if self.stage == 0:
+            return 1
+        if self.shard and world_size % self.shard:
+            raise UserError(
+                f"strategy.shard: {world_size} ranks cannot form groups of {self.shard}; choose a divisor of "
+                f"{world_size}"
+            )
+        return self.shard or world_size
 
     @property
     def bucket_bytes(self) -> int:

@@ -9,10 +9,7 @@ from typing import Any
 
 from paceline.errors import UserError
 from paceline.events import Event
-from paceline.schedule import COMPUTE
-
-STREAMS = ("compute", "reduce", "counts")
-"""Tracks of a rank, from top to bottom."""
+from paceline.schedule import COMPUTE, STREAMS
 
 
 def read_events(path: Path) -> list[Event]:
@@ -61,26 +58,28 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
     """
     origin = min(event.start for event in events)
     out: list[dict[str, Any]] = []
+    streams = [stream for stream in STREAMS if any(event.stream == stream for event in events)]
     for rank in sorted({event.rank for event in events}):
         out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for track, stream in enumerate(STREAMS):
+        for track, stream in enumerate(streams):
             out.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": stream}})
             out.append(
                 {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": track, "args": {"sort_index": track}}
             )
-    meetings: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    meetings: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
     for event in events:
         entry = {
             "ph": "X",
             "name": f"{event.kind} {event.target}",
             "cat": event.kind,
             "pid": event.rank,
-            "tid": STREAMS.index(event.stream),
+            "tid": streams.index(event.stream),
             "ts": (event.start - origin) * 1e6,
             "dur": event.seconds * 1e6,
             "args": {
                 "step": event.step,
                 "micro-batch": event.micro_batch,
+                "phase": event.phase,
                 "buffer bytes": event.bytes,
                 "sent bytes": event.sent,
                 "received bytes": event.received,
@@ -91,7 +90,7 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
             entry["cname"] = "terrible"
         out.append(entry)
         if event.kind not in COMPUTE:
-            meetings.setdefault((event.kind, event.target, event.micro_batch), []).append(entry)
+            meetings.setdefault((event.kind, event.target, event.micro_batch, event.phase), []).append(entry)
     for number, entries in enumerate(meetings.values()):
         # From the rank that came last, which the others waited for, to each of them.
         last = max(entries, key=lambda entry: entry["ts"])
@@ -132,6 +131,8 @@ def write_trace(run: Path, step: int | None, out: Path) -> None:
 COLOURS = {
     "forward": "#7aa6d6",
     "backward": "#3b6ea8",
+    "collect": "#9fb9a0",
+    "measure": "#c9b458",
     "update": "#8d7bb8",
     "hidden": "#7bb58a",
     "exposed": "#d0573f",

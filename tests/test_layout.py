@@ -1,84 +1,140 @@
 from __future__ import annotations
 
 import itertools
-import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.layout import ALIGNMENT, ParameterSpec, build_layout
+from paceline.layout import ALIGNMENT, ROOT, Layout, ParameterSpec, build_layout
 from paceline.strategy import Strategy
-
-UNITS = ("(root)", "embed", "blocks.0", "blocks.1", "head")
-ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
+from tests.drawn import UNITS, layouts, models, spec, strategies
 
 
-@st.composite
-def models(draw: st.DrawFn) -> list[ParameterSpec]:
-    specs = []
-    for index in range(draw(st.integers(0, 12))):
-        dtype = draw(st.sampled_from(sorted(ITEMSIZES)))
-        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-        stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        specs.append(
-            ParameterSpec(
-                f"p{index}", shape, stride, dtype, ITEMSIZES[dtype], draw(st.sampled_from(UNITS)), draw(st.booleans())
-            )
-        )
-    return specs
-
-
-strategies = st.builds(
-    Strategy,
-    packing=st.sampled_from(["bucket", "parameter", "flat"]),
-    bucket_mb=st.sampled_from([1e-5, 2e-4, 1.0]),
-)
-
-
-@given(models(), strategies, st.integers(1, 7))
-def test_every_parameter_has_one_aligned_place_and_every_trainable_one_a_bucket(specs, strategy, world_size) -> None:
-    layout = build_layout(specs, UNITS, strategy, world_size)
-    assert sorted(slot.spec.name for slot in layout.slots) == sorted(spec.name for spec in specs)
-    for flat_index, flat in enumerate(layout.flats):
-        places = sorted((s.offset, s.stop) for s in layout.slots if s.flat == flat_index)
+@given(models(), st.data())
+def test_every_parameter_has_one_aligned_place_and_no_two_overlap(specs: list[ParameterSpec], data) -> None:
+    world_size = data.draw(st.integers(1, 8))
+    layout = build_layout(specs, UNITS, data.draw(strategies(world_size)), world_size)
+    assert sorted(slot.spec.name for slot in layout.slots) == sorted(item.name for item in specs)
+    for index, flat in enumerate(layout.flats):
+        places = sorted((slot.offset, slot.stop) for slot in layout.slots if slot.flat == index)
         assert all(start * flat.itemsize % ALIGNMENT == 0 for start, _ in places)
         assert all(stop <= after for (_, stop), (after, _) in itertools.pairwise(places))
         assert all(stop <= flat.numel for _, stop in places)
-        assert {(s.spec.dtype, s.spec.trainable) for s in layout.slots if s.flat == flat_index} == {
-            (flat.dtype, flat.trainable)
-        }
+
+
+@given(layouts())
+def test_a_flat_buffer_holds_one_dtype_all_trainable_or_all_frozen(drawn: tuple[Layout, Strategy, int]) -> None:
+    layout, strategy, _ = drawn
+    kinds = []
+    for index, flat in enumerate(layout.flats):
+        ((dtype, trainable),) = {(s.spec.dtype, s.spec.trainable) for s in layout.slots if s.flat == index}
+        assert flat.trainable is trainable
+        lowered = strategy.low and dtype in ("float32", "bfloat16")
+        assert flat.dtype == (strategy.precision if lowered else dtype)
+        assert flat.master == ("float32" if lowered and trainable else flat.dtype)
+        assert flat.gradient == ("float32" if lowered and strategy.reduce_in_float32 else flat.dtype)
+        for name, itemsize in (
+            (flat.dtype, flat.itemsize),
+            (flat.master, flat.master_itemsize),
+            (flat.gradient, flat.gradient_itemsize),
+        ):
+            assert itemsize == {"float64": 8, "float32": 4, "bfloat16": 2}[name]
+        kinds.append((dtype, trainable))
+    assert len(kinds) == len(set(kinds))
+
+
+@given(layouts())
+def test_buckets_hold_every_element_that_is_reduced_or_sharded_exactly_once(drawn) -> None:
+    layout, strategy, _ = drawn
     held = [index for bucket in layout.buckets for index in bucket.slots]
     assert len(held) == len(set(held))
-    missing = set(range(len(layout.slots))) - set(held)
-    assert all(not layout.slots[i].spec.trainable or layout.slots[i].spec.numel == 0 for i in missing)
+    for index in set(range(len(layout.slots))) - set(held):
+        own = layout.slots[index].spec
+        assert own.numel == 0 or (not own.trainable and strategy.stage < 3)
     for bucket in layout.buckets:
+        flat = layout.flats[bucket.flat]
+        assert (bucket.itemsize, bucket.gradient_itemsize) == (flat.itemsize, flat.gradient_itemsize)
+        assert bucket.trainable is flat.trainable
+        assert bucket.units == tuple(sorted({layout.slots[i].spec.unit for i in bucket.slots}, key=UNITS.index))
         for index in bucket.slots:
             slot = layout.slots[index]
             assert slot.flat == bucket.flat
             assert bucket.start <= slot.offset <= slot.stop <= bucket.stop
-        assert bucket.bytes % (world_size * ALIGNMENT) == 0, "shards are equal and aligned"
 
 
-@given(models(), strategies, st.integers(1, 7))
-def test_trainable_flat_buffers_are_their_buckets_end_to_end(specs, strategy, world_size) -> None:
-    layout = build_layout(specs, UNITS, strategy, world_size)
+@given(layouts())
+def test_bucketed_flat_buffers_are_their_buckets_end_to_end(drawn) -> None:
+    layout, strategy, _ = drawn
     for index, flat in enumerate(layout.flats):
-        if flat.trainable:
+        if flat.trainable or strategy.stage == 3:
             ranges = sorted((b.start, b.stop) for b in layout.buckets if b.flat == index)
-            assert [r[0] for r in ranges] == [0, *(r[1] for r in ranges[:-1])][: len(ranges)]
+            assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges)][: len(ranges)]
             assert (ranges[-1][1] if ranges else 0) == flat.numel
 
 
-@given(models(), st.integers(1, 4))
-def test_buckets_come_in_the_order_backward_completes_them(specs, world_size) -> None:
-    layout = build_layout(specs, UNITS, Strategy(bucket_mb=1e-5), world_size)
-    earliest = [UNITS.index(bucket.units[0]) for bucket in layout.buckets]
-    assert earliest == sorted(earliest, reverse=True)
+@given(layouts(), st.data())
+def test_shards_are_equal_aligned_and_share_each_parameter_out_exactly_once(drawn, data) -> None:
+    layout, _, world_size = drawn
+    shards = data.draw(st.sampled_from([s for s in range(1, world_size + 1) if world_size % s == 0]))
+    for bucket in layout.buckets:
+        ranges = [bucket.shard(index, shards) for index in range(shards)]
+        assert ranges[0][0] == bucket.start and ranges[-1][1] == bucket.stop
+        assert all(stop == after for (_, stop), (after, _) in itertools.pairwise(ranges))
+        assert len({stop - start for start, stop in ranges}) == 1
+        for itemsize in (bucket.itemsize, bucket.gradient_itemsize):
+            assert all(start * itemsize % ALIGNMENT == 0 for start, _ in ranges)
+        for index in bucket.slots:
+            slot = layout.slots[index]
+            pieces = [layout.piece(bucket, index, rank, shards) for rank in range(shards)]
+            assert all(
+                first <= start <= stop <= last for (start, stop), (first, last) in zip(pieces, ranges, strict=True)
+            )
+            elements = [element for start, stop in pieces for element in range(start, stop)]
+            assert elements == list(range(slot.offset, slot.stop))
 
 
-def spec(name: str, numel: int, unit: str) -> ParameterSpec:
-    return ParameterSpec(name, (numel,), (1,), "float32", 4, unit)
+@given(layouts())
+def test_buckets_come_in_the_order_in_which_backward_completes_them_residents_last(drawn) -> None:
+    layout, _, _ = drawn
+    order = [(bucket.resident, -UNITS.index(bucket.units[0])) for bucket in layout.buckets]
+    assert order == sorted(order)
+    assert len({bucket.name for bucket in layout.buckets}) == len(layout.buckets)
+
+
+@given(layouts(zero=2))
+def test_from_stage_2_on_a_bucket_holds_whole_units_of_one_kind(drawn) -> None:
+    layout, _, _ = drawn
+    for index, _ in enumerate(layout.flats):
+        units = [unit for bucket in layout.buckets if bucket.flat == index for unit in bucket.units]
+        assert len(units) == len(set(units))
+
+
+@given(layouts(zero=3))
+def test_sharded_parameters_are_gathered_unit_by_unit_but_for_the_residents(drawn) -> None:
+    layout, _, _ = drawn
+    for bucket in layout.buckets:
+        assert bucket.resident or len(bucket.units) == 1
+        assert bucket.resident == (bucket.name.startswith("(resident)"))
+        assert ROOT not in bucket.units or bucket.resident
+    resident = {unit for bucket in layout.buckets if bucket.resident for unit in bucket.units}
+    assert not any(unit in resident for bucket in layout.buckets if not bucket.resident for unit in bucket.units)
+    sizes = {
+        unit: sum(layout.slots[i].spec.numel * layout.slots[i].spec.itemsize for i in layout.slots_of(unit))
+        for unit in UNITS
+    }
+    assert sum(sizes[unit] for unit in resident - {ROOT}) <= max(sizes.values()) // 8
+
+
+@given(layouts())
+def test_padding_is_what_no_parameter_fills(drawn) -> None:
+    layout, _, world_size = drawn
+    trainable = [slot for slot in layout.slots if slot.spec.trainable]
+    size = sum(flat.numel * flat.itemsize for flat in layout.flats if flat.trainable)
+    assert layout.padding_bytes == size - sum(s.spec.numel * layout.flats[s.flat].itemsize for s in trainable)
+    # At most a cache line for each parameter, and one for each rank in each bucket.
+    assert layout.padding_bytes <= ALIGNMENT * (len(trainable) + world_size * len(layout.buckets))
 
 
 def test_buckets_fill_from_the_last_layer_up_to_their_size() -> None:
@@ -88,17 +144,53 @@ def test_buckets_fill_from_the_last_layer_up_to_their_size() -> None:
     assert [bucket.bytes for bucket in layout.buckets] == [2**21, 2**21, 2**20]
 
 
+def test_the_size_of_a_bucket_is_that_of_its_gradients() -> None:
+    specs = [spec(f"p{i}", 2**18, f"u{i}") for i in range(4)]
+    units = [f"u{i}" for i in range(4)]
+    wide = build_layout(specs, units, Strategy(bucket_mb=2, precision="bfloat16"), 2)
+    narrow = build_layout(specs, units, Strategy(bucket_mb=2, precision="bfloat16", reduce_in_float32=False), 2)
+    assert [len(bucket.units) for bucket in wide.buckets] == [2, 2]
+    assert [len(bucket.units) for bucket in narrow.buckets] == [4]
+
+
 def test_a_parameter_larger_than_a_bucket_has_one_of_its_own() -> None:
     specs = [spec("small", 16, "u0"), spec("large", 2**19, "u1"), spec("last", 16, "u2")]
     layout = build_layout(specs, ["u0", "u1", "u2"], Strategy(bucket_mb=1), 1)
     assert [bucket.units for bucket in layout.buckets] == [("u2",), ("u1",), ("u0",)]
 
 
+def test_stage_1_cuts_a_unit_where_stage_2_does_not() -> None:
+    specs = [spec(f"p{i}", 2**18, "u0") for i in range(4)]
+    assert len(build_layout(specs, ["u0"], Strategy(zero=1, bucket_mb=2), 2).buckets) == 2
+    assert len(build_layout(specs, ["u0"], Strategy(zero=2, bucket_mb=2), 2).buckets) == 1
+
+
+def test_small_units_and_shared_parameters_stay_gathered_together() -> None:
+    units = [ROOT, "embed", "block.0", "block.1", "norm"]
+    specs = [spec("tied", 800, ROOT), *(spec(unit, 8000, unit) for unit in units[1:4]), spec("norm", 1000, "norm")]
+    layout = build_layout(specs, units, Strategy(zero=3), 4)
+    assert [(bucket.name, bucket.units) for bucket in layout.buckets] == [
+        *((unit, (unit,)) for unit in ("block.1", "block.0", "embed")),
+        ("(resident)", (ROOT, "norm")),
+    ]
+    larger = [replace(item, shape=(1001,)) if item.name == "norm" else item for item in specs]
+    assert build_layout(larger, units, Strategy(zero=3), 4).buckets[0].name == "norm", "above an eighth of the largest"
+
+
+def test_frozen_parameters_are_in_buckets_only_where_they_are_sharded() -> None:
+    specs = [spec("base", 640, "u0", trainable=False), spec("adapter", 64, "u0")]
+    for zero in (0, 1, 2):
+        (bucket,) = build_layout(specs, ["u0"], Strategy(zero=zero), 2).buckets
+        assert bucket.trainable
+    named = {b.name: b.trainable for b in build_layout(specs, ["u0"], Strategy(zero=3), 2).buckets}
+    assert named == {"u0 float32": True, "u0 float32 frozen": False}
+
+
 def test_default_bucket_is_25_mib() -> None:
     assert Strategy().bucket_bytes == 25 * 2**20
 
 
-def test_padding_is_counted() -> None:
+def test_padding_of_one_odd_parameter_is_a_line_for_each_rank() -> None:
     layout = build_layout([spec("odd", 3, "u0")], ["u0"], Strategy(), 4)
     assert layout.padding_bytes == 4 * ALIGNMENT - 12
 

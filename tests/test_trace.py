@@ -11,7 +11,7 @@ from paceline.trace import chrome_trace, read_events, write_trace
 
 
 def event(kind: str, target: str, stream: str, rank: int, start: float, end: float, **more) -> Event:
-    return Event(kind, target, 0, stream, 8, 4, 4, more.pop("step", 3), rank, start, end, **more)
+    return Event(kind, target, 0, "forward", stream, 8, 4, 4, more.pop("step", 3), rank, start, end, **more)
 
 
 STEP = [
@@ -39,7 +39,7 @@ def test_one_track_per_rank_and_stream_in_microseconds_from_the_first_event() ->
     assert slices[2]["dur"] == pytest.approx(0.5e6)
     assert slices[2]["args"]["exposed ms"] == pytest.approx(400)
     names = {e["args"]["name"] for e in chrome_trace(STEP)["traceEvents"] if e["ph"] == "M" and "name" in e["args"]}
-    assert names == {"rank 0", "rank 1", "compute", "reduce", "counts"}
+    assert names == {"rank 0", "rank 1", "compute", "reduce"}
 
 
 def test_an_arrow_leads_from_the_rank_that_came_last_to_the_one_that_waited() -> None:

@@ -75,7 +75,7 @@ def _measure(options: EventsBench) -> dict[str, float]:
 def seconds_per_op(rank: int, ops: int = 20_000) -> float:
     """Seconds that an executor takes to record one compute op, reading it out included."""
     executor = Executor(rank, HostClock(), {}, lambda op: lambda: Traffic(0, 0))
-    key = Key("forward", "unit", 0)
+    key = Key("forward", "unit", 0, "forward")
     start = time.perf_counter()
     for index in range(ops):
         executor.begin(key)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.plan import Traffic, traffic
+from paceline.comm.transport import Transport
 
 
 class NcclTransport:
@@ -28,11 +29,26 @@ class NcclTransport:
         """A zeroed flat buffer on this rank's GPU."""
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
-    def run(self, collective: str, buffer: Tensor, label: str, scale: float = 1.0) -> Traffic:
+    def run(
+        self, collective: str, buffer: Tensor, label: str, scale: float = 1.0, shard: Tensor | None = None
+    ) -> Traffic:
         """Enqueues one collective on the current stream; see `Transport.run`."""
-        if collective == "all_reduce":
-            mean = scale == 1 / self._world_size != 1.0
-            dist.all_reduce(buffer, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group=self._group)
+        mean = scale == 1 / self._world_size != 1.0
+        operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        size = buffer.numel() // self._world_size
+        own = buffer[self._rank * size : (self._rank + 1) * size]
+        if collective == "all_gather":
+            dist.all_gather_into_tensor(buffer, own if shard is None else shard, group=self._group)
+        elif collective == "reduce_scatter":
+            same = shard is not None and shard.dtype == buffer.dtype
+            out = shard if shard is not None and same else own
+            dist.reduce_scatter_tensor(out, buffer, operation, group=self._group)
+            if scale != 1.0 and not mean:
+                out.mul_(scale)
+            if shard is not None and not same:
+                shard.copy_(out)
+        elif collective == "all_reduce":
+            dist.all_reduce(buffer, operation, group=self._group)
             if scale != 1.0 and not mean:
                 buffer.mul_(scale)
         elif collective == "reduce":
@@ -45,6 +61,9 @@ class NcclTransport:
             raise ValueError(f"{collective} of {label}: not a collective that NCCL is asked for")
         sent, received = traffic(collective, self._rank, self._world_size, buffer.numel())
         return Traffic(sent * buffer.itemsize, received * buffer.itemsize)
+
+    def inherit(self, other: Transport) -> None:
+        """See `Transport.inherit`: buffers belong to this process alone."""
 
     def interrupt(self) -> None:
         """Not possible: a wait for a peer ends with the group's time limit."""

@@ -64,6 +64,16 @@ def direct_all_reduce(rank: int, world_size: int, numel: int) -> tuple[Round, ..
     return (Round(theirs, mine, "add", complete=True), Round(mine, theirs, "replace"))
 
 
+def direct_reduce_scatter(rank: int, world_size: int, numel: int) -> tuple[Round, ...]:
+    """All-to-all of shards and a local sum: the first half of `direct_all_reduce`; rank r keeps the r-th shard."""
+    return direct_all_reduce(rank, world_size, numel)[:1]
+
+
+def direct_all_gather(rank: int, world_size: int, numel: int) -> tuple[Round, ...]:
+    """Every rank sends its shard to every other: the second half of `direct_all_reduce`."""
+    return direct_all_reduce(rank, world_size, numel)[1:]
+
+
 def ring_all_reduce(rank: int, world_size: int, numel: int) -> tuple[Round, ...]:
     """Reduce-scatter around the ring, then all-gather around it: 2(N-1) rounds.
 
@@ -123,6 +133,8 @@ def tree_reduce(rank: int, world_size: int, numel: int) -> tuple[Round, ...]:
 
 PLANS: dict[str, Plan] = {
     "all_reduce": direct_all_reduce,
+    "reduce_scatter": direct_reduce_scatter,
+    "all_gather": direct_all_gather,
     "reduce": server_reduce,
     "broadcast": server_broadcast,
     "tree_broadcast": tree_broadcast,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.plan import PLANS, Round, Traffic
-from paceline.comm.transport import CHUNK, CommunicationError, accumulation_dtype, sum_in_order
+from paceline.comm.transport import CHUNK, CommunicationError, Transport, accumulation_dtype, sum_in_order
 
 
 class PointToPointTransport:
@@ -30,20 +30,28 @@ class PointToPointTransport:
         """A zeroed flat buffer in this process's memory."""
         return torch.zeros(numel, dtype=dtype)
 
-    def run(self, collective: str, buffer: Tensor, label: str, scale: float = 1.0) -> Traffic:
+    def run(
+        self, collective: str, buffer: Tensor, label: str, scale: float = 1.0, shard: Tensor | None = None
+    ) -> Traffic:
         """Runs one collective in place; see `Transport.run`."""
         sent = received = 0
+        if collective == "all_gather" and shard is not None:
+            # As large as the buffer's own range, which is what the plan sends.
+            buffer[self._rank * shard.numel() : (self._rank + 1) * shard.numel()].copy_(shard)
         try:
             for turn in PLANS[collective](self._rank, self._world_size, buffer.numel()):
                 sent += sum(part.stop - part.start for part in turn.sends)
                 received += sum(part.stop - part.start for part in turn.receives)
-                self._exchange(turn, buffer, scale)
+                self._exchange(turn, buffer, scale, shard)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self._rank}: {collective} of {label} ({buffer.numel()} x {buffer.dtype}) failed over Gloo: "
                 f"{error}"
             ) from error
         return Traffic(sent * buffer.itemsize, received * buffer.itemsize)
+
+    def inherit(self, other: Transport) -> None:
+        """See `Transport.inherit`: buffers belong to this process alone."""
 
     def interrupt(self) -> None:
         """Not possible: a wait for a peer ends with the group's time limit."""
@@ -53,7 +61,7 @@ class PointToPointTransport:
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _exchange(self, turn: Round, buffer: Tensor, scale: float) -> None:
+    def _exchange(self, turn: Round, buffer: Tensor, scale: float, shard: Tensor | None) -> None:
         receives = [part for part in turn.receives if part.stop > part.start]
         arrived: dict[int, Tensor] = {}
         if turn.combine == "add":
@@ -79,9 +87,9 @@ class PointToPointTransport:
                 work.wait()
         if turn.combine == "add" and receives:
             _, start, stop = receives[0]
-            out = buffer[start:stop]
-            arrived[self._rank] = out
+            arrived[self._rank] = own = buffer[start:stop]
             parts = [arrived[rank] for rank in sorted(arrived)]
+            out = own if shard is None else shard
             sum_in_order(out, parts, self._scratch_for(buffer.dtype), scale if turn.complete else 1.0)
 
     def _scratch_for(self, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.plan import PLANS, Round, Traffic
-from paceline.comm.transport import CHUNK, CommunicationError, accumulation_dtype, sum_in_order
+from paceline.comm.transport import CHUNK, CommunicationError, Transport, accumulation_dtype, sum_in_order
 
 _BELL = struct.Struct("<IH58s")
 _DONE = 0xFFFF
@@ -87,10 +87,14 @@ class SharedMemoryTransport:
         self._regions.append(_Region(own.data_ptr(), own.data_ptr() + numel * dtype.itemsize, tuple(tensors)))
         return own
 
-    def run(self, collective: str, buffer: Tensor, label: str, scale: float = 1.0) -> Traffic:
+    def run(
+        self, collective: str, buffer: Tensor, label: str, scale: float = 1.0, shard: Tensor | None = None
+    ) -> Traffic:
         """Runs one collective in place; see `Transport.run`."""
         if not buffer.numel():
             return Traffic(0, 0)
+        if shard is not None:
+            return self._run_beside(collective, buffer, label, scale, shard)
         views = self._views(buffer)
         if views is not None:
             return self._execute(collective, views, label, scale)
@@ -109,6 +113,26 @@ class SharedMemoryTransport:
             sent, received = sent + traffic.sent, received + traffic.received
         return Traffic(sent, received)
 
+    def _run_beside(self, collective: str, buffer: Tensor, label: str, scale: float, shard: Tensor) -> Traffic:
+        """Runs a collective whose shards lie beside the buffer: read from the peers, or written by this rank alone."""
+        shared = shard if collective == "all_gather" else buffer
+        views = self._views(shared)
+        if views is None:
+            raise ValueError(f"{collective} of {label}: the tensor that peers read was not allocated here")
+        size = buffer.numel() // self._world_size
+        if collective != "all_gather":
+            return self._execute(collective, views, label, scale, shard)
+        # Each peer's shard stands for its range of the buffer.
+        places = [buffer[peer * size : (peer + 1) * size] for peer in range(self._world_size)]
+        traffic = self._execute(collective, views, label, scale, places=places)
+        places[self._rank].copy_(shard)
+        return traffic
+
+    def inherit(self, other: Transport) -> None:
+        """See `Transport.inherit`: memory outlives the connections that brought it."""
+        assert isinstance(other, SharedMemoryTransport)
+        self._regions, self._staging = other._regions, other._staging
+
     def interrupt(self) -> None:
         """Ends the connections, which closing a socket alone would not do while a thread waits on it."""
         for connection in self._sockets.values():
@@ -125,11 +149,30 @@ class SharedMemoryTransport:
         for connection in self._sockets.values():
             connection.close()
 
-    def _execute(self, collective: str, views: list[Tensor], label: str, scale: float) -> Traffic:
+    def _execute(
+        self,
+        collective: str,
+        views: list[Tensor],
+        label: str,
+        scale: float,
+        out: Tensor | None = None,
+        places: list[Tensor] | None = None,
+    ) -> Traffic:
+        """Runs a plan.
+
+        Args:
+            collective: Which.
+            views: The buffer of every rank or, with `places`, its shard.
+            label: Names the op.
+            scale: Factor for sums.
+            out: Where this rank's sum goes, if not into its own buffer.
+            places: Where each rank's shard goes.
+        """
         own = views[self._rank]
-        rounds = PLANS[collective](self._rank, self._world_size, own.numel())
+        numel = own.numel() if places is None else sum(place.numel() for place in places)
+        rounds = PLANS[collective](self._rank, self._world_size, numel)
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
-        call = f"{collective} {label} {own.numel()} {str(own.dtype).removeprefix('torch.')}"
+        call = f"{collective} {label} {numel} {str(own.dtype).removeprefix('torch.')}"
         readers: set[int] = set()
         sources: set[int] = set()
         sent = received = 0
@@ -142,7 +185,11 @@ class SharedMemoryTransport:
                 self._await(part.peer, number, call)
                 sources.add(part.peer)
                 received += part.stop - part.start
-            self._combine(turn, views, scale)
+            if places is None:
+                self._combine(turn, views, scale, out)
+            else:
+                for peer in (part.peer for part in turn.receives):
+                    places[peer].copy_(views[peer])
         # Nobody may write to a buffer that a peer still reads.
         for peer in sources:
             self._ring(peer, _DONE, call)
@@ -150,7 +197,7 @@ class SharedMemoryTransport:
             self._await(peer, _DONE, call)
         return Traffic(sent * own.itemsize, received * own.itemsize)
 
-    def _combine(self, turn: Round, views: list[Tensor], scale: float) -> None:
+    def _combine(self, turn: Round, views: list[Tensor], scale: float, out: Tensor | None) -> None:
         own = views[self._rank]
         if turn.combine == "replace":
             for peer, start, stop in turn.receives:
@@ -163,7 +210,7 @@ class SharedMemoryTransport:
             if scratch is None:
                 scratch = torch.empty(CHUNK, dtype=accumulation_dtype(own.dtype))
                 self._scratch[own.dtype] = scratch
-            sum_in_order(own[start:stop], parts, scratch, scale if turn.complete else 1.0)
+            sum_in_order(own[start:stop] if out is None else out, parts, scratch, scale if turn.complete else 1.0)
 
     def _views(self, buffer: Tensor) -> list[Tensor] | None:
         """The same range of every rank's buffer, or None where `buffer` is not in shared memory."""
@@ -233,37 +280,39 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def connect(
-    rank: int, world_size: int, exchange: Callable[[Any], list[Any]], timeout: float
+    rank: int, group: Sequence[int], exchange: Callable[[Any], list[Any]], timeout: float
 ) -> dict[int, socket.socket] | None:
-    """Connects every pair of ranks of this host by a Unix socket.
+    """Connects every pair of ranks of a group on this host by a Unix socket.
 
     Addresses are abstract (no file) and unguessable, and only processes of the same user are let in.
 
     Args:
         rank: This rank.
-        world_size: Number of ranks, all on this host.
-        exchange: Gathers one JSON value from every rank, in rank order.
+        group: The ranks of its group, all on this host.
+        exchange: Gathers one JSON value from every rank of the job, in rank order.
         timeout: Seconds to wait for a peer.
 
     Returns:
-        Sockets by peer, or None on every rank if any cannot reach a peer (containers with a network each).
+        Sockets by the peer's position in the group, or None on every rank of the job if any cannot reach a peer
+        (containers with a network each).
     """
     address = f"\0paceline-{secrets.token_hex(16)}"
+    own = group.index(rank)
     sockets: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         reachable = True
         try:
             listener.bind(address)
-            listener.listen(world_size)
+            listener.listen(len(group))
         except OSError:
             reachable = False
         addresses = exchange(address if reachable else None)
         try:
-            for peer in range(rank):
+            for peer in range(own):
                 connection = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.settimeout(timeout)
-                connection.connect(addresses[peer] or "")
-                connection.sendall(struct.pack("<I", rank))
+                connection.connect(addresses[group[peer]] or "")
+                connection.sendall(struct.pack("<I", own))
         except OSError:
             reachable = False
         # Nobody accepts before all have connected: a rank that failed must not be waited for.
@@ -272,7 +321,7 @@ def connect(
                 connection.close()
             return None
         listener.settimeout(timeout)
-        while len(sockets) < world_size - 1:
+        while len(sockets) < len(group) - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout)
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,8 +35,8 @@ class Pending:
 class CommStream(Protocol):
     """Runs collectives one after another, concurrently with the caller."""
 
-    def submit(self, work: Callable[[], Traffic], label: str) -> Pending:
-        """Enqueues `work`, which starts when all submitted before it has finished."""
+    def submit(self, work: Callable[[], Traffic], label: str, behind: Sequence[Pending] = ()) -> Pending:
+        """Enqueues `work`, which starts when all submitted before it, and `behind` on other streams, has finished."""
         ...
 
     def wait(self, pending: Pending) -> None:
@@ -52,6 +52,9 @@ class CommStream(Protocol):
         ...
 
 
+_Item = tuple[Callable[[], Traffic], Pending, Sequence[Pending]]
+
+
 class ThreadStream:
     """A CPU stream: one thread that executes collectives in order.
 
@@ -61,18 +64,18 @@ class ThreadStream:
 
     def __init__(self, name: str) -> None:
         """Starts the thread."""
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Traffic], Pending] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"paceline {name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], Traffic], label: str) -> Pending:
+    def submit(self, work: Callable[[], Traffic], label: str, behind: Sequence[Pending] = ()) -> Pending:
         """Hands `work` to the thread."""
         pending = Pending(label)
         if self._closed:
             raise CommunicationError(f"{label}: the stream that would carry it is closed")
-        self._queue.put((work, pending))
+        self._queue.put((work, pending, behind))
         return pending
 
     def wait(self, pending: Pending) -> None:
@@ -92,12 +95,15 @@ class ThreadStream:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, pending = item
+            work, pending, behind = item
+            for other in behind:
+                other.done.wait()
             pending.start = time.perf_counter()
             try:
-                if self._failure is not None:
-                    # The ranks no longer agree on what comes next; going on would mix data.
-                    raise self._failure
+                # The ranks no longer agree on what comes next; going on would mix data.
+                for failure in (self._failure, *(other.error for other in behind)):
+                    if failure is not None:
+                        raise failure
                 pending.traffic = work()
             except BaseException as error:  # handed to the waiting thread
                 self._failure = pending.error = error
@@ -112,10 +118,12 @@ class CudaStream:
         """Creates a CUDA stream of high priority on `device`, so that collectives are not queued behind kernels."""
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def submit(self, work: Callable[[], Traffic], label: str) -> Pending:
+    def submit(self, work: Callable[[], Traffic], label: str, behind: Sequence[Pending] = ()) -> Pending:
         """Enqueues `work` behind everything on the current stream."""
         pending = Pending(label)
         self._stream.wait_stream(torch.cuda.current_stream())
+        for other in behind:
+            self._stream.wait_event(other.end)
         with torch.cuda.stream(self._stream):
             pending.start = _record()
             pending.traffic = work()

@@ -24,7 +24,9 @@ class Transport(Protocol):
         """A zeroed flat buffer that `run` moves without staging. A collective call: every rank makes it."""
         ...
 
-    def run(self, collective: str, buffer: Tensor, label: str, scale: float = 1.0) -> Traffic:
+    def run(
+        self, collective: str, buffer: Tensor, label: str, scale: float = 1.0, shard: Tensor | None = None
+    ) -> Traffic:
         """Runs one collective in place and returns when this rank's part is complete.
 
         Args:
@@ -32,6 +34,9 @@ class Transport(Protocol):
             buffer: Contiguous, one dimension, the same size and dtype on every rank.
             label: Names the op in errors.
             scale: Factor for sums, applied once to the finished sum.
+            shard: This rank's shard, of size `buffer.numel() / ranks`, where it does not lie in the buffer: what
+                all_gather sends (from `allocate`, of the buffer's dtype), what reduce_scatter fills (of any float
+                dtype; the sum is rounded to it once). The buffer of a reduce_scatter is from `allocate`.
 
         Returns:
             Bytes that this rank sent and received.
@@ -39,6 +44,10 @@ class Transport(Protocol):
         Raises:
             CommunicationError: A peer vanished, timed out or called something else.
         """
+        ...
+
+    def inherit(self, other: Transport) -> None:
+        """Takes over the buffers that a transport between the same ranks, which is closed, allocated."""
         ...
 
     def interrupt(self) -> None:
@@ -62,7 +71,7 @@ def sum_in_order(out: Tensor, parts: Sequence[Tensor], scratch: Tensor, scale: f
 
     Args:
         out: One dimension; may be one of `parts`.
-        parts: Two or more tensors of the shape of `out`.
+        parts: Two or more tensors of the shape of `out` and of one dtype.
         scratch: At least `CHUNK` elements of the dtype to accumulate in (`accumulation_dtype`).
         scale: Factor applied to the sum.
     """
@@ -71,7 +80,7 @@ def sum_in_order(out: Tensor, parts: Sequence[Tensor], scratch: Tensor, scale: f
         pieces = [part[start : start + CHUNK] for part in parts]
         target = out[start : start + CHUNK]
         total = scratch[: target.numel()]
-        if direct and len(pieces) == 2:
+        if direct and len(pieces) == 2 and pieces[0].dtype == out.dtype:
             torch.add(pieces[0], pieces[1], out=target)
         else:
             total.copy_(pieces[0])

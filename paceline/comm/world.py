@@ -7,7 +7,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -127,21 +127,37 @@ def barrier() -> None:
     all_gather_json(None)
 
 
-def open_transport(world: World) -> Transport:
-    """A transport between all ranks, the fastest that the job's hosts and devices allow. A collective call.
+def open_transport(world: World, groups: Sequence[Sequence[int]] | None = None) -> Transport:
+    """A transport between the ranks of a group, the fastest that their hosts and devices allow. A collective call.
 
     PACELINE_TRANSPORT=gloo in the environment keeps ranks of one host from using shared memory.
+
+    Args:
+        world: The job.
+        groups: Disjoint groups that together hold every rank, the same on every rank; the transport is that of the
+            group with this rank, in which it is numbered by its position. By default one group of all.
     """
     timeout = timedelta(seconds=world.timeout)
+    groups = [list(range(world.world_size))] if groups is None else [list(group) for group in groups]
+    mine = next(group for group in groups if world.rank in group)
     if world.backend == "nccl":
-        return NcclTransport(dist.new_group(backend="nccl", timeout=timeout), world.device)
+        return NcclTransport(_open_groups(groups, mine, "nccl", timeout), world.device)
     possible = hasattr(os, "memfd_create") and os.environ.get("PACELINE_TRANSPORT", "auto") != "gloo"
     hosts = all_gather_json(_host() if possible else None)
-    if possible and len(set(hosts)) == 1:
-        sockets = connect(world.rank, world.world_size, all_gather_json, world.timeout)
+    if possible and all(len({hosts[rank] for rank in group}) == 1 for group in groups):
+        sockets = connect(world.rank, mine, all_gather_json, world.timeout)
         if sockets is not None:
-            return SharedMemoryTransport(world.rank, sockets, world.timeout)
-    return PointToPointTransport(dist.new_group(backend="gloo", timeout=timeout))
+            return SharedMemoryTransport(mine.index(world.rank), sockets, world.timeout)
+    return PointToPointTransport(_open_groups(groups, mine, "gloo", timeout))
+
+
+def _open_groups(
+    groups: Sequence[Sequence[int]], mine: Sequence[int], backend: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """torch's process group of `mine`; every rank takes part in opening each."""
+    opened = [dist.new_group(list(group), timeout=timeout, backend=backend) for group in groups]
+    found: dist.ProcessGroup = opened[groups.index(mine)]
+    return found
 
 
 def open_stream(world: World, name: str) -> CommStream:

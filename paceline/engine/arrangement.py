@@ -9,22 +9,20 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from paceline.comm.transport import Transport
 from paceline.comm.world import World
-from paceline.engine.buffers import Buffers
 from paceline.engine.progress import EngineError
-from paceline.engine.units import ROOT
-from paceline.layout import ParameterSpec, build_layout
+from paceline.engine.weights import Allocate, Weights
+from paceline.layout import ROOT, ParameterSpec, build_layout
 from paceline.schedule import Schedule
 from paceline.strategy import Strategy
 
 
 class Arrangement:
-    """Layout, buffers and schedule of a model for one forward order.
+    """Layout, weights and schedule of a model for one forward order.
 
     Attributes:
         layout: Where parameters and gradients sit.
-        buffers: The flat buffers themselves.
+        weights: The parameters in their flat buffers.
         schedule: The ops of a step.
     """
 
@@ -37,7 +35,7 @@ class Arrangement:
         strategy: Strategy,
         world: World,
         counts: int,
-        transport: Transport | None,
+        allocate: Allocate,
     ) -> None:
         """Lays the model out and moves its parameters into flat buffers.
 
@@ -46,22 +44,21 @@ class Arrangement:
             specs: Its parameters.
             units: Names of all units.
             order: Those that run, in the order of the forward pass.
-            strategy: How gradients are synchronised.
+            strategy: What is sharded, and how gradients are synchronised.
             world: The job.
             counts: Length of the counts vector.
-            transport: Allocates the parameters' buffers where it communicates them every step, else None.
+            allocate: For parameters that are communicated every step.
         """
         # Units that do not run on their own come first: their gradients are complete last.
         resident = [unit for unit in (ROOT, *units) if unit not in order]
         self.layout = build_layout(specs, [*resident, *order], strategy, world.world_size)
         by_name = dict(module.named_parameters())
         parameters = [by_name[slot.spec.name] for slot in self.layout.slots]
-        self.buffers = Buffers(self.layout, parameters, world.device, transport)
         self.schedule = Schedule(self.layout, strategy, world.world_size, world.rank, order, counts=counts)
+        self.weights = Weights(self.schedule, parameters, world.device, allocate)
         self._identities = {id(parameter) for parameter in parameters}
-        nodes = [parameter for parameter in parameters if parameter.requires_grad]
-        # Held, because autograd keeps them only as long as somebody does.
-        self._accumulators = [get_gradient_edge(parameter).node for parameter in nodes]
+        self._nodes = [parameter for parameter in parameters if parameter.requires_grad]
+        self.hold_accumulators()
         self._places = [
             (held, name, member)
             for submodule in module.modules()
@@ -70,7 +67,23 @@ class Arrangement:
         ]
         self._frozen = [p for p, slot in zip(parameters, self.layout.slots, strict=True) if not slot.spec.trainable]
         self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
+        self._follow(order)
+
+    def _follow(self, order: tuple[str, ...]) -> None:
         self._after = {unit: order[position + 1 :] for position, unit in enumerate(order)}
+
+    def reorder(self, order: tuple[str, ...]) -> None:
+        """Schedules another forward order on the same layout; places for gathered units stay until asked for."""
+        self.schedule = replace(self.schedule, order=order, late=frozenset())
+        self._follow(order)
+
+    def hold_accumulators(self) -> None:
+        """Takes hold of where autograd accumulates gradients, which a change of dtype creates anew.
+
+        Autograd keeps them only as long as somebody does, and their shape is that of the parameter when they were made:
+        it must be whole.
+        """
+        self._accumulators = [get_gradient_edge(parameter).node for parameter in self._nodes]
 
     def holds(self, identity: int) -> bool:
         """Whether a parameter with this `id()` is the model's."""
@@ -108,8 +121,8 @@ class Arrangement:
 
     def units_after(self, unit: str) -> tuple[str, ...]:
         """Units that run after `unit` in the forward pass and whose gradients are final when its backward begins."""
-        late = self.schedule.late
-        return tuple(other for other in self._after.get(unit, ()) if other not in late)
+        on_time = set(self.schedule.on_time)
+        return tuple(other for other in self._after.get(unit, ()) if other in on_time)
 
     def mark_late(self, slots: Iterable[int]) -> None:
         """From now on the units of these slots are reduced after the whole backward."""

@@ -28,7 +28,7 @@ class Counts:
             device: Where the vector lives.
             transport: Reduces it; None with one rank.
         """
-        self.numel = 2 * parameters + _USER_VALUES
+        self.numel = 2 * parameters + _USER_VALUES + 2
         self._parameters = parameters
         if transport is None:
             self.buffer = torch.zeros(self.numel, dtype=torch.float64, device=device)
@@ -54,8 +54,15 @@ class Counts:
         detached = [v.detach().double() if isinstance(v, Tensor) else v for v in values]
         self._values = [total + value for total, value in zip(self._values, detached, strict=True)]
 
-    def fill(self, used: Iterable[int], late: Iterable[int]) -> None:
-        """Writes this rank's numbers into the vector that is about to be reduced."""
+    def fill(self, used: Iterable[int], late: Iterable[int], squares: Tensor | None, carries: bool) -> None:
+        """Writes this rank's numbers into the vector that is about to be reduced.
+
+        Args:
+            used: Parameters that have a gradient.
+            late: Those whose gradient came late.
+            squares: Sum of squares of the reduced gradients that this rank alone holds, fp64, 0-dim.
+            carries: Whether more will be added to the gradients.
+        """
         wanted = (frozenset(used), frozenset(late))
         if wanted != self._written:
             # Rarely: the flags stay on the device, so that a GPU's host need not copy them in every step.
@@ -67,6 +74,13 @@ class Counts:
         self.buffer[2 * self._parameters :].zero_()
         for index, value in enumerate(self._values, 2 * self._parameters):
             self.buffer[index] = value
+        if squares is not None:
+            self.buffer[-2] = squares
+        self.buffer[-1] = float(carries)
+
+    def squares(self) -> Tensor | None:
+        """Sum of squares of all reduced gradients: fp64, 0-dim; None where gradients are more than what was reduced."""
+        return None if self.buffer[-1].item() else self.buffer[-2].clone()
 
     def used(self) -> list[int]:
         """Parameters that some rank has a gradient for. On a GPU the host waits for the answer."""
@@ -84,6 +98,10 @@ class Counts:
             return list(mine)
         flags = self.buffer[self._parameters : 2 * self._parameters]
         return flags.nonzero().flatten().tolist()
+
+    def clear(self) -> None:
+        """Drops the running sums."""
+        self._values = []
 
     def close(self, synchronised: bool, world_size: int) -> None:
         """Ends a micro-batch: after a synchronised one the sums are the result, and new ones begin."""

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
 
 from paceline.comm.plan import Traffic
-from paceline.comm.world import World, all_gather_json, open_clock
+from paceline.comm.world import World, open_clock
 from paceline.engine.agreement import agree_on_order, check_same_model
 from paceline.engine.arrangement import Arrangement
-from paceline.engine.buffers import Buffers
 from paceline.engine.counts import Counts
 from paceline.engine.executor import Executor
-from paceline.engine.gradients import Gradients
+from paceline.engine.gradients import Gradients, square_sum
 from paceline.engine.hooks import in_backward, install
-from paceline.engine.optimizers import watch_optimizers
+from paceline.engine.optimizers import require_elementwise, watch_optimizers
 from paceline.engine.progress import EngineError, Progress
 from paceline.engine.synchronizer import Synchronizer
 from paceline.engine.units import find_units, parameter_specs
+from paceline.engine.weights import Weights, alone_on
 from paceline.errors import UserError
 from paceline.events import Event
 from paceline.layout import Layout
-from paceline.schedule import Key, Op, Schedule
+from paceline.schedule import COUNTS, Key, Op, Phase, Schedule
 from paceline.strategy import Strategy
 
 
@@ -49,23 +50,33 @@ class Engine:
         """
         if any(p.is_meta for p in module.parameters()):
             raise UserError("parallelize: the model is on the meta device; give it weights first (to_empty and init)")
+        strategy.shards(world.world_size)
         module.to(world.device)
         self.module, self.strategy, self.world = module, strategy, world
         self.units = find_units(module, strategy.units)
         self._specs = parameter_specs(module, list(self.units))
         self._gradients: Gradients | None = None
+        self._synchronizer: Synchronizer | None = None
         if world.world_size > 1:
             check_same_model(self._specs, module, strategy)
-        self._open()
+            self._synchronizer = Synchronizer(strategy, world)
+            self._synchronizer.broadcast([p.data for p in module.parameters()])
+            self._synchronizer.broadcast(module.buffers())
+        transport = self._synchronizer.transports["counts"] if self._synchronizer else None
+        self._counts = Counts(len(self._specs), world.device, transport)
         self._arranged = self._arrange(tuple(self.units))
-        if self._synchronizer is not None:
-            self._synchronizer.broadcast_state(self._arranged.buffers.weights, list(module.buffers()))
+        self._weights.rest()
+        self._weights.seal()
+        self._start()
         self.progress = Progress(world.world_size)
         self._first_order: list[str] | None = []
         self._outstanding: Counter[str] = Counter()
         self._uncollected: set[str] = set()
         self._begun: set[str] = set()
         self._ignored_pass = -1
+        self._walk = self._fullness = 0
+        self._reduced_late = False
+        self._improvises = False
         self._handles = [*install(module, self.units, self), *watch_optimizers(self)]
 
     # ---- what the training loop calls
@@ -87,20 +98,56 @@ class Engine:
         return self._counts.result()
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of the reduced gradients of all parameters: a 0-dim tensor, the same on every rank.
+        """The 2-norm of all parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
+
+        A collective call where gradients are sharded, and with a parameter server.
 
         Raises:
             EngineError: The gradients are not reduced yet.
         """
         self._require_reduced("the gradient norm")
-        present = [p.grad for p in self._buffers.parameters if p.grad is not None]
-        dtypes = [getattr(torch, spec.dtype) for spec in self._specs[:1]]
-        norm = torch.zeros((), dtype=dtypes[0] if dtypes else None, device=self.world.device)
-        if present:
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present)))
-        if self._served:
-            norm.fill_(all_gather_json(norm.item())[0])
-        return norm
+        present = [p.grad for p in self._weights.parameters if p.grad is not None]
+        squares = square_sum(present).to(self.world.device)
+        if self._synchronizer is not None and (self.schedule.shards > 1 or self._served):
+            squares = squares if self.world.rank == 0 or not self._served else torch.zeros_like(squares)
+            self._executor.settle()
+            vector = squares.reshape(1)
+            self._synchronizer.sum(vector, "gradient norm")
+            squares = vector[0] / (1 if self._served else self.schedule.replicas)
+        return self._as_norm(squares)
+
+    def reduced_norm(self) -> Tensor:
+        """The 2-norm of the gradients that the last synchronised backward reduced, known to every rank since.
+
+        What was done to `p.grad` afterwards is not in it; see `grad_norm`.
+        """
+        squares = self._counts.squares() if self.schedule.shards > 1 and not self._reduced_late else None
+        return self.grad_norm() if squares is None else self._as_norm(squares / self.schedule.replicas)
+
+    def _as_norm(self, squares: Tensor) -> Tensor:
+        dtypes = [getattr(torch, flat.master) for flat in self.layout.flats if flat.trainable]
+        return squares.sqrt().to(dtypes[0] if dtypes else torch.float32)
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Inside, every parameter is whole, in its own shape and dtype; what is written to it is kept.
+
+        A collective call where parameters are sharded: every rank enters, and writes the same.
+        """
+        return self._full()
+
+    @contextmanager
+    def _full(self) -> Iterator[None]:
+        if self._fullness or not self._weights.swapped:
+            yield
+            return
+        self._executor.settle()
+        gather = self._synchronizer.gather if self._synchronizer else None
+        self._fullness += 1
+        try:
+            with self._weights.full(gather):
+                yield
+        finally:
+            self._fullness -= 1
 
     def holds_parameter(self, identity: int) -> bool:
         """Whether the parameter with this `id()` belongs to the model."""
@@ -113,7 +160,7 @@ class Engine:
     def broadcast_buffers(self) -> None:
         """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call."""
         if self._synchronizer is not None:
-            self._synchronizer.broadcast_state([], list(self.module.buffers()))
+            self._synchronizer.broadcast(self.module.buffers())
 
     def reset(self) -> None:
         """After an exception in forward or backward: drops the step's gradients and makes the engine usable.
@@ -124,22 +171,26 @@ class Engine:
         self.progress.reset()
         self._outstanding.clear()
         self._uncollected.clear()
-        for parameter in self._buffers.parameters:
+        self._fullness = 0
+        for parameter in self._weights.parameters:
             parameter.grad = None
+        self._weights.rest()
+        self._weights.seal()
         if self._synchronizer is not None:
-            self._synchronizer.close()
-            self._open()
-            if self._served:
-                self._arranged = self._arrange(self.schedule.order)
-            if self._gradients is not None:
-                self._allocate_gradients()
-        else:
-            self._open()
+            self._synchronizer.reopen()
+        self._counts.clear()
+        self._start()
+        # A gather after the last update may have been among what was given up.
+        self._weights.updated()
+        self._load_update_gathers()
 
     def close(self) -> None:
         """Ends the engine: hooks, threads and connections. The model is then a plain one on this rank."""
         for handle in self._handles:
             handle.remove()
+        if self._weights.swapped:
+            self._executor.settle()
+            self._weights.leave(self._synchronizer.gather if self._synchronizer else None)
         if self._synchronizer is not None:
             self._synchronizer.close()
 
@@ -149,70 +200,164 @@ class Engine:
 
     # ---- what the hooks tell (hooks.Listener)
 
-    def model_begins(self) -> None:
+    def model_begins(self, records: bool) -> None:
         """See `hooks.Listener`."""
-        self._enter_forward()
+        if records and self._enter_forward():
+            return
+        if self.schedule.gathers_units and not in_backward():
+            # Another walk over the units, which gathers them all.
+            self._load_forward(0)
+        elif not records:
+            self._settle_update()
 
-    def model_ends(self) -> int:
+    def model_ends(self, records: bool) -> int:
         """See `hooks.Listener`."""
-        self._executor.end()
+        if not in_backward():
+            self._executor.end()
+            self._executor.launch_left("gather")
         return self.progress.generation
 
-    def forward_begins(self, unit: str) -> None:
+    def forward_begins(self, unit: str, records: bool) -> None:
         """See `hooks.Listener`."""
-        self._enter_forward()
-        if self._first_order is not None and unit not in self._first_order:
-            self._first_order.append(unit)
-        self._executor.begin(Key("forward", unit, self.progress.micro_batch))
+        if records:
+            self._enter_forward()
+            if self._first_order is not None and unit not in self._first_order:
+                self._first_order.append(unit)
+            self._executor.begin(Key("forward", unit, self.progress.micro_batch, "forward"))
+        self._bring(unit)
 
     def in_forward(self) -> bool:
         """See `hooks.Listener`."""
         return self.progress.phase == "forward"
 
-    def forward_ends(self, unit: str, backward_follows: bool) -> int:
+    def forward_ends(self, unit: str, records: bool, backward_follows: bool) -> int:
         """See `hooks.Listener`."""
         self._outstanding[unit] += backward_follows
         if not in_backward():
             self._executor.end()
+            if unit in self.schedule.place:
+                self._weights.show_pieces((unit,))
+                self._executor.done(Key("forward", unit, self._walk, "forward"))
         return self.progress.generation
 
     def wants_backward(self, unit: str) -> bool:
         """See `hooks.Listener`: so for a unit whose first forward ran inside a reentrant checkpoint."""
         return unit in self._uncollected and unit not in self._begun and self._outstanding[unit] == 0
 
+    def backward_nears(self, unit: str, generation: int) -> None:
+        """See `hooks.Listener`."""
+        if self.schedule.gathers_units and self._follows_backward(generation):
+            self._bring(unit)
+
     def backward_begins(self, unit: str | None, generation: int) -> None:
         """See `hooks.Listener`."""
+        if self._follows_backward(generation) and unit is not None:
+            self._begun.add(unit)
+            self._outstanding[unit] -= 1
+            self._executor.end()
+            self._collect(self._finished_by(unit))
+            self._executor.begin(Key("backward", unit, self.progress.micro_batch, "backward"))
+            self._bring(unit)
+
+    def _follows_backward(self, generation: int) -> bool:
+        """Whether the backward under way is this model's; begins it where it is new."""
         if self.progress.phase != "backward" and not self._is_backward():
-            return
+            return False
         self.progress.require_current(generation)
         if self.progress.phase != "backward":
             self._enter_backward()
-        if unit is not None:
-            self._begun.add(unit)
-            self._outstanding[unit] -= 1
-            self._executor.begin(Key("backward", unit, self.progress.micro_batch))
-            self._executor.done(self._collect(self._finished_by(unit)))
+        return True
 
     # ---- what the optimizer's hooks tell
 
-    def update_begins(self) -> None:
+    def update_begins(self, optimizer: Optimizer) -> None:
         """An optimizer that holds this model's parameters is about to step."""
         self._require_reduced("optimizer.step()")
-        self._executor.begin(Key("update", "optimizer", self.progress.last_micro_batch))
+        if self._weights.swapped:
+            self._executor.settle()
+            self._weights.rest()
+            if self.schedule.shards > 1:
+                require_elementwise(optimizer, self._weights, self.strategy)
+        self._executor.begin(Key("update", "optimizer", self.progress.last_micro_batch, "update"))
 
     def update_ends(self) -> None:
-        """The optimizer has stepped. With a parameter server, rank 0's weights now go to all."""
+        """The optimizer has stepped. Where parameters are kept whole elsewhere, they are now sent."""
+        if self._weights.swapped:
+            self._weights.updated()
+            self._weights.seal()
         self._executor.end()
         # Loaded only now: a closure may have run whole forward and backward passes inside the step.
         self._executor.load(self.progress.step, self.schedule.update(self.progress.last_micro_batch))
+        self._executor.done(Key("update", "optimizer", self.progress.last_micro_batch, "update"))
         self.progress.end_update()
-        self._executor.complete()
+        if not self._weights.swapped:
+            self._executor.complete()
+
+    def _load_update_gathers(self) -> None:
+        """Gathers whole parameters again, as after an update."""
+        if self.schedule.gathers_after_update:
+            update, *gathers = self.schedule.update(self.progress.last_micro_batch)
+            self._executor.load(self.progress.step, gathers)
+            self._executor.done(update.key)
+
+    def _settle_update(self) -> None:
+        """Waits for gathers that no scheduled op will wait for, and shows what they brought."""
+        if self.schedule.gathers_after_update and not in_backward():
+            self._executor.settle()
+        if self._weights.swapped and not self.schedule.gathers_units:
+            self._weights.show_whole(self.layout.units)
 
     # ---- one micro-batch
 
-    def _enter_forward(self) -> None:
-        if self.progress.begin_forward():
-            self._executor.load(self.progress.step, self.schedule.forward(self.progress.micro_batch))
+    def _enter_forward(self) -> bool:
+        """A training forward goes on; returns whether it began a micro-batch."""
+        if not self.progress.begin_forward():
+            return False
+        if self._weights.swapped and self.progress.micro_batch == 0:
+            self._weights.require_sealed()
+        self._load_forward(self.progress.micro_batch)
+        return True
+
+    def _load_forward(self, index: int) -> None:
+        self._walk = index
+        self._executor.load(self.progress.step, self.schedule.forward(index))
+        if self.schedule.gathers_after_update:
+            self._executor.require(self.schedule.sent_before[1])
+        if self.schedule.gathers_units:
+            self._bring_residents()
+        elif self._weights.swapped:
+            self._weights.show_whole(self.layout.units)
+
+    def _bring_residents(self) -> None:
+        ops = [self.schedule.gather(bucket, 0, "forward") for bucket in self.schedule.residents]
+        self._executor.require(op.key for op in ops)
+        if not self._weights.holds_residents():
+            for op in ops:
+                self._executor.run(op)
+        self._weights.show_whole(unit for bucket in self.schedule.residents for unit in bucket.units)
+
+    def _bring(self, unit: str) -> None:
+        """Makes a unit's parameters whole, if they are not: waits for their gather, or gathers out of turn."""
+        if not self._weights.swapped:
+            return
+        if not self.schedule.gathers_units:
+            if not in_backward():
+                self._weights.show_whole(self.layout.units)
+            return
+        if not self._weights.holds_residents():
+            self._bring_residents()
+        if unit not in self.schedule.place:
+            return
+        phase: Phase = "backward" if in_backward() else "forward"
+        index = self.progress.micro_batch if phase == "backward" else self._walk
+        self._executor.require(self._executor.after(Key(phase, unit, index, phase)))
+        if not self._weights.holds(unit):
+            # Not what the schedule foresaw, such as a second forward before backward.
+            self._executor.drop("gather")
+            self._executor.settle_stream("gather")
+            for bucket in self.schedule.moving[unit]:
+                self._executor.run(self.schedule.gather(bucket, index, phase))
+        self._weights.show_whole((unit,))
 
     def _enter_backward(self) -> None:
         self.progress.begin_backward()
@@ -221,52 +366,82 @@ class Engine:
         self._adopt_first_order()
         self._begun.clear()
         if self._gradients is not None:
-            self._uncollected = set(self.layout.units)
-            self._gradients.begin(fresh_step=self.progress.micro_batch == 0)
+            self._uncollected = set(self.schedule.collected)
+            self._gradients.begin(self.progress.micro_batch, self.progress.synchronises)
+            self._gradients.allocate_sums()
         backward = self.schedule.backward(self.progress.micro_batch, self.progress.synchronises)
         self._executor.load(self.progress.step, backward)
+        if self._improvises:
+            self._executor.drop("gather")
 
     def _finished_by(self, unit: str) -> list[str]:
         """Units whose backward is over when that of `unit` begins: all their gradients exist."""
-        after = self._arranged.units_after(unit)
-        return [other for other in after if other in self._uncollected and self._outstanding[other] <= 0]
+        over = set(self._arranged.units_after(unit))
+        if not self.schedule.rotates:
+            over = {other for other in over if self._outstanding[other] <= 0}
+        elif self.schedule.place:
+            self._executor.done(*(Key("backward", u, self.progress.micro_batch, "backward") for u in over))
+        return [other for other in self.schedule.collected if other in over & self._uncollected]
 
-    def _collect(self, units: Sequence[str]) -> list[Key]:
-        """Takes the gradients of `units` into their buckets; returns the backward ops that are thereby done."""
-        if self._gradients is not None:
-            for unit in reversed(units):
-                self._gradients.collect(self._arranged.slots_of(unit), self.progress.synchronises)
-            self._uncollected.difference_update(units)
-        return [Key("backward", unit, self.progress.micro_batch) for unit in units]
+    def _collect(self, units: Sequence[str]) -> None:
+        """Takes the gradients of `units` into their buckets, which launches the reductions that waited for them."""
+        for unit in units:
+            assert self._gradients is not None
+            key = Key("collect", unit, self.progress.micro_batch, "backward")
+            self._executor.begin(key)
+            self._gradients.collect(self._arranged.slots_of(unit))
+            self._executor.end()
+            if unit in self.schedule.place and unit not in self.schedule.late:
+                self._weights.show_pieces((unit,))
+            self._uncollected.discard(unit)
+            self._executor.done(key)
 
     def _leave_backward(self) -> None:
-        synchronises = self.progress.synchronises
+        synchronises, gradients = self.progress.synchronises, self._gradients
         self._executor.end()
-        # Not yet done, as far as the schedule goes: the counts have to be written first.
-        self._collect([unit for unit in self.layout.units if unit in self._uncollected])
-        late = self._gradients.late() if self._gradients and synchronises else []
-        if self._gradients is not None and synchronises:
-            self._gradients.used.update(late)
-            self._counts.fill(self._gradients.used, late)
+        self._collect([unit for unit in self.schedule.collected if unit in self._uncollected])
+        late = gradients.late() if gradients and synchronises else []
+        if gradients is not None:
+            gradients.used.update(late)
+            if self._synchronizer is None:
+                gradients.collect(late)
+                gradients.add_all_reduced()
+        if gradients is not None and self._synchronizer is not None and synchronises:
+            measure = Key("measure", COUNTS, self.progress.micro_batch, "backward")
+            self._executor.begin(measure)
+            squares = gradients.square_sum() if self.schedule.shards > 1 else None
+            self._counts.fill(gradients.used, late, squares, gradients.carries)
+            self._executor.end()
         self._executor.complete()
-        if self._gradients is not None and synchronises:
-            self._reduce_late(late, self._counts.late(late, first=self.progress.step == 0))
-            used = self._gradients.used if self._gradients.complete else self._counts.used()
-            self._gradients.publish(used, keep=self._keeps_gradients)
-        elif self._gradients is not None:
-            self._gradients.end_local()
+        if gradients is not None and synchronises:
+            used: Collection[int] = gradients.used
+            if self._synchronizer is not None:
+                self._reduce_late(late, self._counts.late(late, first=self.progress.step == 0))
+                used = used if gradients.complete else self._counts.used()
+            self._weights.rest()
+            gradients.publish(used, keep=self._keeps_gradients)
+        elif gradients is not None:
+            gradients.end_local()
+        if self._improvises:
+            self._weights.rest()
+            self._weights.assign_places(self.schedule)
+            self._improvises = False
         self._counts.close(synchronises, self.world.world_size)
         self._outstanding.clear()
         self.progress.end_backward()
 
     def _reduce_late(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
         """Reduces what came after its unit was collected; from now on these units wait for the whole backward."""
-        if not anyones or self._synchronizer is None:
+        self._reduced_late = bool(anyones)
+        if not anyones or self._synchronizer is None or self._gradients is None:
             return
-        for bucket in self.layout.buckets:
+        for bucket in self.schedule.reduced:
             if not set(anyones).isdisjoint(bucket.slots):
-                op = self.schedule.reduce(bucket, self.progress.micro_batch)
-                self._executor.run(op, self._synchronizer.late_work(op, self._buffers, bucket, mine))
+                op = self.schedule.reduce(bucket, self.progress.micro_batch)[0]
+                spare = self._synchronizer.transports["reduce"].allocate(
+                    bucket.numel, self._gradients.whole(bucket).dtype
+                )
+                self._executor.run(op, self._synchronizer.late_work(op, self._weights, self._gradients, mine, spare))
         self._arranged.mark_late(anyones)
 
     # ---- layout and schedule
@@ -282,42 +457,50 @@ class Engine:
         return self._arranged.schedule
 
     @property
-    def _buffers(self) -> Buffers:
-        return self._arranged.buffers
+    def _weights(self) -> Weights:
+        return self._arranged.weights
 
     def _arrange(self, order: tuple[str, ...]) -> Arrangement:
-        # A parameter server sends the weights every step, so they lie where the transport reaches them.
-        transport = self._synchronizer.transport if self._synchronizer and self._served else None
+        # What is sent every step lies where a transport reaches it.
+        allocate = alone_on(self.world.device)
+        if self._synchronizer is not None:
+            name = "gather" if "gather" in self._synchronizer.transports else "reduce"
+            if name == "gather" or self._served:
+                allocate = self._synchronizer.transports[name].allocate
         return Arrangement(
-            self.module, self._specs, self.units, order, self.strategy, self.world, self._counts.numel, transport
+            self.module, self._specs, self.units, order, self.strategy, self.world, self._counts.numel, allocate
         )
 
     def _adopt_first_order(self) -> None:
         """The first forward shows in which order units really run: the same for all ranks, rank 0's."""
         if self._first_order is None:
+            if self._weights.dtype_changes:
+                self._arranged.hold_accumulators()
             return
         order = tuple(agree_on_order(self._first_order, self.world))
         self._first_order = None
         if order != self.schedule.order:
-            self._arranged = self._arrange(order)
-        self._allocate_gradients()
+            if self._weights.swapped:
+                # Pieces stay where they are, for an optimizer may have made its states for them.
+                self._arranged.reorder(order)
+                self._improvises = self.schedule.gathers_units
+            else:
+                self._arranged = self._arrange(order)
+        if self.schedule.collects:
+            transports = self._synchronizer.transports if self._synchronizer else {}
+            alone = alone_on(self.world.device)
+            allocate = transports["reduce"].allocate if transports else alone
+            sums = transports["replicate"].allocate if "replicate" in transports else alone
+            self._gradients = Gradients(self.schedule, self._weights, allocate, sums)
 
-    def _allocate_gradients(self) -> None:
-        if self._synchronizer is not None:
-            self._buffers.allocate_gradients(self._synchronizer.transport)
-            self._gradients = Gradients(self._buffers)
-
-    def _open(self) -> None:
-        """Opens streams and connections, with nothing under way on them."""
-        self._synchronizer = Synchronizer(self.strategy, self.world) if self.world.world_size > 1 else None
-        transport = self._synchronizer.counts_transport if self._synchronizer else None
-        self._counts = Counts(len(self._specs), self.world.device, transport)
+    def _start(self) -> None:
+        """Starts executing, with nothing under way."""
         streams = self._synchronizer.streams if self._synchronizer else {}
         self._executor = Executor(self.world.rank, open_clock(self.world), streams, self._work)
 
     def _work(self, op: Op) -> Callable[[], Traffic]:
         assert self._synchronizer is not None
-        return self._synchronizer.work(op, self._buffers, self._counts)
+        return self._synchronizer.work(op, self._weights, self._gradients, self._counts)
 
     def _is_backward(self) -> bool:
         """Whether the pass that begins leaves gradients in parameters; if not, all of its hooks are passed over."""
@@ -332,7 +515,7 @@ class Engine:
         self.progress.require_reduced(what)
         if self.world.world_size == 1 or self.progress.reduced:
             return
-        for index, (slot, parameter) in enumerate(zip(self.layout.slots, self._buffers.parameters, strict=True)):
+        for index, (slot, parameter) in enumerate(zip(self.layout.slots, self._weights.parameters, strict=True)):
             reduced = self._gradients is not None and self._gradients.holds(index)
             if parameter.grad is not None and not reduced:
                 raise EngineError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.comm.plan import Traffic
 from paceline.comm.streams import CommStream, CudaClock, HostClock, Mark, Pending
 from paceline.events import Event
-from paceline.schedule import COMPUTE, Key, Op
+from paceline.schedule import COMPUTE, PREVIOUS, Key, Op
 
 _KEPT = 1 << 14
 """Ops remembered where nobody drains the events, so that memory stays bounded."""
@@ -34,8 +34,9 @@ class _Record:
 class Executor:
     """Runs the ops of a schedule in two kinds of places.
 
-    Compute ops run in the caller (autograd, the optimizer), which tells when they begin and end. Collectives
-    are launched from here, in schedule order on each stream, as soon as the compute ops they wait for are done.
+    Compute ops run in the caller (autograd, the optimizer), which tells when they begin and end, and wait here for
+    the collectives that they come after. Collectives are launched from here, in schedule order on each stream, as
+    soon as the compute ops they wait for are done.
     """
 
     def __init__(
@@ -62,27 +63,35 @@ class Executor:
         self._queues: dict[str, deque[Op]] = {}
         self._done: set[Key] = set()
         self._compute: dict[Key, Op] = {}
-        self._launched: list[_Record] = []
+        self._outstanding: dict[Key, _Record] = {}
         self._step = 0
 
     def load(self, step: int, ops: Iterable[Op]) -> None:
-        """Takes the next ops of step `step`; those loaded before must have been finished."""
+        """Takes the next ops of step `step`; collectives that an earlier load left over are launched first."""
+        for name in self._queues:
+            self._launch_queued(name)
         if step != self._step:
             self._step = step
             self._done.clear()
             self._compute.clear()
+            self._outstanding = {
+                key._replace(micro_batch=PREVIOUS): record for key, record in self._outstanding.items()
+            }
         for op in ops:
+            self._done.discard(op.key)
             if op.kind in COMPUTE:
                 self._compute[op.key] = op
             else:
                 self._queues.setdefault(op.stream, deque()).append(op)
+        self._advance()
 
     def begin(self, key: Key) -> None:
-        """A compute op begins; the one that was running ends."""
+        """A compute op begins, once what it waits for is complete; the one that was running ends."""
         self.end()
         op = self._compute.get(key)
         if op is None:
-            op = Op(key.kind, key.target, key.micro_batch, "compute")  # type: ignore[arg-type]
+            op = Op(key.kind, key.target, key.micro_batch, key.phase, "compute")  # type: ignore[arg-type]
+        self.require(op.after)
         self._running = _Record(op, self._step, self._clock.now())
         self._records.append(self._running)
 
@@ -92,13 +101,42 @@ class Executor:
             self._running.end = self._clock.now()
             self._running = None
 
-    def done(self, keys: Iterable[Key]) -> None:
+    def done(self, *keys: Key) -> None:
         """These compute ops are complete, their results in place: launches the collectives that waited for them."""
         self._done.update(keys)
-        for name, queue in self._queues.items():
-            while queue and all(key in self._done for key in queue[0].after):
-                op = queue.popleft()
-                self._launch(op, self._streams[name], self._work(op))
+        self._advance()
+
+    def after(self, key: Key) -> tuple[Key, ...]:
+        """What a loaded compute op waits for; nothing if there is none of that name."""
+        op = self._compute.get(key)
+        return op.after if op is not None else ()
+
+    def require(self, keys: Iterable[Key]) -> None:
+        """Waits for collectives; one not launched yet is, with all before it on its stream."""
+        for key in keys:
+            if key not in self._outstanding and key not in self._done:
+                for name, queue in self._queues.items():
+                    if any(op.key == key for op in queue):
+                        self._launch_queued(name, key)
+            record = self._outstanding.pop(key, None)
+            if record is not None:
+                self._wait(record)
+
+    def launch_left(self, stream: str) -> None:
+        """Launches what is left on a stream: what it waits for this rank skipped, but others may not have."""
+        self._launch_queued(stream)
+
+    def drop(self, stream: str) -> None:
+        """Forgets what is left on a stream: the model runs its units in an order that the schedule did not foresee."""
+        self._queues.pop(stream, None)
+
+    def settle_stream(self, stream: str) -> None:
+        """Waits for every collective under way on a stream."""
+        self.require([key for key, record in self._outstanding.items() if record.op.stream == stream])
+
+    def settle(self) -> None:
+        """Waits for every collective under way."""
+        self.require(tuple(self._outstanding))
 
     def complete(self) -> None:
         """Launches whatever is left, then waits for every collective launched; the time of that is exposed.
@@ -108,20 +146,20 @@ class Executor:
             RuntimeError: A collective waits for an op that is not in what was loaded.
         """
         self.end()
-        self.done(self._compute)
+        self.done(*self._compute)
         if any(self._queues.values()):
             raise RuntimeError(f"collectives that nothing launches: {self._queues}")
-        for record in self._launched:
-            assert record.pending is not None
-            start = self._clock.now()
-            self._streams[record.op.stream].wait(record.pending)
-            record.waits = (start, self._clock.now())
-        self._launched.clear()
+        self.settle()
 
-    def run(self, op: Op, work: Callable[[], Traffic]) -> None:
-        """Runs one collective that no schedule foresaw, and waits for it."""
-        self._launch(op, self._streams[op.stream], work)
-        self.complete()
+    def run(self, op: Op, work: Callable[[], Traffic] | None = None) -> None:
+        """Runs one collective that the schedule did not foresee, and waits for it.
+
+        Args:
+            op: What is recorded.
+            work: Performs it; by default what performs such an op of a schedule.
+        """
+        self._launch(op, work or self._work(op))
+        self.require((op.key,))
 
     def drain(self) -> list[Event]:
         """The events of all ops completed since the last call, in order of their start on each stream."""
@@ -131,12 +169,42 @@ class Executor:
         self._clock.refresh()
         return events
 
-    def _launch(self, op: Op, stream: CommStream, work: Callable[[], Traffic]) -> None:
+    def _advance(self) -> None:
+        """Launches queued collectives whose conditions hold, in order on each stream."""
+        progressed = True
+        while progressed:
+            # A collective may wait for one on another stream, which it then follows on that one's completion.
+            progressed = False
+            for queue in self._queues.values():
+                while queue and all(key in self._done for key in queue[0].after):
+                    self._launch_op(queue.popleft())
+                    progressed = True
+
+    def _launch_queued(self, stream: str, last: Key | None = None) -> None:
+        queue = self._queues.get(stream)
+        while queue:
+            op = queue.popleft()
+            self._launch_op(op)
+            if op.key == last:
+                return
+
+    def _launch_op(self, op: Op) -> None:
+        self._launch(op, self._work(op), [self._outstanding[key] for key in op.after if key in self._outstanding])
+
+    def _launch(self, op: Op, work: Callable[[], Traffic], behind: Sequence[_Record] = ()) -> None:
         record = _Record(op, self._step)
-        record.pending = stream.submit(work, op.target)
-        self._launched.append(record)
+        stream = self._streams[op.stream]
+        before = [other.pending for other in behind if other.pending is not None]
+        record.pending = stream.submit(work, op.target, before)
+        self._outstanding[op.key] = record
         self._records.append(record)
         self._done.add(op.key)
+
+    def _wait(self, record: _Record) -> None:
+        assert record.pending is not None
+        start = self._clock.now()
+        self._streams[record.op.stream].wait(record.pending)
+        record.waits = (start, self._clock.now())
 
     def _event(self, record: _Record) -> Event:
         op, pending, seconds = record.op, record.pending, self._clock.seconds
@@ -147,6 +215,7 @@ class Executor:
             op.kind,
             op.target,
             op.micro_batch,
+            op.phase,
             op.stream,
             op.bytes,
             sent,

@@ -14,13 +14,25 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Listener(Protocol):
-    """What the hooks tell. Units are told by name."""
+    """What the hooks tell. Units are told by name.
 
-    def forward_begins(self, unit: str) -> None:
+    `records` says whether a forward is part of training: one with a graph, or inside a reentrant checkpoint. Others
+    (evaluation, activations computed again inside backward) are told because parameters are needed whole there too.
+    """
+
+    def model_begins(self, records: bool) -> None:
+        """The whole model's forward begins."""
+        ...
+
+    def model_ends(self, records: bool) -> int:
+        """The whole model's forward has ended; returns the generation of the weights it used."""
+        ...
+
+    def forward_begins(self, unit: str, records: bool) -> None:
         """A unit's forward begins."""
         ...
 
-    def forward_ends(self, unit: str, backward_follows: bool) -> int:
+    def forward_ends(self, unit: str, records: bool, backward_follows: bool) -> int:
         """A unit's forward has ended, with or without a graph; returns the generation of the weights it used."""
         ...
 
@@ -28,12 +40,8 @@ class Listener(Protocol):
         """Whether a forward of the whole model is under way, of which this may be a part."""
         ...
 
-    def model_begins(self) -> None:
-        """The whole model's forward begins."""
-        ...
-
-    def model_ends(self) -> int:
-        """The whole model's forward has ended; returns the generation of the weights it used."""
+    def backward_nears(self, unit: str, generation: int) -> None:
+        """The first gradient of a unit with several outputs is there."""
         ...
 
     def backward_begins(self, unit: str | None, generation: int) -> None:
@@ -48,20 +56,21 @@ class Listener(Protocol):
 def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener) -> list[RemovableHandle]:
     """Registers hooks on a model and its units; the handles remove them.
 
-    Forward passes without gradients (evaluation) tell nothing. A unit's backward begins when the gradients of
-    all its outputs are there; the parameters of every unit that ran after it then have theirs.
+    A unit's backward begins when the gradients of all its outputs are there; the parameters of every unit that ran
+    after it then have theirs.
     """
     handles = [handle for name, module in units.items() for handle in _listen(module, name, listener)]
 
     # A deep copy of the model (an average of weights, say) copies these hooks, but is not the model.
     def model_begins(module: nn.Module, args: Any) -> None:
-        if module is model and _records():
-            listener.model_begins()
+        if module is model:
+            listener.model_begins(_records())
 
     def model_ends(module: nn.Module, args: Any, output: Any) -> None:
-        if module is model and _records():
-            generation = listener.model_ends()
-            _before_backward(output, "any", lambda: listener.backward_begins(None, generation))
+        if module is model:
+            generation = listener.model_ends(_records())
+            if _records():
+                _on_gradients(output, "any", lambda: listener.backward_begins(None, generation))
 
     handles.append(model.register_forward_pre_hook(model_begins))
     handles.append(model.register_forward_hook(model_ends))
@@ -83,26 +92,41 @@ def _listen(unit: nn.Module, name: str, listener: Listener) -> list[RemovableHan
         return not in_backward() and (torch.is_grad_enabled() or listener.in_forward())
 
     def begins(module: nn.Module, args: Any) -> None:
-        if module is unit and records():
-            listener.forward_begins(name)
+        if module is unit:
+            listener.forward_begins(name, records())
 
     def ends(module: nn.Module, args: Any, output: Any) -> None:
-        if module is unit and (records() or (torch.is_grad_enabled() and listener.wants_backward(name))):
-            graph = torch.is_grad_enabled()
-            generation = listener.forward_ends(name, graph)
-            if graph:
-                _before_backward(output, "all", lambda: listener.backward_begins(name, generation))
+        if module is not unit:
+            return
+        graph = torch.is_grad_enabled()
+        follows = graph and (not in_backward() or listener.wants_backward(name))
+        generation = listener.forward_ends(name, records(), follows)
+        if follows:
+            _on_gradients(
+                output,
+                "all",
+                lambda: listener.backward_begins(name, generation),
+                lambda: listener.backward_nears(name, generation),
+            )
 
     return [unit.register_forward_pre_hook(begins), unit.register_forward_hook(ends)]
 
 
-def _before_backward(output: Any, mode: str, action: Callable[[], None]) -> None:
-    """Calls `action` once per backward pass, before anything that produced `output` is differentiated."""
+def _on_gradients(
+    output: Any, mode: str, action: Callable[[], None], at_first: Callable[[], None] | None = None
+) -> None:
+    """Calls `action` once per backward pass, when any or all gradients of `output` are there.
+
+    `at_first` is called before, when there are several and the first is.
+    """
     # A parameter that is itself an output has nothing before it, and hooks on it would stay for good.
     tensors = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
     if len(tensors) == 1:
         tensors[0].register_hook(lambda gradient: action())
     elif tensors:
+        if at_first is not None:
+            first = at_first
+            register_multi_grad_hook(tensors, lambda gradient: first(), mode="any")
         register_multi_grad_hook(tensors, lambda gradients: action(), mode=mode)  # type: ignore[arg-type]
 
 

@@ -5,12 +5,67 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
+
+from paceline.engine.weights import Weights
+from paceline.errors import UserError
+from paceline.strategy import Strategy
+
+ELEMENTWISE: set[type[Optimizer]] = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+"""Optimizers whose update of an element depends on that element alone, so that a shard can be updated by itself."""
+
+
+def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
+    """Vouches that an optimizer class updates each element from that element's gradient and state alone.
+
+    Usable as a decorator. Only such optimizers may update sharded parameters.
+    """
+    ELEMENTWISE.add(optimizer)
+    return optimizer
+
+
+def require_elementwise(optimizer: Optimizer, weights: Weights, strategy: Strategy) -> None:
+    """Refuses optimizers that would compute something else from a shard than from the whole.
+
+    Raises:
+        UserError: The optimizer needs whole parameters, or has states for whole ones.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        raise UserError(
+            f"{type(optimizer).__name__} may need whole parameters or norms across them, but with "
+            f"zero={strategy.zero} each rank updates its own pieces: set strategy.zero to 0, or use one of torch's "
+            "elementwise optimizers (AdamW, SGD, ...); vouch for one of your own with pl.elementwise(YourOptimizer)"
+        )
+    pieces = {id(weights.parameters[index]): weights.piece(index) for index in weights.swapped}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            piece = pieces.get(id(parameter))
+            for name, state in optimizer.state.get(parameter, {}).items():
+                if piece is not None and isinstance(state, Tensor) and state.dim() and state.shape != piece.shape:
+                    raise UserError(
+                        f"{type(optimizer).__name__} holds {name} of shape {list(state.shape)} for a parameter of "
+                        f"which this rank updates {piece.numel()} elements: make the optimizer after pl.parallelize, "
+                        "and load states that were saved with the same strategy and number of ranks"
+                    )
 
 
 class Watcher(Protocol):
@@ -20,7 +75,7 @@ class Watcher(Protocol):
         """Whether the parameter with this `id()` is the watcher's."""
         ...
 
-    def update_begins(self) -> None:
+    def update_begins(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
         ...
 
@@ -45,7 +100,7 @@ def watch_optimizers(watcher: Watcher) -> list[RemovableHandle]:
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (alive := mine(optimizer)) is not None:
-            alive.update_begins()
+            alive.update_begins(optimizer)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (alive := mine(optimizer)) is not None:

@@ -96,6 +96,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
+def full_parameters(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside `with pl.full_parameters(model):` every parameter is whole, in its own shape and dtype.
+
+    For reading and editing; what is written is kept. Where parameters are sharded it is a collective call: every rank
+    enters, and writes the same values.
+    """
+    return engine_of(model).full_parameters()
+
+
 def broadcast_buffers(model: nn.Module) -> None:
     """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call."""
     engine_of(model).broadcast_buffers()

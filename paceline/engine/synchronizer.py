@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from paceline.comm.plan import Traffic
 from paceline.comm.streams import CommStream
 from paceline.comm.transport import Transport
 from paceline.comm.world import World, open_stream, open_transport
-from paceline.engine.buffers import Buffers
 from paceline.engine.counts import Counts
-from paceline.layout import Bucket
+from paceline.engine.gradients import Gradients
+from paceline.engine.weights import Weights
 from paceline.schedule import COUNTS, Op
 from paceline.strategy import Strategy
 
@@ -24,60 +24,109 @@ class Synchronizer:
 
     Attributes:
         streams: One per stream name that the schedule's collectives use.
-        transport: Moves buckets.
-        counts_transport: Moves the counts, beside the buckets.
+        transports: By the same names; each joins the ranks that its collectives run over.
     """
 
     def __init__(self, strategy: Strategy, world: World) -> None:
         """Opens streams and transports. A collective call."""
+        self._world = world
         self._scale = 1 / world.world_size if strategy.gradients == "mean" else 1.0
-        self.transport = open_transport(world)
-        self.counts_transport = open_transport(world)
-        self.streams: dict[str, CommStream] = {name: open_stream(world, name) for name in ("reduce", "counts")}
+        ranks, shards = range(world.world_size), strategy.shards(world.world_size)
+        everyone = [list(ranks)]
+        self._groups = {"counts": everyone, "reduce": everyone}
+        if shards > 1:
+            self._groups["reduce"] = self._groups["gather"] = [
+                list(ranks[first : first + shards]) for first in ranks[::shards]
+            ]
+        if 1 < shards < world.world_size:
+            self._groups["replicate"] = [list(ranks[first::shards]) for first in range(shards)]
+        self._open({})
+
+    def reopen(self) -> None:
+        """Gives up what is under way and opens new connections. Buffers stay. A collective call."""
+        self.close()
+        self._open(self.transports)
+
+    def _open(self, before: dict[str, Transport]) -> None:
+        self.transports = {name: open_transport(self._world, groups) for name, groups in self._groups.items()}
+        for name, transport in before.items():
+            self.transports[name].inherit(transport)
+        self.streams: dict[str, CommStream] = {name: open_stream(self._world, name) for name in self._groups}
         # Closes once: when asked to, or with the engine.
-        self.close = weakref.finalize(
-            self, _close, list(self.streams.values()), [self.transport, self.counts_transport]
-        )
+        self.close = weakref.finalize(self, _close, list(self.streams.values()), list(self.transports.values()))
 
-    def broadcast_state(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Sends rank 0's flat weights and module buffers to every rank. A collective call."""
-        for flat in weights:
-            if flat.numel():
-                self.transport.run("tree_broadcast", flat.view(torch.uint8), "weights")
-        for buffer in buffers:
-            if buffer.numel():
-                data = buffer.detach().contiguous().view(-1)
-                self.transport.run("tree_broadcast", data.view(torch.uint8), "buffers")
-                buffer.detach().copy_(data.view(buffer.shape))
+    # ---- outside the schedule, with nothing under way
 
-    def work(self, op: Op, buffers: Buffers, counts: Counts) -> Callable[[], Traffic]:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Sends rank 0's tensors to every rank. A collective call."""
+        for tensor in tensors:
+            if tensor.numel():
+                data = tensor.detach().contiguous().view(-1)
+                self.transports["counts"].run("tree_broadcast", data.view(torch.uint8), "model")
+                tensor.detach().copy_(data.view(tensor.shape))
+
+    def sum(self, value: Tensor, label: str) -> None:
+        """Sums a one-dimensional tensor over all ranks, in place. A collective call."""
+        self.transports["counts"].run("all_reduce", value, label)
+
+    def gather(self, buffer: Tensor, shard: Tensor, label: str) -> None:
+        """Fills a buffer from all shards; `shard` is from the gather transport's `allocate`. A collective call."""
+        self.transports["gather"].run("all_gather", buffer, label, shard=shard)
+
+    # ---- the schedule's
+
+    def work(self, op: Op, weights: Weights, gradients: Gradients | None, counts: Counts) -> Callable[[], Traffic]:
         """The function that performs one op of the schedule."""
+        transport = self.transports[op.stream]
         if op.target == COUNTS:
-            return self._call(self.counts_transport, op, counts.buffer, 1.0)
-        bucket = buffers.buckets[op.target]
+            return lambda: transport.run(op.kind, counts.buffer, op.target)
+        bucket = weights.buckets[op.target]
         if op.kind == "broadcast":
-            return self._call(self.transport, op, buffers.bucket_of_weights(bucket), 1.0)
-        return self._call(self.transport, op, buffers.bucket_of_gradients(bucket), self._scale)
+            return lambda: transport.run(op.kind, weights.whole(bucket), op.target)
+        if op.kind == "all_gather":
+            whole, shard = weights.gathering(bucket)
+            return lambda: transport.run(op.kind, whole, op.target, shard=shard)
+        assert gradients is not None
+        if op.stream == "replicate":
+            return lambda: transport.run(op.kind, gradients.reduced(bucket), op.target)
 
-    def late_work(self, op: Op, buffers: Buffers, bucket: Bucket, late: Sequence[int]) -> Callable[[], Traffic]:
-        """The function that reduces gradients which came after their bucket was, and adds them to it."""
-        reduced = buffers.bucket_of_gradients(bucket)
-        spare = torch.zeros_like(reduced)
+        def reduce() -> Traffic:
+            shard = gradients.shard(bucket)
+            traffic = transport.run(op.kind, gradients.whole(bucket), op.target, self._scale, shard)
+            gradients.add_reduced(bucket)
+            return traffic
+
+        return reduce
+
+    def late_work(
+        self, op: Op, weights: Weights, gradients: Gradients, late: Sequence[int], spare: Tensor
+    ) -> Callable[[], Traffic]:
+        """The function that reduces gradients which came after their bucket was, and adds them to it.
+
+        Args:
+            op: The first reduction of a bucket.
+            weights: Hold the late gradients.
+            gradients: Are added to.
+            late: Parameters whose gradient came late on this rank.
+            spare: As large as the bucket, from the reduce transport's `allocate`.
+        """
+        bucket = weights.buckets[op.target]
+        spare.zero_()
         for index in set(late) & set(bucket.slots):
-            slot, gradient = buffers.layout.slots[index], buffers.parameters[index].grad
+            slot, gradient = weights.layout.slots[index], weights.parameters[index].grad
             assert gradient is not None
-            spare.as_strided(slot.spec.shape, slot.spec.stride, slot.offset - bucket.start).copy_(gradient)
-        run = self._call(self.transport, op, spare, self._scale)
+            offset = spare.storage_offset() + slot.offset - bucket.start
+            spare.as_strided(slot.spec.shape, slot.spec.stride, offset).copy_(gradient)
 
         def reduce_and_add() -> Traffic:
-            traffic = run()
-            reduced.add_(spare)
+            traffic = self.transports[op.stream].run(op.kind, spare, op.target, self._scale)
+            own = gradients.own(bucket, spare)
+            if "replicate" in self.transports:
+                self.transports["replicate"].run("all_reduce", own, op.target)
+            gradients.reduced(bucket).add_(own)
             return traffic
 
         return reduce_and_add
-
-    def _call(self, transport: Transport, op: Op, buffer: Tensor, scale: float) -> Callable[[], Traffic]:
-        return lambda: transport.run(op.kind, buffer, op.target, scale)
 
 
 def _close(streams: Sequence[CommStream], transports: Sequence[Transport]) -> None:

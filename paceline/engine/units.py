@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UserError
-from paceline.layout import ParameterSpec
-
-ROOT = "(root)"
-"""Name of the unit of parameters that no other unit holds, such as a position table on the model itself."""
+from paceline.layout import ROOT, ParameterSpec
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -55,8 +52,12 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.M
 def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpec]:
     """Every parameter of a model once, with the unit it belongs to.
 
-    A tied parameter belongs to the unit that registers it first.
+    A parameter that several units use (tied) belongs to none of them, but to `ROOT`.
     """
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((unit for unit in units if name.startswith(unit + ".")), ROOT)
+        owners.setdefault(id(parameter), set()).add(owner)
     return [
         ParameterSpec(
             name=name,
@@ -64,7 +65,7 @@ def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpe
             stride=_dense_stride(parameter),
             dtype=str(parameter.dtype).removeprefix("torch."),
             itemsize=parameter.itemsize,
-            unit=next((unit for unit in units if name.startswith(unit + ".")), ROOT),
+            unit=next(iter(owners[id(parameter)])) if len(owners[id(parameter)]) == 1 else ROOT,
             trainable=parameter.requires_grad,
         )
         for name, parameter in model.named_parameters()

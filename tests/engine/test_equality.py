@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.schedule import COMPUTE
+from paceline.schedule import COMPUTE, STREAMS
 from paceline.strategy import SYSTEMS, Strategy
 
 STEPS = 5
@@ -49,7 +49,7 @@ def train(strategy: Strategy, accumulation: int, rank: int, n: int) -> dict[str,
     model = pl.parallelize(Net().double(), strategy)
     engine = pl.engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, norms, executed = [], [], []
+    losses, norms = [], []
     for step in range(STEPS):
         inputs, targets = (part[rank::n].chunk(accumulation) for part in batch(step))
         for x, y in pl.accumulate(model, list(zip(inputs, targets, strict=True))):
@@ -60,10 +60,12 @@ def train(strategy: Strategy, accumulation: int, rank: int, n: int) -> dict[str,
         norms.append(pl.clip_grad_norm_(model, 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
-        executed.append(engine.drain_events())
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with pl.full_parameters(model):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    events = engine.drain_events()  # after what full_parameters waited for
+    executed = [[event for event in events if event.step == step] for step in range(STEPS)]
     planned = engine.schedule.step(accumulation)
-    transport = engine._synchronizer.transport.name if engine._synchronizer else "none"
+    transport = engine._synchronizer.transports["reduce"].name if engine._synchronizer else "none"
     pl.release(model)
     return {
         "state": state,
@@ -105,7 +107,13 @@ def assert_close(result: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(result["state"][name], value, atol=1e-12, rtol=0, msg=name)
 
 
-STRATEGIES = {**SYSTEMS, "tiny buckets, overlapped": Strategy(bucket_mb=0.0005)}
+STRATEGIES = {
+    **SYSTEMS,
+    "tiny buckets, overlapped": Strategy(bucket_mb=0.0005),
+    "zero 1": Strategy(zero=1, bucket_mb=0.0005),
+    "zero 2": Strategy(zero=2, bucket_mb=0.0005),
+    "zero 3": Strategy(zero=3),
+}
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -131,10 +139,10 @@ def test_over_gloo_n_ranks_equal_one_process_too(ranks, system: str) -> None:
 def assert_executed_as_planned(result: dict[str, Any], rank: int) -> None:
     """Ops, their order on each stream, and bytes counted where they moved equal the schedule's, in every step."""
     for step, events in enumerate(result["events"]):
-        for stream in ("compute", "reduce", "counts"):
+        for stream in STREAMS:
             planned = [op for op in result["planned"] if op.stream == stream]
             executed = [event for event in events if event.stream == stream]
-            assert [(e.kind, e.target, e.micro_batch) for e in executed] == [tuple(op.key) for op in planned]
+            assert [(e.kind, e.target, e.micro_batch, e.phase) for e in executed] == [tuple(o.key) for o in planned]
             assert [(e.bytes, e.sent, e.received) for e in executed] == [(o.bytes, o.sent, o.received) for o in planned]
             assert all(event.step == step and event.rank == rank for event in executed)
             assert all(event.end >= event.start for event in executed)

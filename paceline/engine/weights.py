@@ -1,0 +1,302 @@
+"""Parameters of one rank: whole to compute with, and this rank's pieces of them to update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from paceline.engine.progress import EngineError
+from paceline.layout import ALIGNMENT, Bucket, Slot
+from paceline.schedule import Schedule
+
+Allocate = Callable[[int, torch.dtype], Tensor]
+"""(elements, dtype) -> a zeroed flat buffer that peers can be sent from; a collective call."""
+
+
+def alone_on(device: torch.device) -> Allocate:
+    """Allocates what this rank keeps for itself."""
+    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
+
+
+Gather = Callable[[Tensor, Tensor, str], None]
+"""(buffer, this rank's shard, label): fills the buffer from all shards; a collective call."""
+
+
+class Weights:
+    """Flat buffers of parameters, and the views that `p.data` is given.
+
+    A parameter object stays the user's own; only its data changes. Where it is updated in pieces (sharded, or in
+    another precision), its data is this rank's piece of the master between steps, and the whole while it computes.
+
+    Attributes:
+        parameters: In the order of `layout.slots`.
+        swapped: Indices of the slots whose data changes between whole and piece.
+        layout: Where they lie.
+        buckets: By name.
+    """
+
+    def __init__(
+        self, schedule: Schedule, parameters: Sequence[nn.Parameter], device: torch.device, allocate: Allocate
+    ) -> None:
+        """Moves parameters into flat buffers. A collective call where `allocate` is.
+
+        Args:
+            schedule: Gives layout, sharding and places.
+            parameters: In the order of `layout.slots`, whole.
+            device: Where the buffers live.
+            allocate: For what is communicated.
+        """
+        self.parameters = list(parameters)
+        self._device = device
+        self._shards, self._index = schedule.shards, schedule.rank % schedule.shards
+        self.layout = layout = schedule.layout
+        self.buckets = {bucket.name: bucket for bucket in layout.buckets}
+        self._sharded = schedule.gathers_units
+        self._low = schedule.strategy.low
+        self._flats: list[Tensor] = []
+        self._masters: list[Tensor | None] = []
+        for flat in layout.flats:
+            dtype, size = getattr(torch, flat.dtype), flat.numel // self._shards
+            self._flats.append(allocate(size if self._sharded else flat.numel, dtype))
+            own_master = flat.master != flat.dtype
+            self._masters.append(allocate(size, getattr(torch, flat.master)) if own_master else None)
+        self._bucket_of = {index: bucket for bucket in layout.buckets for index in bucket.slots}
+        self._gathered: dict[str, Tensor] = {}
+        self._held: dict[int, str] = {}
+        self._place_of: dict[str, int] = {}
+        self._kept: frozenset[str] = frozenset()
+        self._fresh: set[str] = set()
+        with torch.no_grad():
+            self._fill()
+        self._pieces = [self._piece(index) for index in range(len(layout.slots))]
+        self.swapped = [index for index, piece in enumerate(self._pieces) if piece is not None]
+        self._swapped_of: dict[str, list[int]] = {}
+        for index in self.swapped:
+            self._swapped_of.setdefault(layout.slots[index].spec.unit, []).append(index)
+        self._whole: list[Tensor] = []
+        self._open: set[str] = set()
+        self.assign_places(schedule)
+        for parameter, whole in zip(self.parameters, self._whole, strict=True):
+            parameter.data = whole
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+
+    # ---- buffers
+
+    def whole(self, bucket: Bucket) -> Tensor:
+        """All parameters of a bucket, flat, to compute with."""
+        if not self._sharded:
+            return self._flats[bucket.flat][bucket.start : bucket.stop]
+        return self._gathered[bucket.name]
+
+    def shard(self, bucket: Bucket) -> Tensor:
+        """This rank's shard of a bucket's parameters, flat, in the dtype that is computed with."""
+        if not self._sharded:
+            return self._flats[bucket.flat][slice(*bucket.shard(self._index, self._shards))]
+        return self._flats[bucket.flat][bucket.start // self._shards : bucket.stop // self._shards]
+
+    def master(self, bucket: Bucket) -> Tensor:
+        """This rank's shard of a bucket's parameters, flat, as they are updated."""
+        if (master := self._masters[bucket.flat]) is None:
+            return self.shard(bucket)
+        return master[bucket.start // self._shards : bucket.stop // self._shards]
+
+    def assign_places(self, schedule: Schedule) -> None:
+        """Gives gathered units their places, which the order they run in decides."""
+        self._held.clear()
+        self._fresh.clear()
+        self._place_of = dict(schedule.place)
+        self._kept = frozenset(bucket.name for bucket in schedule.residents)
+        sizes: dict[int, int] = {}
+        spans: list[tuple[Bucket, int, int]] = []
+        for unit, place in schedule.place.items():
+            offset = 0
+            for bucket in schedule.moving[unit]:
+                spans.append((bucket, place, offset))
+                offset += -(-bucket.bytes // ALIGNMENT) * ALIGNMENT
+            sizes[place] = max(sizes.get(place, 0), offset)
+        rooms = {place: torch.zeros(size, dtype=torch.uint8, device=self._device) for place, size in sizes.items()}
+        self._gathered = {
+            bucket.name: rooms[place][offset : offset + bucket.bytes].view(self._flats[bucket.flat].dtype)
+            for bucket, place, offset in spans
+        }
+        for bucket in schedule.residents:
+            dtype = self._flats[bucket.flat].dtype
+            self._gathered[bucket.name] = torch.zeros(bucket.numel, dtype=dtype, device=self._device)
+        self._whole = [self._whole_view(index) for index in range(len(self.layout.slots))]
+
+    def _fill(self) -> None:
+        for index, slot in enumerate(self.layout.slots):
+            spec = slot.spec
+            values = torch.empty_strided(spec.shape, spec.stride, dtype=self.parameters[index].dtype)
+            values = values.copy_(self.parameters[index]).as_strided((spec.numel,), (1,))
+            bucket = self._bucket_of.get(index)
+            if not self._sharded or bucket is None:
+                self._flats[slot.flat][slot.offset : slot.stop].copy_(values)
+            if bucket is None:
+                continue
+            start, stop = self.layout.piece(bucket, index, self._index, self._shards)
+            if start < stop and (self._sharded or self._masters[slot.flat] is not None):
+                first = bucket.shard(self._index, self._shards)[0]
+                for target in {id(t): t for t in (self.shard(bucket), self.master(bucket))}.values():
+                    target[start - first : stop - first].copy_(values[start - slot.offset : stop - slot.offset])
+
+    def _piece(self, index: int) -> Tensor | None:
+        """What a parameter's data is between steps; None where that is its whole."""
+        slot, bucket = self.layout.slots[index], self._bucket_of.get(index)
+        if bucket is None or not (self._shards > 1 or self._masters[slot.flat] is not None):
+            return None
+        if self._shards == 1:
+            return _view(self.master(bucket), slot, bucket)
+        start, stop = self.layout.piece(bucket, index, self._index, self._shards)
+        first = bucket.shard(self._index, self._shards)[0]
+        return self.master(bucket)[start - first : stop - first]
+
+    def _whole_view(self, index: int) -> Tensor:
+        slot, bucket = self.layout.slots[index], self._bucket_of.get(index)
+        if not self._sharded:
+            return self._flats[slot.flat].as_strided(slot.spec.shape, slot.spec.stride, slot.offset)
+        if bucket is None:
+            # It has no elements.
+            return torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=self._flats[slot.flat].dtype)
+        return _view(self.whole(bucket), slot, bucket)
+
+    # ---- what p.data is
+
+    def show_whole(self, units: Iterable[str]) -> None:
+        """Lets the parameters of some units be computed with."""
+        for unit in units:
+            if unit not in self._open:
+                self._open.add(unit)
+                for index in self._swapped_of.get(unit, ()):
+                    self.parameters[index].data = self._whole[index]
+
+    def show_pieces(self, units: Iterable[str]) -> None:
+        """Lets the parameters of some units be this rank's pieces."""
+        for unit in units:
+            if unit in self._open:
+                self._open.discard(unit)
+                for index in self._swapped_of.get(unit, ()):
+                    self.parameters[index].data = self._pieces[index]  # type: ignore[assignment]
+
+    def rest(self) -> None:
+        """Lets all parameters be pieces, as they are between steps."""
+        for index in self.swapped:
+            self.parameters[index].data = self._pieces[index]  # type: ignore[assignment]
+        self._open.clear()
+
+    def piece(self, index: int) -> Tensor | None:
+        """This rank's piece of a parameter; None where it is not updated in pieces."""
+        return self._pieces[index]
+
+    def seal(self) -> None:
+        """Takes the pieces as they are now for what an optimizer or the engine made of them."""
+        self._versions = [self.parameters[index]._version for index in self.swapped]
+        self._addresses = [self.parameters[index].data_ptr() for index in self.swapped]
+
+    def require_sealed(self) -> None:
+        """Refuses to go on with pieces that somebody else changed.
+
+        Raises:
+            EngineError: A parameter was edited or given other data since `seal`.
+        """
+        for index, version, address in zip(self.swapped, self._versions, self._addresses, strict=True):
+            parameter = self.parameters[index]
+            if parameter._version != version or parameter.data_ptr() != address:
+                raise EngineError(
+                    f"{self.layout.slots[index].spec.name} was edited while this rank held only its piece of it: edit "
+                    "parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
+                )
+
+    @property
+    def dtype_changes(self) -> bool:
+        """Whether parameters are updated in another dtype than they are computed with in."""
+        return any(master is not None for master in self._masters)
+
+    def leave(self, gather: Gather | None) -> None:
+        """Makes every parameter whole, as it is updated, for good. A collective call where they are sharded."""
+        with self.full(gather):
+            kept = [self.parameters[index].data for index in self.swapped]
+        for index, data in zip(self.swapped, kept, strict=True):
+            self.parameters[index].grad = None
+            self.parameters[index].data = data
+
+    # ---- gathering
+
+    def gathering(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
+        """A gather of a bucket begins: returns what it fills, and this rank's shard where that is not part of it."""
+        if not self._sharded:
+            return self.whole(bucket), None
+        place = self._place_of.get(bucket.units[0]) if bucket.name not in self._kept else None
+        if place is None:
+            self._fresh.add(bucket.name)
+        else:
+            self._held[place] = bucket.units[0]
+        return self.whole(bucket), self.shard(bucket)
+
+    def holds(self, unit: str) -> bool:
+        """Whether a gathered unit's parameters lie in its place since the last update, or are on their way."""
+        place = self._place_of.get(unit)
+        return place is None or self._held.get(place) == unit
+
+    def holds_residents(self) -> bool:
+        """Whether everything that is gathered once a step has been, since the last update."""
+        return self._fresh >= self._kept
+
+    def updated(self) -> None:
+        """The masters have changed: what was gathered is stale, and what is computed with follows them."""
+        self._held.clear()
+        self._fresh.clear()
+        with torch.no_grad():
+            for bucket in self.layout.buckets:
+                if self._masters[bucket.flat] is not None:
+                    self.shard(bucket).copy_(self.master(bucket))
+
+    @contextmanager
+    def full(self, gather: Gather | None) -> Iterator[None]:
+        """All parameters whole and as they are updated; what is written to them is kept.
+
+        Args:
+            gather: Performs an all-gather; None with one rank.
+        """
+        opened = set(self._open)
+        wholes: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for bucket in self.layout.buckets:
+                master = self.master(bucket)
+                if self._sharded or (self._masters[bucket.flat] is not None and self._shards > 1):
+                    wholes[bucket.name] = torch.empty(bucket.numel, dtype=master.dtype, device=self._device)
+                    assert gather is not None
+                    gather(wholes[bucket.name], master, bucket.name)
+                elif self._masters[bucket.flat] is not None:
+                    wholes[bucket.name] = master
+        for index in self.swapped:
+            bucket = self._bucket_of[index]
+            whole = wholes.get(bucket.name)
+            view = self._whole[index] if whole is None else _view(whole, self.layout.slots[index], bucket)
+            self.parameters[index].data = view
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for bucket in self.layout.buckets:
+                    if (whole := wholes.get(bucket.name)) is not None:
+                        size = bucket.numel // self._shards
+                        if self._shards > 1:
+                            self.master(bucket).copy_(whole[self._index * size : (self._index + 1) * size])
+                        if not self._sharded:
+                            self.whole(bucket).copy_(whole)
+            if self._sharded or self._low:
+                self.updated()
+            self.rest()
+            self.seal()
+            self.show_whole(() if self._sharded else opened)
+
+
+def _view(flat: Tensor, slot: Slot, bucket: Bucket) -> Tensor:
+    """A parameter inside a flat tensor that holds its bucket."""
+    offset = flat.storage_offset() + slot.offset - bucket.start
+    return flat.as_strided(slot.spec.shape, slot.spec.stride, offset)

@@ -1,0 +1,96 @@
+"""Models, strategies and schedules drawn at random, for what must hold of all of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import strategies as st
+
+from paceline.layout import ROOT, Layout, ParameterSpec, build_layout
+from paceline.schedule import Schedule
+from paceline.strategy import Strategy
+
+UNITS = (ROOT, "embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head")
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+def spec(
+    name: str, shape: int | tuple[int, ...], unit: str, dtype: str = "float32", trainable: bool = True
+) -> ParameterSpec:
+    """A contiguous parameter; a number stands for the shape of one dimension."""
+    shape = (shape,) if isinstance(shape, int) else shape
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return ParameterSpec(name, shape, strides, dtype, ITEMSIZES[dtype], unit, trainable)
+
+
+@st.composite
+def models(draw: st.DrawFn, units: tuple[str, ...] = UNITS) -> list[ParameterSpec]:
+    """Up to 14 parameters of odd sizes in some of `units`, some frozen, of one dtype or several."""
+    dtypes = draw(st.sampled_from([["float32"], ["bfloat16"], ["float32", "bfloat16"], sorted(ITEMSIZES)]))
+    frozen = draw(st.booleans())
+    # Units of about one size are gathered one by one; small ones beside a large one stay gathered.
+    if draw(st.booleans()):
+        count, spread, shapes = draw(st.integers(7, 14)), True, st.sampled_from([(61,), (64,), (7, 9), (0,)])
+    else:
+        count, spread = draw(st.integers(0, 14)), False
+        shapes = st.one_of(
+            st.sampled_from([(), (0,), (1,), (7,), (3, 0), (5, 3), (64,), (1001,)]),
+            st.lists(st.integers(0, 9), max_size=3).map(tuple),
+        )
+    return [
+        spec(
+            f"p{index}",
+            draw(shapes),
+            units[index % len(units)] if spread else draw(st.sampled_from(units)),
+            draw(st.sampled_from(dtypes)),
+            not (frozen and draw(st.booleans())),
+        )
+        for index in range(count)
+    ]
+
+
+@st.composite
+def strategies(draw: st.DrawFn, world_size: int = 1, **fixed: Any) -> Strategy:
+    """Any strategy that suits the number of ranks; `fixed` are settings to leave as they are."""
+    zero = fixed.get("zero", draw(st.sampled_from([0, 1, 2, 3])))
+    chosen: dict[str, Any] = {
+        "zero": zero,
+        "bucket_mb": draw(st.sampled_from([1e-5, 2e-4, 1e-3, 25.0])),
+        "precision": draw(st.sampled_from(["float32", "bfloat16"])),
+        "reduce_in_float32": draw(st.booleans()),
+    }
+    chosen |= fixed
+    if zero:
+        chosen["shard"] = draw(st.sampled_from([0, *(s for s in range(1, world_size + 1) if world_size % s == 0)]))
+    accumulations = ["auto", "each"]
+    if chosen["precision"] == "float32" or chosen["reduce_in_float32"]:
+        accumulations.append("defer")
+    if zero == 3:
+        accumulations.append("hold")
+    chosen["accumulation"] = draw(st.sampled_from(accumulations))
+    if zero < 2:
+        chosen["packing"] = draw(st.sampled_from(["bucket", "parameter", "flat"]))
+        chosen["synchronize"] = draw(st.sampled_from(["overlap", "after"]))
+    if zero == 0 and chosen["precision"] == "float32" and chosen["accumulation"] in ("auto", "defer"):
+        chosen["collective"] = draw(st.sampled_from(["parameter_server", "all_reduce"]))
+    return Strategy(**(chosen | fixed))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, **fixed: Any) -> tuple[Layout, Strategy, int]:
+    """A layout, and the strategy and number of ranks that it was made for."""
+    world_size = draw(st.sampled_from([1, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8]))
+    strategy = draw(strategies(world_size, **fixed))
+    return build_layout(draw(models()), UNITS, strategy, world_size), strategy, world_size
+
+
+@st.composite
+def schedules(draw: st.DrawFn, **fixed: Any) -> Schedule:
+    """A schedule whose units run in an order of their own; some do not run and some are collected late."""
+    layout, strategy, world_size = draw(layouts(**fixed))
+    order = draw(st.one_of(st.just(UNITS[1:]), st.permutations(UNITS)))
+    order = tuple(order[: draw(st.sampled_from([len(order)] * 4 + [len(order) - 1, 1, 0]))])
+    late = draw(st.sampled_from([frozenset(), frozenset(order[:1]), frozenset(order[2:4])]))
+    rank = draw(st.integers(0, world_size - 1))
+    return Schedule(layout, strategy, world_size, rank, order, late=late, counts=9)
