@@ -25,6 +25,7 @@ usage: paceline COMMAND [options]
 
 commands:
   train    train a Transformer on text: one process, --workers N, torchrun or Slurm
+  plan     what a model costs on N devices: memory and bytes sent, at each stage of ZeRO
   sample   let a trained model continue a prompt
   trace    write one step of a run as a timeline for ui.perfetto.dev
   bench    time ways of synchronising gradients against each other
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
+        "plan": _plan,
         "sample": _sample,
         "trace": _trace,
         "bench": _bench,
@@ -132,6 +134,12 @@ def _train(arguments: list[str]) -> int:
     from paceline.train.loop import train
 
     return train(config)
+
+
+def _plan(arguments: list[str]) -> int:
+    from paceline.plan.cli import main as plan
+
+    return plan(arguments)
 
 
 def _sample(arguments: list[str]) -> int:

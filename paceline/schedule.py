@@ -128,6 +128,11 @@ class Schedule:
         """Whether parameters are sharded, hence gathered for each unit's computing."""
         return self.strategy.stage == 3 and self.shards > 1
 
+    @property
+    def lets_go(self) -> bool:
+        """Whether a gathered unit's parameters may be overwritten between its forward and its backward."""
+        return self.gathers_units and self.strategy.accumulation != "hold"
+
     @cached_property
     def collects(self) -> bool:
         """Whether gradients are moved into buckets: to be communicated, or held in another precision."""

@@ -58,7 +58,7 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
     """
     origin = min(event.start for event in events)
     out: list[dict[str, Any]] = []
-    streams = [stream for stream in STREAMS if any(event.stream == stream for event in events)]
+    streams: list[str] = [stream for stream in STREAMS if any(event.stream == stream for event in events)]
     for rank in sorted({event.rank for event in events}):
         out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         for track, stream in enumerate(streams):

@@ -154,7 +154,7 @@ def open_transport(world: World, groups: Sequence[Sequence[int]] | None = None) 
 def _open_groups(
     groups: Sequence[Sequence[int]], mine: Sequence[int], backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """torch's process group of `mine`; every rank takes part in opening each."""
+    """Torch's process group of `mine`; every rank takes part in opening each."""
     opened = [dist.new_group(list(group), timeout=timeout, backend=backend) for group in groups]
     found: dist.ProcessGroup = opened[groups.index(mine)]
     return found

@@ -47,5 +47,14 @@ def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module, strategy
 
 
 def agree_on_order(order: Sequence[str], world: World) -> list[str]:
-    """Rank 0's order of units, for every rank. A collective call."""
-    return list(all_gather_json(list(order))[0]) if world.world_size > 1 else list(order)
+    """One order of units for every rank: rank 0's, with what only others ran where they ran it. A collective call."""
+    if world.world_size == 1:
+        return list(order)
+    agreed: list[str] = []
+    for seen in all_gather_json(list(order)):
+        position = 0
+        for unit in seen:
+            if unit not in agreed:
+                agreed.insert(position, unit)
+            position = agreed.index(unit) + 1
+    return agreed

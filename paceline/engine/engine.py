@@ -18,7 +18,7 @@ from paceline.engine.arrangement import Arrangement
 from paceline.engine.counts import Counts
 from paceline.engine.executor import Executor
 from paceline.engine.gradients import Gradients, square_sum
-from paceline.engine.hooks import in_backward, install
+from paceline.engine.hooks import in_backward, install, open_for_states
 from paceline.engine.optimizers import require_elementwise, watch_optimizers
 from paceline.engine.progress import EngineError, Progress
 from paceline.engine.synchronizer import Synchronizer
@@ -74,10 +74,13 @@ class Engine:
         self._uncollected: set[str] = set()
         self._begun: set[str] = set()
         self._ignored_pass = -1
-        self._walk = self._fullness = 0
-        self._reduced_late = False
+        self._walk = 0
+        self._reduced_late = self._is_full = self._places_changed = False
+        self._states: list[AbstractContextManager[None]] = []
         self._improvises = False
         self._handles = [*install(module, self.units, self), *watch_optimizers(self)]
+        if self._weights.swapped:
+            self._handles += open_for_states(module, self._enter_states, self._leave_states)
 
     # ---- what the training loop calls
 
@@ -137,17 +140,28 @@ class Engine:
 
     @contextmanager
     def _full(self) -> Iterator[None]:
-        if self._fullness or not self._weights.swapped:
+        if self._is_full or not self._weights.swapped:
             yield
             return
         self._executor.settle()
-        gather = self._synchronizer.gather if self._synchronizer else None
-        self._fullness += 1
+        self._is_full = True
         try:
-            with self._weights.full(gather):
+            with self._weights.full(self._synchronizer.gather if self._synchronizer else None):
                 yield
         finally:
-            self._fullness -= 1
+            self._is_full = False
+
+    def _enter_states(self) -> None:
+        self._states.append(self._full())
+        self._states[-1].__enter__()
+
+    def _leave_states(self) -> None:
+        self._states.pop().__exit__(None, None, None)
+
+    def _close_states(self) -> None:
+        """Leaves what a `load_state_dict` that raised left open."""
+        while self._states:
+            self._leave_states()
 
     def holds_parameter(self, identity: int) -> bool:
         """Whether the parameter with this `id()` belongs to the model."""
@@ -171,7 +185,7 @@ class Engine:
         self.progress.reset()
         self._outstanding.clear()
         self._uncollected.clear()
-        self._fullness = 0
+        self._close_states()
         for parameter in self._weights.parameters:
             parameter.grad = None
         self._weights.rest()
@@ -236,7 +250,7 @@ class Engine:
         if not in_backward():
             self._executor.end()
             if unit in self.schedule.place:
-                self._weights.show_pieces((unit,))
+                self._let_go(unit)
                 self._executor.done(Key("forward", unit, self._walk, "forward"))
         return self.progress.generation
 
@@ -246,12 +260,22 @@ class Engine:
 
     def backward_nears(self, unit: str, generation: int) -> None:
         """See `hooks.Listener`."""
-        if self.schedule.gathers_units and self._follows_backward(generation):
+        if self._follows_backward(generation) or self.schedule.gathers_units:
             self._bring(unit)
 
     def backward_begins(self, unit: str | None, generation: int) -> None:
         """See `hooks.Listener`."""
-        if self._follows_backward(generation) and unit is not None:
+        follows = self._follows_backward(generation)
+        if unit is not None and self.schedule.lets_go:
+            if torch.is_grad_enabled():
+                raise EngineError(
+                    f"backward with create_graph=True: the graph of the gradients uses {unit}'s parameters when they "
+                    "may have been let go again. Set strategy.zero to 2 or less, or strategy.accumulation to hold"
+                )
+            if not follows:
+                # torch.autograd.grad computes with the parameters too.
+                self._bring(unit)
+        if follows and unit is not None:
             self._begun.add(unit)
             self._outstanding[unit] -= 1
             self._executor.end()
@@ -313,6 +337,7 @@ class Engine:
         """A training forward goes on; returns whether it began a micro-batch."""
         if not self.progress.begin_forward():
             return False
+        self._close_states()
         if self._weights.swapped and self.progress.micro_batch == 0:
             self._weights.require_sealed()
         self._load_forward(self.progress.micro_batch)
@@ -359,11 +384,19 @@ class Engine:
                 self._executor.run(self.schedule.gather(bucket, index, phase))
         self._weights.show_whole((unit,))
 
+    def _let_go(self, unit: str) -> None:
+        """Lets a unit's parameters be pieces again, so that using them out of turn is an error and not stale."""
+        if self.schedule.lets_go and unit in self.schedule.place:
+            self._weights.show_pieces((unit,))
+
     def _enter_backward(self) -> None:
         self.progress.begin_backward()
         # Queued from the outermost graph: from inside a reentrant checkpoint it would run when that one ends.
         Variable._execution_engine.queue_callback(self._leave_backward)
         self._adopt_first_order()
+        if self._places_changed and self.progress.micro_batch == 0:
+            self._allocate_gradients()
+            self._places_changed = False
         self._begun.clear()
         if self._gradients is not None:
             self._uncollected = set(self.schedule.collected)
@@ -391,8 +424,8 @@ class Engine:
             self._executor.begin(key)
             self._gradients.collect(self._arranged.slots_of(unit))
             self._executor.end()
-            if unit in self.schedule.place and unit not in self.schedule.late:
-                self._weights.show_pieces((unit,))
+            if unit not in self.schedule.late:
+                self._let_go(unit)
             self._uncollected.discard(unit)
             self._executor.done(key)
 
@@ -443,6 +476,7 @@ class Engine:
                 )
                 self._executor.run(op, self._synchronizer.late_work(op, self._weights, self._gradients, mine, spare))
         self._arranged.mark_late(anyones)
+        self._places_changed = self.schedule.rotates
 
     # ---- layout and schedule
 
@@ -486,6 +520,9 @@ class Engine:
                 self._improvises = self.schedule.gathers_units
             else:
                 self._arranged = self._arrange(order)
+        self._allocate_gradients()
+
+    def _allocate_gradients(self) -> None:
         if self.schedule.collects:
             transports = self._synchronizer.transports if self._synchronizer else {}
             alone = alone_on(self.world.device)

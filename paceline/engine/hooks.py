@@ -77,6 +77,28 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
     return handles
 
 
+def open_for_states(model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> list[RemovableHandle]:
+    """Calls `enter` before and `leave` after `state_dict` and `load_state_dict` of a model or a part of it."""
+    handles = []
+    for part in model.modules():
+        # A deep copy copies these hooks too.
+        def before(module: nn.Module, *rest: Any, part: nn.Module = part) -> None:
+            if module is part:
+                enter()
+
+        def after(module: nn.Module, *rest: Any, part: nn.Module = part) -> None:
+            if module is part:
+                leave()
+
+        handles += [
+            part.register_state_dict_pre_hook(before),
+            part.register_state_dict_post_hook(after),
+            part.register_load_state_dict_pre_hook(before),
+            part.register_load_state_dict_post_hook(after),
+        ]
+    return handles
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass (activations are being recomputed, say)."""
     return bool(torch._C._current_graph_task_id() != -1)

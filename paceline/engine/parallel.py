@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +47,20 @@ def parallelize(model: M, strategy: Strategy | None = None) -> M:
 
     setattr(model, _ATTRIBUTE, engine)
     model.no_sync = no_sync_of_model  # type: ignore[assignment]
+    model.__deepcopy__ = partial(_copy, weakref.ref(model))  # type: ignore[assignment]
     return model
+
+
+def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a parallel model is a plain model with whole parameters."""
+    model = reference()
+    assert model is not None
+    ours = {name: model.__dict__.pop(name) for name in (_ATTRIBUTE, "no_sync", "__deepcopy__")}
+    try:
+        with ours[_ATTRIBUTE].full_parameters():
+            return copy.deepcopy(model, memo)
+    finally:
+        model.__dict__.update(ours)
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -121,6 +136,6 @@ def reset(model: nn.Module) -> None:
 def release(model: nn.Module) -> Any:
     """Ends the engine of a model: threads and connections are closed, the model is a plain one again."""
     engine_of(model).close()
-    delattr(model, _ATTRIBUTE)
-    del model.no_sync
+    for name in (_ATTRIBUTE, "no_sync", "__deepcopy__"):
+        delattr(model, name)
     return model

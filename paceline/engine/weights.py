@@ -205,9 +205,10 @@ class Weights:
         """
         for index, version, address in zip(self.swapped, self._versions, self._addresses, strict=True):
             parameter = self.parameters[index]
-            if parameter._version != version or parameter.data_ptr() != address:
+            moved = self.layout.slots[index].spec.unit not in self._open and parameter.data_ptr() != address
+            if moved or parameter._version != version:
                 raise EngineError(
-                    f"{self.layout.slots[index].spec.name} was edited while this rank held only its piece of it: edit "
+                    f"{self.layout.slots[index].spec.name} was edited, but this rank updates only its piece of it: edit "
                     "parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
                 )
 

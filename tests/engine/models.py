@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import paceline as pl
@@ -42,8 +44,26 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """A copy of a model's gradients."""
-    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+    """A copy of a model's whole gradients, put together from the pieces of all ranks where they are sharded."""
+    engine = getattr(model, "_paceline_engine", None)
+    if engine is None or engine.schedule.shards == 1:
+        return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+    found: dict[str, Tensor | None] = {}
+    by_name = dict(model.named_parameters())
+    for index, slot in enumerate(engine.layout.slots):
+        # The last element says whether any rank has a piece of it.
+        flat = torch.zeros(slot.spec.numel + 1, dtype=torch.float64)
+        gradient = by_name[slot.spec.name].grad
+        if gradient is not None:
+            (bucket,) = [bucket for bucket in engine.layout.buckets if index in bucket.slots]
+            shards = engine.schedule.shards
+            start, stop = engine.layout.piece(bucket, index, engine.world.rank % shards, shards)
+            flat[start - slot.offset : stop - slot.offset] = gradient.double()
+            flat[-1] = 1
+        dist.all_reduce(flat)
+        whole = (flat[:-1] / engine.schedule.replicas).as_strided(slot.spec.shape, slot.spec.stride)
+        found[slot.spec.name] = whole if flat[-1] else None
+    return {name: found[name] for name in by_name}
 
 
 def assert_same(results: dict[str, Any], expected: dict[str, Any], atol: float = 1e-12) -> None:
@@ -56,8 +76,15 @@ def assert_same(results: dict[str, Any], expected: dict[str, Any], atol: float =
             torch.testing.assert_close(results[name], value, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-PARALLEL = [Strategy(bucket_mb=1e-4), SYSTEMS["parameter server"]]
-"""The two ways in which gradients come to parameters: on every rank, or on rank 0."""
+STAGES = {f"zero {stage}": Strategy(zero=stage, bucket_mb=1e-4) for stage in (0, 1, 2, 3)}
+"""What is sharded, with several buckets even in the smallest model."""
+
+stages = pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+
+PARALLEL = {**STAGES, "parameter server": SYSTEMS["parameter server"]}
+"""The ways in which gradients come to parameters: on every rank, in pieces, or on rank 0."""
+
+every_way = pytest.mark.parametrize("strategy", PARALLEL.values(), ids=PARALLEL)
 
 
 def make(cls: type[nn.Module] = Stack, *args: Any) -> nn.Module:

@@ -1,0 +1,1 @@
+"""What a training run costs, before it is run."""

@@ -1,0 +1,113 @@
+"""The model that a plan is made for, built on the meta device: shapes without memory."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from paceline.errors import UserError
+from paceline.models.presets import PRESETS
+from paceline.models.transformer import Transformer
+
+
+def meta_model(name: str) -> nn.Module:
+    """Builds a model without allocating its parameters.
+
+    Args:
+        name: A preset (`paceline.models.presets`), the path of a Hugging Face config.json, or `module:function`,
+            where the function takes nothing and returns an nn.Module.
+
+    Raises:
+        UserError: `name` is none of these, what it names builds no model, or transformers is not installed.
+    """
+    with torch.device("meta"), _Undrawn():
+        model = _build(name)
+    if not any(True for _ in model.parameters()):
+        raise UserError(f"--model {name}: {type(model).__name__} has no parameters")
+    return model
+
+
+class _Undrawn(TorchFunctionMode):
+    """Skips drawing initial weights where there is no memory for them.
+
+    On the meta device the first draw makes torch import its compiler, which takes longer than the plan.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.normal_, torch.Tensor.uniform_) or getattr(func, "__module__", "") == "torch.nn.init":
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+def _build(name: str) -> nn.Module:
+    if name in PRESETS:
+        return Transformer(PRESETS[name])
+    path = Path(name)
+    if path.suffix == ".json" or path.exists():
+        return _hugging_face(path / "config.json" if path.is_dir() else path)
+    if ":" in name:
+        return _function(name)
+    near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
+    raise UserError(
+        f"--model {name}: expected a preset ({', '.join(PRESETS)}), the path of a Hugging Face config.json, or "
+        f"module:function{f'; did you mean {near[0]}?' if near else ''}"
+    )
+
+
+def _hugging_face(path: Path) -> nn.Module:
+    if not path.is_file():
+        raise UserError(f"--model {path}: there is no such file; download the model's config.json first")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise UserError(
+            f"--model {path}: reading Hugging Face configurations needs transformers: "
+            "pip install 'paceline[huggingface]'"
+        ) from None
+    try:
+        # Code that comes with a model is not run: the path says nothing of who wrote it.
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--model {path}: transformers makes no causal language model of it: {error}") from error
+    return model
+
+
+def _function(name: str) -> nn.Module:
+    module_name, _, function_name = name.partition(":")
+    # The modules of the folder that the user stands in, as with python -m.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(
+            f"--model {name}: there is no module {error.name}; expected module:function, importable from here"
+        ) from None
+    function: Any = getattr(module, function_name, None)
+    if not callable(function):
+        raise UserError(f"--model {name}: {module_name} has no function {function_name!r} that returns an nn.Module")
+    model = function()
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--model {name}: expected the function to return an nn.Module, got {type(model).__name__}")
+    return model

@@ -1,0 +1,191 @@
+"""Processes that play the ranks of one job, kept for many calls, so that torch is imported once."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Self
+
+from paceline.errors import UserError
+from paceline.train.failure import Failure, first_failure, read_failure
+from paceline.train.worker import describe_failure
+
+SPAWN = multiprocessing.get_context("spawn")
+
+GRACE_SECONDS = 3.0
+"""Between the failure of one rank and the end of those that may wait for it."""
+
+
+class RanksFailed(Exception):
+    """A rank raised, died or hung. `failure` is the one that began it."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+    @property
+    def summary(self) -> str:
+        """The last line of the traceback: the exception itself."""
+        return self.failure.text.rstrip().rpartition("\n")[2]
+
+
+class RankPool:
+    """Runs functions as `n` ranks of one job on this machine.
+
+    No process outlives this one, however it ends. Ctrl-C interrupts this process alone; leaving the `with` block then
+    ends the ranks. After a failure that was not the same on every rank, the next call starts new processes.
+    """
+
+    def __init__(self, n: int, threads: int) -> None:
+        """Starts nothing yet.
+
+        Args:
+            n: Number of ranks.
+            threads: Threads that each rank computes with.
+        """
+        self._n, self._threads = n, threads
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, limit: float) -> list[Any]:
+        """Calls `function(*args)` on every rank.
+
+        Args:
+            function: Importable; with several ranks it calls `pl.init()` itself.
+            args: Picklable.
+            limit: Seconds until ranks that have not answered are ended.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            UserError: A rank raised one.
+            RanksFailed: A rank raised something else, died, or gave no answer in time.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((limit, function, args))
+        answers = self._answers(limit)
+        failures = [answer for answer in answers.values() if isinstance(answer, Failure)]
+        if not failures:
+            return [answers[rank] for rank in range(self._n)]
+        if len(answers) < self._n or len({(f.text, f.peer_lost) for f in failures}) > 1 or len(failures) < self._n:
+            # They are not in one place any more, so what they would send each other next does not match.
+            self.close()
+        failure = first_failure(failures)
+        if failure.user_error:
+            raise UserError(failure.text)
+        raise RanksFailed(failure)
+
+    def _answers(self, limit: float) -> dict[int, Any]:
+        """What ranks answered. After a failure the others have a little time to answer too."""
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + limit
+        while len(answers) < self._n:
+            waiting = {self._pipes[rank]: rank for rank in range(self._n) if rank not in answers}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join()
+                    status = self._processes[rank].exitcode
+                    answers[rank] = read_failure(Path(os.devnull), rank, status, time.monotonic())
+            if not ready:
+                if not any(isinstance(answer, Failure) for answer in answers.values()):
+                    answers |= {rank: self._late(rank, limit) for rank in range(self._n) if rank not in answers}
+                return answers
+            if any(isinstance(answer, Failure) for answer in answers.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return answers
+
+    def _late(self, rank: int, limit: float) -> Failure:
+        assert self._folder is not None
+        # The rank writes its stacks itself, at the same moment.
+        time.sleep(0.2)
+        stacks = Path(self._folder.name, f"stacks-{rank}").read_text()
+        return Failure(rank, time.monotonic(), 1, f"{stacks}rank {rank} gave no answer within {limit:g} s")
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
+        # Blocked in the children for good: Ctrl-C is this process's to answer.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for rank in range(self._n):
+                ours, theirs = SPAWN.Pipe()
+                environment = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(self._n),
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(self._n),
+                    "PACELINE_RENDEZVOUS": f"file://{self._folder.name}/store",
+                }
+                stacks = f"{self._folder.name}/stacks-{rank}"
+                process = SPAWN.Process(target=_serve, args=(theirs, rank, environment, self._threads, stacks))
+                process.daemon = True
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def close(self) -> None:
+        """Ends the processes at once."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes.clear()
+        self._pipes.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: int, stacks: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(threads)
+    with open(stacks, "w") as sink:
+        while True:
+            limit, function, args = pipe.recv()
+            # A hang is a failure, and its stacks are the evidence.
+            faulthandler.dump_traceback_later(limit, file=sink)
+            try:
+                answer = function(*args)
+            except (Exception, SystemExit) as error:
+                answer = describe_failure(error, rank)  # type: ignore[arg-type]
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+            # An engine that an exception left behind ends its threads and connections here.
+            gc.collect()
+            pipe.send(answer)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,356 @@
+"""What sharding must not change: optimizers, states, evaluation, copies; and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import paceline as pl
+from paceline.engine.progress import EngineError
+from paceline.strategy import Strategy
+from tests.engine.models import STAGES, Stack, assert_same, data, make, shares, snapshot
+
+SHARDED = {name: strategy for name, strategy in STAGES.items() if strategy.stage}
+HYBRID = {f"{name}, 2 x 2": replace(strategy, shard=2) for name, strategy in SHARDED.items()}
+
+sharded = pytest.mark.parametrize("strategy", SHARDED.values(), ids=SHARDED)
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+}
+
+
+def optimizer_for(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """Two parameter groups, with another rate and decay each."""
+    cls, options = OPTIMIZERS[name]
+    matrices = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    vectors = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}]
+    return cls(groups, **options)
+
+
+def optimised(strategy: Strategy | None, name: str) -> dict:
+    model = make()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    optimizer = optimizer_for(model, name)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    for step in range(4):
+        x, y = data(step, 12)
+        x, y = (shares(x), shares(y)) if strategy is not None else (x, y)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        rates.step()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_elementwise_optimizer_with_groups_and_a_schedule_equals_one_process(ranks, name) -> None:
+    expected = optimised(None, name)
+    for strategy in (STAGES["zero 1"], STAGES["zero 3"]):
+        for state in ranks(3, optimised, strategy, name):
+            assert_same(state, expected)
+
+
+class Normalised(torch.optim.SGD):
+    """Takes steps of unit length over a whole parameter, so it cannot work on a piece."""
+
+
+def refused(make_optimizer: str) -> str:
+    model = pl.parallelize(make(), STAGES["zero 2"])
+    if make_optimizer == "own":
+        optimizer: torch.optim.Optimizer = Normalised(model.parameters(), lr=0.1)
+    else:
+        matrices = [p for n, p in model.named_parameters() if n.endswith("weight")]
+        optimizer = getattr(torch.optim, make_optimizer)(matrices)
+    x, y = (shares(part) for part in data(0, 8))
+
+    def closure() -> torch.Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    closure()
+    with pytest.raises(pl.UserError) as caught:
+        optimizer.step(closure if make_optimizer == "LBFGS" else None)
+    pl.release(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "own"])
+def test_optimizers_that_need_whole_parameters_are_refused_with_what_serves_them(ranks, name) -> None:
+    for message in ranks(2, refused, name):
+        assert "set strategy.zero to 0" in message
+        assert "pl.elementwise" in message
+
+
+def made_before() -> str:
+    model = make()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    pl.parallelize(model, STAGES["zero 1"])
+    x, y = (shares(part) for part in data(0, 8))
+    F.mse_loss(model(x), y).backward()
+    with pytest.raises(pl.UserError) as caught:
+        optimizer.step()
+    pl.release(model)
+    return str(caught.value)
+
+
+def test_an_optimizer_with_states_for_whole_parameters_is_refused(ranks) -> None:
+    assert all("make the optimizer after pl.parallelize" in message for message in ranks(2, made_before))
+
+
+# ---- stages are one computation
+
+
+def in_float32(strategy: Strategy) -> dict:
+    model = pl.parallelize(make(Stack, 24).float(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        x, y = (shares(part).float() for part in data(step, 12))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = snapshot(model)
+    pl.release(model)
+    return state
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_stages_give_the_same_bits_in_float32(ranks, n, transport) -> None:
+    expected = ranks(n, in_float32, STAGES["zero 0"], transport=transport)[0]
+    for strategy in SHARDED.values():
+        for state in ranks(n, in_float32, strategy, transport=transport):
+            assert_same(state, expected, atol=0)
+
+
+def test_groups_of_ranks_that_shard_and_replicate_equal_one_process(ranks) -> None:
+    expected = optimised(None, "AdamW")
+    for strategy in HYBRID.values():
+        for state in ranks(4, optimised, strategy, "AdamW"):
+            assert_same(state, expected)
+
+
+def accumulated(strategy: Strategy | None) -> list[dict]:
+    model = make()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for step, micro_batches in enumerate((1, 3, 2, 1)):
+        x, y = data(step, 24)
+        if strategy is None:
+            F.mse_loss(model(x), y).backward()
+        else:
+            parts = zip(shares(x).chunk(micro_batches), shares(y).chunk(micro_batches), strict=True)
+            for xs, ys in pl.accumulate(model, list(parts)):
+                (F.mse_loss(model(xs), ys) / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(snapshot(model))
+    return found
+
+
+POLICIES = [
+    *(replace(strategy, accumulation=policy) for strategy in STAGES.values() for policy in ("each", "defer")),
+    *(replace(strategy, accumulation=policy) for strategy in HYBRID.values() for policy in ("each", "defer")),
+    replace(STAGES["zero 3"], accumulation="hold"),
+]
+
+
+@pytest.mark.parametrize("strategy", POLICIES, ids=lambda s: f"zero {s.zero} {s.accumulation} shard {s.shard}")
+def test_accumulation_policies_equal_one_batch_however_many_micro_batches_a_step_has(ranks, strategy) -> None:
+    expected = accumulated(None)
+    for found in ranks(4 if strategy.shard else 2, accumulated, strategy):
+        for state, wanted in zip(found, expected, strict=True):
+            assert_same(state, wanted)
+
+
+# ---- states, copies, evaluation
+
+
+def stated(strategy: Strategy) -> tuple[dict, dict, dict, list[bool]]:
+    model = pl.parallelize(make(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(seed: int) -> None:
+        x, y = (shares(part) for part in data(seed, 8))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    first = snapshot(model)
+    part = {f"blocks.1.{name}": value.clone() for name, value in model.blocks[1].state_dict().items()}
+    copied = copy.deepcopy(model)
+    evaluated = []
+    with torch.no_grad():
+        x = data(5, 3)[0]
+        evaluated.append(torch.equal(model(x), copied(x)))
+        evaluated.append(torch.equal(model.blocks[2](x.repeat(1, 2)[:, :6]), copied.blocks[2](x.repeat(1, 2)[:, :6])))
+    step(1)
+    model.load_state_dict(first)
+    step(1)
+    again = snapshot(model)
+    with pl.full_parameters(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    step(2)
+    halved = snapshot(model)
+    evaluated.append(all(torch.equal(value, first[name]) for name, value in part.items()))
+    evaluated.append(all(torch.equal(value, first[name]) for name, value in copied.state_dict().items()))
+    pl.release(model)
+    return first, again, halved, evaluated
+
+
+@sharded
+def test_states_have_whole_parameters_and_what_is_loaded_or_edited_counts(ranks, strategy) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = []
+    for seed in range(3):
+        if seed == 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        x, y = data(seed, 8)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(snapshot(model))
+    for *states, evaluated in ranks(2, stated, strategy):
+        for state, expected in zip(states, wanted, strict=True):
+            assert_same(state, expected)
+        assert evaluated == [True] * 4
+
+
+def edited(strategy: Strategy) -> str:
+    model = pl.parallelize(make(), strategy)
+    x, y = (shares(part) for part in data(0, 8))
+    F.mse_loss(model(x), y).backward()
+    with torch.no_grad():
+        model.head.weight.zero_()
+    with pytest.raises(EngineError) as caught:
+        model(x)
+    pl.reset(model)
+    model(x)
+    pl.release(model)
+    return str(caught.value)
+
+
+@sharded
+def test_editing_a_piece_is_an_error_that_names_the_parameter(ranks, strategy) -> None:
+    for message in ranks(2, edited, strategy):
+        assert message.startswith("head.weight was edited")
+        assert "pl.full_parameters(model)" in message
+
+
+class Sometimes(Stack):
+    """Skips a block on some ranks."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for index, block in enumerate(self.blocks):
+            if not (self.skips and index == 1):
+                x = x + block(x)
+        return self.head(x)
+
+
+def skipped_on_one_rank(strategy: Strategy) -> dict:
+    world = pl.init()
+    model = pl.parallelize(make(Sometimes, 6, 5), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model.skips = step % 2 == world.rank
+        x, y = (shares(part) for part in data(step, 8))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = snapshot(model)
+    pl.release(model)
+    return state
+
+
+@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+def test_a_block_that_only_one_rank_uses_counts_zero_for_the_other_and_hangs_nobody(ranks, strategy) -> None:
+    model = make(Sometimes, 6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        for rank in (0, 1):
+            model.skips = step % 2 == rank
+            x, y = (part[rank::2] for part in data(step, 8))
+            (F.mse_loss(model(x), y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in ranks(2, skipped_on_one_rank, strategy):
+        assert_same(state, snapshot(model))
+
+
+# ---- memory
+
+
+class Allocations(TorchDispatchMode):
+    """Counts elements of the tensors that operations make, by whether a model's own computing makes them."""
+
+    def __init__(self, largest: int) -> None:
+        super().__init__()
+        self.largest = largest
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)}
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            large = torch.is_tensor(tensor) and tensor.numel() >= self.largest
+            if large and tensor.untyped_storage().data_ptr() not in known:
+                self.found.append(str(func))
+        return out
+
+
+def allocated(strategy: Strategy) -> list[str]:
+    model = pl.parallelize(make(Stack, 64), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[str] = []
+    for step in range(3):
+        x, y = (shares(part) for part in data(step, 8))
+        # Autograd's own: one gradient per parameter in each backward, as without paceline.
+        with Allocations(32 * 32) as mode:
+            loss = F.mse_loss(model(x), y)
+            model_made = len(mode.found)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step:
+            found += mode.found[model_made:]
+    pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+def test_the_engine_allocates_nothing_after_the_first_step(ranks, strategy) -> None:
+    plain = make(Stack, 64)
+    x, y = data(0, 4)
+    with Allocations(32 * 32) as mode:
+        loss = F.mse_loss(plain(x), y)
+        before = len(mode.found)
+        loss.backward()
+    for found in ranks(2, allocated, strategy):
+        assert sorted(found) == sorted(2 * mode.found[before:])
