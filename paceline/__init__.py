@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.comm.transport import CommunicationError
     from paceline.comm.world import World, all_gather_json, barrier, init, shutdown
+    from paceline.engine.loss_scale import GradScaler
     from paceline.engine.optimizers import elementwise
     from paceline.engine.parallel import (
         accumulate,
@@ -36,6 +37,7 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "paceline.comm.transport": ("CommunicationError",),
+    "paceline.engine.loss_scale": ("GradScaler",),
     "paceline.engine.optimizers": ("elementwise",),
     "paceline.engine.progress": ("EngineError",),
     "paceline.comm.world": ("World", "all_gather_json", "barrier", "init", "shutdown"),
@@ -62,6 +64,7 @@ __all__ = [
     "CommunicationError",
     "EngineError",
     "Event",
+    "GradScaler",
     "Layout",
     "Op",
     "Schedule",

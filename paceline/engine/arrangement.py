@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from paceline.comm.world import World
 from paceline.engine.progress import EngineError
@@ -57,8 +57,6 @@ class Arrangement:
         self.schedule = Schedule(self.layout, strategy, world.world_size, world.rank, order, counts=counts)
         self.weights = Weights(self.schedule, parameters, world.device, allocate)
         self._identities = {id(parameter) for parameter in parameters}
-        self._nodes = [parameter for parameter in parameters if parameter.requires_grad]
-        self.hold_accumulators()
         self._places = [
             (held, name, member)
             for submodule in module.modules()
@@ -67,6 +65,8 @@ class Arrangement:
         ]
         self._frozen = [p for p, slot in zip(parameters, self.layout.slots, strict=True) if not slot.spec.trainable]
         self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
+        self._accumulators: dict[int, Node] = {}
+        self.hold_accumulators(self.layout.units)
         self._follow(order)
 
     def _follow(self, order: tuple[str, ...]) -> None:
@@ -77,13 +77,17 @@ class Arrangement:
         self.schedule = replace(self.schedule, order=order, late=frozenset())
         self._follow(order)
 
-    def hold_accumulators(self) -> None:
-        """Takes hold of where autograd accumulates gradients, which a change of dtype creates anew.
+    def hold_accumulators(self, units: Iterable[str]) -> None:
+        """Takes hold of where autograd accumulates gradients of some units, which a change of dtype creates anew.
 
         Autograd keeps them only as long as somebody does, and their shape is that of the parameter when they were made:
         it must be whole.
         """
-        self._accumulators = [get_gradient_edge(parameter).node for parameter in self._nodes]
+        for unit in units:
+            for index in self._slots[unit]:
+                parameter = self.weights.parameters[index]
+                if parameter.requires_grad:
+                    self._accumulators[index] = get_gradient_edge(parameter).node
 
     def holds(self, identity: int) -> bool:
         """Whether a parameter with this `id()` is the model's."""
@@ -110,7 +114,7 @@ class Arrangement:
     def differentiates_parameters(self) -> bool:
         """Whether the backward pass under way leaves gradients in parameters; `torch.autograd.grad` does not."""
         try:
-            return any(torch._C._will_engine_execute_node(node) for node in self._accumulators)
+            return any(torch._C._will_engine_execute_node(node) for node in self._accumulators.values())
         except RuntimeError:
             # A parameter is itself what autograd.grad was asked for.
             return False

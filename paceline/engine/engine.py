@@ -18,7 +18,7 @@ from paceline.engine.arrangement import Arrangement
 from paceline.engine.counts import Counts
 from paceline.engine.executor import Executor
 from paceline.engine.gradients import Gradients, square_sum
-from paceline.engine.hooks import in_backward, install, open_for_states
+from paceline.engine.hooks import cast_inputs, in_backward, install, open_for_states
 from paceline.engine.optimizers import require_elementwise, watch_optimizers
 from paceline.engine.progress import EngineError, Progress
 from paceline.engine.synchronizer import Synchronizer
@@ -79,6 +79,8 @@ class Engine:
         self._states: list[AbstractContextManager[None]] = []
         self._improvises = False
         self._handles = [*install(module, self.units, self), *watch_optimizers(self)]
+        if strategy.low:
+            self._handles.append(cast_inputs(module, getattr(torch, strategy.precision)))
         if self._weights.swapped:
             self._handles += open_for_states(module, self._enter_states, self._leave_states)
 
@@ -250,6 +252,7 @@ class Engine:
         if not in_backward():
             self._executor.end()
             if unit in self.schedule.place:
+                self._hold_accumulators((unit,))
                 self._let_go(unit)
                 self._executor.done(Key("forward", unit, self._walk, "forward"))
         return self.progress.generation
@@ -352,6 +355,11 @@ class Engine:
             self._bring_residents()
         elif self._weights.swapped:
             self._weights.show_whole(self.layout.units)
+            self._hold_accumulators(self.layout.units)
+
+    def _hold_accumulators(self, units: Collection[str]) -> None:
+        if self._weights.dtype_changes:
+            self._arranged.hold_accumulators(units)
 
     def _bring_residents(self) -> None:
         ops = [self.schedule.gather(bucket, 0, "forward") for bucket in self.schedule.residents]
@@ -359,7 +367,9 @@ class Engine:
         if not self._weights.holds_residents():
             for op in ops:
                 self._executor.run(op)
-        self._weights.show_whole(unit for bucket in self.schedule.residents for unit in bucket.units)
+        units = {unit: None for bucket in self.schedule.residents for unit in bucket.units}
+        self._weights.show_whole(units)
+        self._hold_accumulators(units)
 
     def _bring(self, unit: str) -> None:
         """Makes a unit's parameters whole, if they are not: waits for their gather, or gathers out of turn."""
@@ -508,8 +518,6 @@ class Engine:
     def _adopt_first_order(self) -> None:
         """The first forward shows in which order units really run: the same for all ranks, rank 0's."""
         if self._first_order is None:
-            if self._weights.dtype_changes:
-                self._arranged.hold_accumulators()
             return
         order = tuple(agree_on_order(self._first_order, self.world))
         self._first_order = None

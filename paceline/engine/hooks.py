@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 
@@ -75,6 +75,18 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
     handles.append(model.register_forward_pre_hook(model_begins))
     handles.append(model.register_forward_hook(model_ends))
     return handles
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> RemovableHandle:
+    """Casts floating-point tensors that the model is called with to the dtype it computes in."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, (args, kwargs)) if module is model else None
+
+    return model.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def open_for_states(model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> list[RemovableHandle]:

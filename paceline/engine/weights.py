@@ -208,8 +208,8 @@ class Weights:
             moved = self.layout.slots[index].spec.unit not in self._open and parameter.data_ptr() != address
             if moved or parameter._version != version:
                 raise EngineError(
-                    f"{self.layout.slots[index].spec.name} was edited, but this rank updates only its piece of it: edit "
-                    "parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
+                    f"{self.layout.slots[index].spec.name} was edited, but this rank updates only its piece of it: "
+                    "edit parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
                 )
 
     @property

@@ -49,23 +49,29 @@ class Family:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """The model's own loss where it computes one from labels, else the cross entropy of its logits."""
-    if isinstance(model, transformers.PreTrainedModel):
-        return model(**batch).loss  # type: ignore[no-any-return]
-    return F.cross_entropy(model(batch["x"]), batch["labels"])
+    """Cross entropy in float64 (a model's own would be in float32), and what the model adds to balance experts."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    output = model(**inputs)
+    logits = output if isinstance(output, Tensor) else output.logits
+    loss = F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
+    balance = getattr(output, "aux_loss", None)
+    return loss if balance is None else loss + balance
+
+
+def _integers(generator: torch.Generator, *shape: int, below: int = VOCABULARY) -> Tensor:
+    return torch.randint(0, below, shape, generator=generator)
 
 
 # ---- from transformers
 
 
 def _tokens(generator: torch.Generator, samples: int) -> Batch:
-    tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
-    return {"input_ids": tokens, "labels": tokens}
+    return {name: _integers(generator, samples, LENGTH) for name in ("input_ids", "labels")}
 
 
 def _pairs(generator: torch.Generator, samples: int) -> Batch:
-    inputs, labels = (torch.randint(1, VOCABULARY, (samples, LENGTH), generator=generator) for _ in range(2))
-    return {"input_ids": inputs, "labels": labels}
+    names = ("input_ids", "decoder_input_ids", "labels")
+    return {name: _integers(generator, samples, LENGTH) for name in names}
 
 
 _TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
@@ -206,12 +212,11 @@ class LSTM(nn.Module):
 
 def _images(generator: torch.Generator, samples: int) -> Batch:
     x = torch.randn(samples, 3, 8, 8, generator=generator, dtype=torch.float64)
-    return {"x": x, "labels": torch.randint(0, 5, (samples,), generator=generator)}
+    return {"x": x, "labels": _integers(generator, samples, below=5)}
 
 
 def _sentences(generator: torch.Generator, samples: int) -> Batch:
-    x = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
-    return {"x": x, "labels": torch.randint(0, 5, (samples,), generator=generator)}
+    return {"x": _integers(generator, samples, LENGTH), "labels": _integers(generator, samples, below=5)}
 
 
 def _names(*parts: str | tuple[str, int]) -> list[str]:

@@ -1,0 +1,184 @@
+"""Low-precision parameters and gradients, fp32 masters: what N ranks compute equals what one would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline as pl
+from paceline.strategy import Strategy
+from tests.engine.models import STAGES, assert_same, data, make, shares, snapshot
+
+STEPS = 4
+
+
+def low(strategy: Strategy, precision: str = "bfloat16", wide: bool = True) -> Strategy:
+    return replace(strategy, precision=precision, reduce_in_float32=wide)
+
+
+def trained(strategy: Strategy, micro_batches: int, scale: float) -> dict[str, Any]:
+    """Steps of AdamW on this rank's part of each batch."""
+    model = pl.parallelize(make().float(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    dtypes, norms = set(), []
+    for step in range(STEPS):
+        x, y = (shares(part).float() for part in data(step, 24))
+        for xs, ys in pl.accumulate(model, list(zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True))):
+            output = model(xs)
+            dtypes.add(output.dtype)
+            (F.mse_loss(output.float(), ys) * (scale / micro_batches)).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
+        norms.append(pl.clip_grad_norm_(model, 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = snapshot(model)
+    rest = {p.dtype for p in model.parameters()}
+    pl.release(model)
+    return {"state": state, "norms": norms, "dtypes": dtypes, "rest": rest}
+
+
+def by_one(ranks: int, micro_batches: int, dtype: torch.dtype, wide: bool, scale: float) -> dict[str, Any]:
+    """The same in one process and plain PyTorch: copies to compute with, fp32 sums of their gradients."""
+    master = make().float()
+    copied = make().to(dtype)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
+    norms = []
+    for step in range(STEPS):
+        with torch.no_grad():
+            for low_one, one in zip(copied.parameters(), master.parameters(), strict=True):
+                low_one.copy_(one)
+        sums = [torch.zeros_like(p) for p in master.parameters()]
+        x, y = (part.float() for part in data(step, 24))
+        for part in range(micro_batches):
+            parts = [torch.zeros_like(total) for total in sums]
+            for rank in range(ranks):
+                xs, ys = (t[rank::ranks].chunk(micro_batches)[part] for t in (x, y))
+                copied.zero_grad()
+                (F.mse_loss(copied(xs.to(dtype)).float(), ys) * (scale / micro_batches)).backward()
+                for total, low_one in zip(parts, copied.parameters(), strict=True):
+                    total.add_(low_one.grad)
+            for total, mine in zip(sums, parts, strict=True):
+                mean = mine / ranks
+                total.add_(mean if wide else mean.to(dtype) if part or micro_batches == 1 else mean)
+        for total, one in zip(sums, master.parameters(), strict=True):
+            one.grad = total / scale
+        norms.append(torch.nn.utils.clip_grad_norm_(master.parameters(), 0.5).item())
+        optimizer.step()
+    return {"state": master.state_dict(), "norms": norms}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+def test_bfloat16_with_fp32_masters_equals_one_process(ranks, strategy, n, micro_batches) -> None:
+    expected = by_one(n, micro_batches, torch.bfloat16, wide=True, scale=1.0)
+    for result in ranks(n, trained, low(strategy), micro_batches, 1.0):
+        assert_same(result["state"], expected["state"], atol=2e-6)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert result["dtypes"] == {torch.bfloat16}
+        assert result["rest"] == {torch.float32}, "what an optimizer sees"
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+def test_gradients_reduced_as_computed_are_rounded_once(ranks, strategy, precision) -> None:
+    scale = 1.0 if precision == "bfloat16" else 128.0
+    expected = by_one(2, 1, getattr(torch, precision), wide=False, scale=scale)
+    for result in ranks(2, trained, low(strategy, precision, wide=False), 1, scale):
+        assert_same(result["state"], expected["state"], atol=2e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_groups_that_replicate_reduce_in_low_precision_too(ranks, stage) -> None:
+    strategy = replace(low(STAGES[f"zero {stage}"]), shard=2)
+    expected = by_one(4, 2, torch.bfloat16, wide=True, scale=1.0)
+    for result in ranks(4, trained, strategy, 2, 1.0):
+        assert_same(result["state"], expected["state"], atol=2e-6)
+
+
+class Sum(nn.Module):
+    """Its gradient is what it is called with, whatever its weights are."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(size, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def thousand_ones(strategy: Strategy) -> list[float]:
+    model = pl.parallelize(Sum(96), strategy)
+    for _ in pl.accumulate(model, range(500)):
+        model(torch.ones(1, 96)).sum().backward()
+    with torch.no_grad():
+        found = [v for p in model.parameters() if p.grad is not None for v in p.grad.flatten().tolist()]
+    pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+def test_a_thousand_unit_gradients_sum_to_a_thousand(ranks, strategy, wide) -> None:
+    # bf16 itself stops at 256.
+    for found in ranks(2, thousand_ones, replace(low(strategy, wide=wide), gradients="sum")):
+        assert set(found) == {1000.0}
+
+
+def small_beside_large(strategy: Strategy) -> list[float]:
+    world = pl.init()
+    model = pl.parallelize(Sum(260), strategy)
+    model(torch.full((1, 260), 256.0 if world.rank == 0 else 1.0)).sum().backward()
+    found = [v for p in model.parameters() if p.grad is not None for v in p.grad.flatten().tolist()]
+    pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+def test_a_sum_does_not_depend_on_where_an_element_lies(ranks, strategy, transport) -> None:
+    wide = ranks(4, small_beside_large, replace(low(strategy), gradients="sum"), transport=transport)
+    assert {value for found in wide for value in found} == {259.0}
+    rounded = replace(low(strategy, wide=False), gradients="sum")
+    assert {value for found in ranks(4, small_beside_large, rounded, transport=transport) for value in found} == {260.0}
+
+
+def scaled(strategy: Strategy, fused: bool) -> tuple[list[float], list[dict]]:
+    """fp16 whose loss overflows on one rank in the third step."""
+    world = pl.init()
+    model = pl.parallelize(make().float(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    scaler = pl.GradScaler(init_scale=2.0**10, growth_interval=2)
+    scales, states = [], []
+    for step in range(5):
+        x, y = (shares(part).float() for part in data(step, 8))
+        loss = F.mse_loss(model(x).float(), y)
+        scaler.scale(loss * (torch.inf if step == 2 and world.rank == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        pl.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        states.append(snapshot(model))
+    pl.release(model)
+    return scales, states
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("strategy", [STAGES["zero 0"], STAGES["zero 2"], STAGES["zero 3"]])
+def test_an_infinity_on_one_rank_makes_all_skip_and_halves_the_scale(ranks, strategy, fused) -> None:
+    (scales, states), (other_scales, other_states) = ranks(2, scaled, low(strategy, "float16"), fused)
+    assert scales == other_scales
+    for one, other in zip(states, other_states, strict=True):
+        assert_same(one, other, atol=0)
+    assert scales == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
+    assert_same(states[2], states[1], atol=0)
+    assert any(not torch.equal(states[4][name], states[2][name]) for name in states[4])
