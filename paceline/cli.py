@@ -25,8 +25,9 @@ usage: paceline COMMAND [options]
 
 commands:
   train    train a Transformer on text: one process, --workers N, torchrun or Slurm
-  plan     what a model costs on N devices: memory and bytes sent, at each stage of ZeRO
   sample   let a trained model continue a prompt
+  plan     what a model costs on N devices: memory and bytes sent, at each stage of ZeRO
+  verify   compare N ranks with one process, for your own model and every stage of ZeRO
   trace    write one step of a run as a timeline for ui.perfetto.dev
   bench    time ways of synchronising gradients against each other
   version  print the version
@@ -98,8 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
-        "plan": _plan,
         "sample": _sample,
+        "plan": _plan,
+        "verify": _verify,
         "trace": _trace,
         "bench": _bench,
         "version": _version,
@@ -140,6 +142,12 @@ def _plan(arguments: list[str]) -> int:
     from paceline.plan.cli import main as plan
 
     return plan(arguments)
+
+
+def _verify(arguments: list[str]) -> int:
+    from paceline.verify.cli import main as verify
+
+    return verify(arguments)
 
 
 def _sample(arguments: list[str]) -> int:

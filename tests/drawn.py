@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from paceline.layout import ROOT, Layout, ParameterSpec, build_layout
 from paceline.schedule import Schedule
 from paceline.strategy import Strategy
+
+# A busy machine makes single examples slow without anything being wrong.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 UNITS = (ROOT, "embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head")
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}

@@ -10,6 +10,7 @@ import pytest
 import tyro
 
 from paceline.bench.cli import Benchmarks
+from paceline.plan.cli import PlanArguments
 from paceline.train.command_line import parse_train_arguments
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +58,8 @@ def test_every_command_is_understood(page: str, words: list[str], tmp_path: Path
         assert parse_train_arguments([word for word in words[2:] if word != "--print-config"]).steps > 0
     elif words[1] == "bench":
         tyro.cli(Benchmarks, args=words[2:])
+    elif words[1] == "plan":
+        assert tyro.cli(PlanArguments, args=words[2:], use_underscores=False).devices > 0
     else:
         assert words[1] in ("sample", "trace", "help", "version")
 

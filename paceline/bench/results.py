@@ -35,6 +35,12 @@ class Row:
     """Peak resident memory of a rank (allocated memory on a GPU)."""
     wire_bytes: int
     """Bytes that a rank sends in one step."""
+    precision: str = "float32"
+    """What is computed in."""
+    group: str = ""
+    """What it is compared with, where a benchmark compares several things."""
+    base_bytes: int = 0
+    """The part of `peak_bytes` that the interpreter and libraries took before the model was built, where measured."""
 
 
 def half_spread(values: Sequence[float]) -> float:
@@ -103,16 +109,25 @@ def write_json(path: str, rows: Sequence[Row], extra: dict[str, Any] | None = No
 
 
 def print_rows(rows: Sequence[Row], reference: str) -> None:
-    """Prints rows as one aligned table for each case and number of ranks."""
-    for case, ranks in dict.fromkeys((row.case, row.ranks) for row in rows):
-        chosen = [row for row in rows if (row.case, row.ranks) == (case, ranks)]
+    """Prints rows as one aligned table for each case, number of ranks, group and precision."""
+    for key in dict.fromkeys(map(_table, rows)):
+        chosen = [row for row in rows if _table(row) == key]
+        case, ranks, group, precision = key
+        title = f"{case}, {ranks} rank{'s' if ranks > 1 else ''}" + (f", {group}, {precision}" if group else "")
         width = max(len(f"{row.system}: {row.setting}") for row in chosen)
-        print(f"\n{case}, {ranks} rank{'s' if ranks > 1 else ''}; ratio to {reference}, ± half the quartile distance")
+        print(f"\n{title}; ratio to {reference}, ± half the quartile distance")
         print(
-            f"{'system: setting':<{width}} {'ms/step':>9} {'±':>6} {'ratio':>7} {'±':>6} {'peak MiB':>9} {'sent MB':>8}"
+            f"{'system: setting':<{width}} {'ms/step':>9} {'±':>6} {'ratio':>7} {'±':>6} {'peak MiB':>9} "
+            f"{'own MiB':>9} {'sent MB':>8}"
         )
         for row in chosen:
+            own = f"{(row.peak_bytes - row.base_bytes) / 2**20:.0f}" if row.base_bytes else ""
             print(
                 f"{f'{row.system}: {row.setting}':<{width}} {row.median_ms:9.2f} {row.spread_ms:6.2f} "
-                f"{row.ratio:7.3f} {row.ratio_spread:6.3f} {row.peak_bytes / 2**20:9.0f} {row.wire_bytes / 1e6:8.2f}"
+                f"{row.ratio:7.3f} {row.ratio_spread:6.3f} {row.peak_bytes / 2**20:9.0f} {own:>9} "
+                f"{row.wire_bytes / 1e6:8.2f}"
             )
+
+
+def _table(row: Row) -> tuple[str, int, str, str]:
+    return row.case, row.ranks, row.group, row.precision

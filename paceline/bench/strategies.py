@@ -1,52 +1,49 @@
-"""`paceline bench strategies`: every way to synchronise gradients beside PyTorch's DDP, in one job."""
+"""`paceline bench strategies`: every stage of ZeRO and every way to synchronise, beside its peers."""
 
 from __future__ import annotations
 
-import inspect
-import resource
+import importlib
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 import tyro
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
+from paceline.bench.cases import ADAMW, CASES, GROUPS, Case, Precision, System, Training
+from paceline.bench.meters import peak_bytes, resident_bytes, sent_bytes
+from paceline.bench.peers import loop, one_process, peers
 from paceline.bench.ranks import run_ranks
 from paceline.bench.results import Row, make_row, print_rows, write_json
-from paceline.models.config import ModelConfig
-from paceline.models.transformer import Transformer
+from paceline.errors import UserError
+from paceline.models.presets import preset
 from paceline.strategy import SYSTEMS, Strategy
 
-
-@dataclass(frozen=True)
-class Case:
-    """A model and what one rank gives it in a step."""
-
-    name: str
-    model: ModelConfig
-    batch: int
-    """Sequences a rank."""
-
-
-CASES = (
-    Case("communication-heavy", ModelConfig(layers=6, width=512, heads=8, context=64, vocabulary=2048), 1),
-    Case("compute-heavy", ModelConfig(layers=6, width=384, heads=6, context=256, vocabulary=2048), 4),
-    Case("tiny", ModelConfig(layers=3, width=128, heads=4, context=128, vocabulary=2048), 4),
-)
+OURS: dict[str, Strategy] = {
+    "zero 0": Strategy(),
+    "zero 1": Strategy(zero=1),
+    "zero 2": Strategy(zero=2),
+    "zero 3": Strategy(zero=3),
+}
+"""paceline's rows in every precision; in float32 the historical systems are others."""
 
 
 @dataclass(frozen=True)
 class StrategiesBench:
-    """Step time, peak memory and bytes sent of each strategy, beside torch DDP, interleaved in one job."""
+    """Step time, peak memory and bytes sent of each strategy beside its peers, interleaved in one job a stage."""
 
     ranks: tuple[int, ...] = (2,)
     """Numbers of ranks to run with, on this machine."""
     cases: tuple[str, ...] = tuple(case.name for case in CASES)
     """Which cases to run."""
+    precision: tuple[Precision, ...] = ("float32",)
+    """Which precisions to compute in."""
+    systems: tuple[str, ...] = ()
+    """Names of the systems to run, or whole "system: setting"; default: all."""
     rounds: int = 15
     """Rounds; in each, every system runs in turn."""
     steps: int = 4
@@ -55,83 +52,132 @@ class StrategiesBench:
     """Where to write machine, versions, command and rows."""
 
 
-Step = Callable[[], None]
+@dataclass(frozen=True)
+class Measured:
+    """What one system needs of a rank that runs nothing else, in bytes."""
+
+    base: int
+    """Memory before the model was built: interpreter and libraries."""
+    peak: int
+    sent: int
+    """What it sends in one step."""
+
+
+Failures = list[dict[str, Any]]
+"""Systems that could not run: case, ranks, precision, system, setting, reason."""
 
 
 def main(options: StrategiesBench) -> list[Row]:
-    """Runs the benchmark, prints its tables and writes its file."""
+    """Runs the benchmark, prints its tables and writes its file.
+
+    Raises:
+        UserError: `options.systems` names none that there is.
+    """
     rows: list[Row] = []
+    failures: Failures = []
     for ranks in options.ranks:
-        for case in CASES:
-            if case.name in options.cases:
-                rows += run_case(case, ranks, options.rounds, options.steps)
-                print_rows([row for row in rows if (row.case, row.ranks) == (case.name, ranks)], "the best DDP")
+        for precision in options.precision:
+            chosen = choose(systems(precision), options.systems)
+            for case in CASES:
+                if case.name in options.cases:
+                    rows += run_case(case, ranks, precision, chosen, options.rounds, options.steps, failures)
     if options.json:
-        write_json(options.json, rows)
+        write_json(options.json, rows, {"failures": failures} if failures else None)
     return rows
 
 
-def run_case(case: Case, ranks: int, rounds: int, steps: int) -> list[Row]:
-    """Measures all systems on one case."""
-    seconds = run_ranks(ranks, _time_systems, case, rounds, steps)[0]
-    best = min((name for name in seconds if name[0] == "torch DDP"), key=lambda name: sum(seconds[name]))
-    rows = []
-    for name, times in seconds.items():
-        peak, wire = run_ranks(ranks, _measure_memory, case, name)[0]
-        rows.append(make_row(case.name, name[0], name[1], ranks, times, seconds[best], peak, wire))
+def systems(precision: Precision) -> list[System]:
+    """Everything that is compared in one precision: peers, then paceline."""
+    strategies = dict(OURS)
+    if precision == "float32":
+        strategies |= {name: strategy for name, strategy in SYSTEMS.items() if strategy not in OURS.values()}
+    else:
+        for name, strategy in OURS.items():
+            low = replace(strategy, precision=precision)
+            del strategies[name]
+            strategies[f"{name}, reduced in {precision}"] = replace(low, reduce_in_float32=False)
+            strategies[f"{name}, reduced in float32"] = low
+    ours = [
+        System("paceline", name, partial(_paceline, strategy), (GROUPS[(0, 1, 1, 2)[strategy.stage]],))
+        for name, strategy in strategies.items()
+    ]
+    return peers(precision) + ours
+
+
+def choose(found: Sequence[System], wanted: Sequence[str]) -> list[System]:
+    """The systems whose name or label is `wanted`; all, if nothing is.
+
+    Raises:
+        UserError: A wanted name that no system has.
+    """
+    known = {name: None for system in found for name in (system.name, system.label)}
+    for name in wanted:
+        if name not in known:
+            raise UserError(f"--systems: expected some of {'; '.join(known)}; got {name!r}")
+    return [system for system in found if not wanted or system.name in wanted or system.label in wanted]
+
+
+def run_case(
+    case: Case,
+    ranks: int,
+    precision: Precision,
+    chosen: Sequence[System],
+    rounds: int,
+    steps: int,
+    failures: Failures,
+) -> list[Row]:
+    """Measures and prints one case: a table for each group, a ratio being to the group's fastest peer.
+
+    Each system runs alone first, which gives its memory and shows whether it runs at all; then those of a group
+    take turns in one job. All of them in one would not fit in the memory of a small machine.
+
+    Args:
+        case: What to train.
+        ranks: Number of ranks; they share the cores, each with as many threads.
+        precision: What to compute in.
+        chosen: The systems.
+        rounds: Timed rounds.
+        steps: Steps of a system in one round.
+        failures: Gets what could not run, with the reason.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    measured: dict[str, Measured] = {}
+    for system in chosen:
+        try:
+            measured[system.label] = run_ranks(ranks, _measure, case, precision, system, threads=threads)[0]
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+            print(f"{case.name}, {ranks} ranks, {precision}: {system.label} did not run: {reason}")
+            where = {"case": case.name, "ranks": ranks, "precision": precision}
+            failures.append({**where, "system": system.name, "setting": system.setting, "reason": reason})
+    rows: list[Row] = []
+    for group in GROUPS:
+        members = [system for system in chosen if group in system.groups and system.label in measured]
+        if not members:
+            continue
+        seconds = run_ranks(ranks, _time_systems, case, precision, members, rounds, steps, threads=threads)[0]
+        rivals = [system for system in members if system.name not in ("paceline", "one process")] or members
+        best = min(rivals, key=lambda system: sum(seconds[system.label]))
+        for system in members:
+            need, times, reference = measured[system.label], seconds[system.label], seconds[best.label]
+            row = make_row(case.name, system.name, system.setting, ranks, times, reference, need.peak, need.sent)
+            rows.append(replace(row, precision=precision, group=group, base_bytes=need.base))
+        print_rows([row for row in rows if row.group == group], best.label)
     return rows
 
 
-def systems(device: torch.device) -> dict[tuple[str, str], Callable[[nn.Module], nn.Module]]:
-    """What is compared, by (system, setting): each makes a model data-parallel."""
-    best: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True}
-    if "batched_grad_copy" in inspect.signature(DistributedDataParallel.__init__).parameters:
-        best["batched_grad_copy"] = True
-    found: dict[tuple[str, str], Callable[[nn.Module], nn.Module]] = {
-        ("one process", "no communication"): lambda model: model.to(device),
-        ("torch DDP", "default"): lambda model: DistributedDataParallel(model.to(device)),
-        ("torch DDP", "views, static graph"): lambda model: DistributedDataParallel(
-            model.to(device), gradient_as_bucket_view=True, static_graph=True
-        ),
-        ("torch DDP", ", ".join(best).replace("_", " ")): lambda model: DistributedDataParallel(
-            model.to(device), **best
-        ),
-    }
-    for name, strategy in SYSTEMS.items():
-        found["paceline", name] = _parallelizer(strategy)
-    return found
+def _paceline(strategy: Strategy, case: Case, world: pl.World, precision: Precision) -> Training:
+    model = pl.parallelize(case.build(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return Training(model, loop(model, optimizer, case, world, autocast=False))
 
 
-def _parallelizer(strategy: Strategy) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: pl.parallelize(model, strategy)
-
-
-def _batch(case: Case, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    shape = (case.batch, case.model.context)
-    inputs, targets = (torch.randint(0, case.model.vocabulary, shape, generator=generator) for _ in range(2))
-    return inputs.to(device), targets.to(device)
-
-
-def _build(case: Case, parallel: Callable[[nn.Module], nn.Module], world: pl.World) -> tuple[nn.Module, Step]:
-    torch.manual_seed(0)
-    model = parallel(Transformer(case.model))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    inputs, targets = _batch(case, world.rank, world.device)
-
-    def step() -> None:
-        loss = model(inputs, targets) / targets.numel()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, step
-
-
-def _time_systems(case: Case, rounds: int, steps: int) -> dict[tuple[str, str], list[float]]:
+def _time_systems(
+    case: Case, precision: Precision, members: Sequence[System], rounds: int, steps: int
+) -> dict[str, list[float]]:
     world = pl.init()
-    built = {name: _build(case, parallel, world)[1] for name, parallel in systems(world.device).items()}
-    seconds: dict[tuple[str, str], list[float]] = {name: [] for name in built}
+    built = {system.label: system.build(case, world, precision) for system in members}
+    seconds: dict[str, list[float]] = {name: [] for name in built}
     names = list(built)
     for number in range(rounds + 1):
         # Each round starts with another system, so that none always follows the same neighbour.
@@ -143,36 +189,39 @@ def _time_systems(case: Case, rounds: int, steps: int) -> dict[tuple[str, str], 
     return seconds
 
 
-def _time(step: Step, steps: int, device: torch.device) -> float:
+def _time(training: Training, steps: int, device: torch.device) -> float:
     """Seconds a step, of the slowest rank."""
     pl.barrier()
     start = time.perf_counter()
     for _ in range(steps):
-        step()
+        training.step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elapsed = (time.perf_counter() - start) / steps
     return float(max(pl.all_gather_json(elapsed)))
 
 
-def _measure_memory(case: Case, name: tuple[str, str]) -> tuple[int, int]:
-    """Peak memory of a rank that runs nothing else, and the bytes it sends in a step."""
+def _measure(case: Case, precision: Precision, system: System) -> Measured:
+    """Memory and traffic of a rank that runs one system alone."""
+    for library in system.libraries:
+        importlib.import_module(library)
     world = pl.init()
-    model, step = _build(case, systems(world.device)[name], world)
+    # Once, as torch imports much when it is first used.
+    one_process(Case("warm-up", preset("nano"), batch=1), world, precision).step()
+    base = resident_bytes(world.device)
+    training = system.build(case, world, precision)
     for _ in range(3):
-        step()
-    if world.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(world.device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if name[0] == "paceline":
-        events = [event for event in pl.engine_of(model).drain_events() if event.step == 2]
-        wire = sum(event.sent for event in events)
-    elif name[0] == "torch DDP":
-        # Gloo and NCCL do not tell; a ring all-reduce of the gradients sends this much.
-        size = sum(p.numel() * p.itemsize for p in model.parameters())
-        wire = 2 * (world.world_size - 1) * size // world.world_size
-    else:
-        wire = 0
+        training.step()
+    pl.barrier()
+    before = sent_bytes()
+    training.step()
+    sent = sent_bytes() - before
+    if system.name == "paceline":
+        # Shared memory has no sockets; the engine counts what crosses it.
+        sent = sum(event.sent for event in pl.engine_of(training.model).drain_events() if event.step == 2)
+    elif world.device.type == "cuda":
+        # NCCL does not tell.
+        sent = 0
+    peak = peak_bytes(world.device)
     pl.shutdown()
-    return peak, wire
+    return Measured(base, peak, sent)

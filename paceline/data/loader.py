@@ -164,7 +164,7 @@ def validation_batches(
 ) -> Iterator[MicroBatch]:
     """This rank's part of all samples, in order; over all ranks every sample comes exactly once.
 
-    Ranks may get different numbers of micro-batches, none if there are fewer samples than ranks.
+    Ranks get equally many micro-batches, as sharded parameters are gathered by all; a last one may have no targets.
 
     Args:
         token_file: held-out tokens.
@@ -174,8 +174,10 @@ def validation_batches(
         world_size: number of ranks.
         device: where tensors are wanted.
     """
-    mine = validation_share(sample_count(len(token_file), context), rank, world_size)
-    for start in range(0, len(mine), micro_batch):
+    samples = sample_count(len(token_file), context)
+    mine = validation_share(samples, rank, world_size)
+    most = max(len(validation_share(samples, other, world_size)) for other in range(world_size))
+    for start in range(0, most, micro_batch):
         indices = np.array(mine[start : start + micro_batch], np.int64)
         yield _to(_micro_batch(token_file, indices, context, pin=False), torch.device(device))
 

@@ -34,6 +34,7 @@ class Counts:
             self.buffer = torch.zeros(self.numel, dtype=torch.float64, device=device)
         else:
             self.buffer = transport.allocate(self.numel, torch.float64)
+        self._carries = False
         self._values: list[float | Tensor] = []
         self._result = torch.zeros(0, dtype=torch.float64, device=device)
         self._flags = self.buffer[: 2 * parameters].clone()
@@ -76,11 +77,14 @@ class Counts:
             self.buffer[index] = value
         if squares is not None:
             self.buffer[-2] = squares
+        self._carries = carries
         self.buffer[-1] = float(carries)
 
     def squares(self) -> Tensor | None:
         """Sum of squares of all reduced gradients: fp64, 0-dim; None where gradients are more than what was reduced."""
-        return None if self.buffer[-1].item() else self.buffer[-2].clone()
+        # A GPU's host does not wait for the others' answer, which is its own: loops are alike on all ranks.
+        carries = self._carries if self.buffer.is_cuda else self.buffer[-1].item()
+        return None if carries else self.buffer[-2].clone()
 
     def used(self) -> list[int]:
         """Parameters that some rank has a gradient for. On a GPU the host waits for the answer."""

@@ -19,7 +19,7 @@ from paceline.engine.counts import Counts
 from paceline.engine.executor import Executor
 from paceline.engine.gradients import Gradients, square_sum
 from paceline.engine.hooks import cast_inputs, in_backward, install, open_for_states
-from paceline.engine.optimizers import require_elementwise, watch_optimizers
+from paceline.engine.optimizers import prepare_optimizer, watch_optimizers
 from paceline.engine.progress import EngineError, Progress
 from paceline.engine.synchronizer import Synchronizer
 from paceline.engine.units import find_units, parameter_specs
@@ -153,6 +153,13 @@ class Engine:
         finally:
             self._is_full = False
 
+    def _refuse_graph(self, records: bool) -> None:
+        if records:
+            raise EngineError(
+                "a forward with gradients inside pl.full_parameters: its backward would not be reduced. Train outside "
+                "of it; evaluate inside it under torch.no_grad()"
+            )
+
     def _enter_states(self) -> None:
         self._states.append(self._full())
         self._states[-1].__enter__()
@@ -218,6 +225,9 @@ class Engine:
 
     def model_begins(self, records: bool) -> None:
         """See `hooks.Listener`."""
+        if self._is_full:
+            self._refuse_graph(records)
+            return
         if records and self._enter_forward():
             return
         if self.schedule.gathers_units and not in_backward():
@@ -235,6 +245,9 @@ class Engine:
 
     def forward_begins(self, unit: str, records: bool) -> None:
         """See `hooks.Listener`."""
+        if self._is_full:
+            self._refuse_graph(records)
+            return
         if records:
             self._enter_forward()
             if self._first_order is not None and unit not in self._first_order:
@@ -249,7 +262,7 @@ class Engine:
     def forward_ends(self, unit: str, records: bool, backward_follows: bool) -> int:
         """See `hooks.Listener`."""
         self._outstanding[unit] += backward_follows
-        if not in_backward():
+        if not in_backward() and not self._is_full:
             self._executor.end()
             if unit in self.schedule.place:
                 self._hold_accumulators((unit,))
@@ -302,9 +315,9 @@ class Engine:
         self._require_reduced("optimizer.step()")
         if self._weights.swapped:
             self._executor.settle()
-            self._weights.rest()
+            self._weights.rest_in_pieces()
             if self.schedule.shards > 1:
-                require_elementwise(optimizer, self._weights, self.strategy)
+                prepare_optimizer(optimizer, self._weights, self.strategy)
         self._executor.begin(Key("update", "optimizer", self.progress.last_micro_batch, "update"))
 
     def update_ends(self) -> None:
@@ -397,12 +410,22 @@ class Engine:
     def _let_go(self, unit: str) -> None:
         """Lets a unit's parameters be pieces again, so that using them out of turn is an error and not stale."""
         if self.schedule.lets_go and unit in self.schedule.place:
-            self._weights.show_pieces((unit,))
+            self._weights.let_go((unit,))
+
+    def idle_micro_batch(self) -> None:
+        """Takes part in the communication of a micro-batch that other ranks have and this one has not."""
+        self._enter_forward()
+        self._executor.launch_left("gather")
+        self._begin_backward()
+        self._leave_backward()
 
     def _enter_backward(self) -> None:
-        self.progress.begin_backward()
+        self._begin_backward()
         # Queued from the outermost graph: from inside a reentrant checkpoint it would run when that one ends.
         Variable._execution_engine.queue_callback(self._leave_backward)
+
+    def _begin_backward(self) -> None:
+        self.progress.begin_backward()
         self._adopt_first_order()
         if self._places_changed and self.progress.micro_batch == 0:
             self._allocate_gradients()
@@ -442,6 +465,8 @@ class Engine:
     def _leave_backward(self) -> None:
         synchronises, gradients = self.progress.synchronises, self._gradients
         self._executor.end()
+        # For units that this rank did not run and others may still have to, before it waits for their gradients.
+        self._executor.launch_left("gather")
         self._collect([unit for unit in self.schedule.collected if unit in self._uncollected])
         late = gradients.late() if gradients and synchronises else []
         if gradients is not None:
@@ -461,7 +486,7 @@ class Engine:
             if self._synchronizer is not None:
                 self._reduce_late(late, self._counts.late(late, first=self.progress.step == 0))
                 used = used if gradients.complete else self._counts.used()
-            self._weights.rest()
+            self._weights.rest_in_pieces()
             gradients.publish(used, keep=self._keeps_gradients)
         elif gradients is not None:
             gradients.end_local()

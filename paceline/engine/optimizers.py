@@ -43,11 +43,11 @@ def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
     return optimizer
 
 
-def require_elementwise(optimizer: Optimizer, weights: Weights, strategy: Strategy) -> None:
-    """Refuses optimizers that would compute something else from a shard than from the whole.
+def prepare_optimizer(optimizer: Optimizer, weights: Weights, strategy: Strategy) -> None:
+    """Makes an optimizer step on pieces: cuts states that it holds for whole parameters, which some make when built.
 
     Raises:
-        UserError: The optimizer needs whole parameters, or has states for whole ones.
+        UserError: The optimizer would compute something else from a piece than from the whole.
     """
     if type(optimizer) not in ELEMENTWISE:
         raise UserError(
@@ -55,17 +55,22 @@ def require_elementwise(optimizer: Optimizer, weights: Weights, strategy: Strate
             f"zero={strategy.zero} each rank updates its own pieces: set strategy.zero to 0, or use one of torch's "
             "elementwise optimizers (AdamW, SGD, ...); vouch for one of your own with pl.elementwise(YourOptimizer)"
         )
-    pieces = {id(weights.parameters[index]): weights.piece(index) for index in weights.swapped}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            piece = pieces.get(id(parameter))
-            for name, state in optimizer.state.get(parameter, {}).items():
-                if piece is not None and isinstance(state, Tensor) and state.dim() and state.shape != piece.shape:
-                    raise UserError(
-                        f"{type(optimizer).__name__} holds {name} of shape {list(state.shape)} for a parameter of "
-                        f"which this rank updates {piece.numel()} elements: make the optimizer after pl.parallelize, "
-                        "and load states that were saved with the same strategy and number of ranks"
-                    )
+    indices = {id(weights.parameters[index]): index for index in weights.swapped}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in indices):
+        index = indices[id(parameter)]
+        piece, spec = weights.piece(index), weights.layout.slots[index].spec
+        assert piece is not None
+        states = optimizer.state.get(parameter, {})
+        for name, state in states.items():
+            if not isinstance(state, Tensor) or not state.dim() or state.shape == piece.shape:
+                continue
+            if tuple(state.shape) != spec.shape:
+                raise UserError(
+                    f"{type(optimizer).__name__} holds {name} of shape {list(state.shape)} for {spec.name}, of which "
+                    f"this rank updates {piece.numel()} elements: load states that were saved with the same strategy "
+                    "and number of ranks, or those of one process"
+                )
+            states[name] = weights.cut(index, state)
 
 
 class Watcher(Protocol):

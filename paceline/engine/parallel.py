@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.world import current_world
+from paceline.comm.world import all_gather_json, current_world
 from paceline.engine.engine import Engine
 from paceline.strategy import Strategy
 
@@ -75,16 +75,28 @@ def engine_of(model: nn.Module) -> Engine:
     return engine  # type: ignore[no-any-return]
 
 
-def accumulate(model: nn.Module, batches: Iterable[T]) -> Iterator[T]:
-    """Yields micro-batches such that only the last one's backward communicates.
+def accumulate(model: nn.Module, batches: Iterable[T], uneven: bool = False) -> Iterator[T]:
+    """Yields micro-batches such that only the last one's backward completes the step's gradients.
 
     Scale each loss yourself, as in any accumulating loop.
 
     Args:
         model: A parallel model.
         batches: The micro-batches of one optimizer step, on this rank.
+        uneven: Whether ranks may have different numbers of them, or none. They are then counted over ranks first, and
+            a rank without one contributes zeros. If not, every rank has equally many.
     """
     engine = engine_of(model)
+    if uneven:
+        batches = list(batches)
+        most = max(all_gather_json(len(batches)))
+        for index in range(most):
+            with engine.no_sync() if index < most - 1 else nullcontext():
+                if index < len(batches):
+                    yield batches[index]
+                else:
+                    engine.idle_micro_batch()
+        return
     iterator = iter(batches)
     try:
         current = next(iterator)

@@ -30,6 +30,8 @@ class Weights:
 
     A parameter object stays the user's own; only its data changes. Where it is updated in pieces (sharded, or in
     another precision), its data is this rank's piece of the master between steps, and the whole while it computes.
+    Before the first step it has the parameter's own shape, so that optimizers may be made by looking at shapes; what
+    is not there then reads as NaN and cannot be written.
 
     Attributes:
         parameters: In the order of `layout.slots`.
@@ -81,8 +83,9 @@ class Weights:
         self.assign_places(schedule)
         for parameter, whole in zip(self.parameters, self._whole, strict=True):
             parameter.data = whole
+        # What a parameter's data is when nothing computes with it.
+        self._resting = {index: self._shape_alone(index) for index in self.swapped}
         self._versions: list[int] = []
-        self._addresses: list[int] = []
 
     # ---- buffers
 
@@ -155,6 +158,15 @@ class Weights:
         first = bucket.shard(self._index, self._shards)[0]
         return self.master(bucket)[start - first : stop - first]
 
+    def _shape_alone(self, index: int) -> Tensor:
+        piece, whole = self._pieces[index], self._whole[index]
+        assert piece is not None
+        if self._shards == 1:
+            return piece
+        if not self._sharded:
+            return whole
+        return torch.full((), torch.nan, dtype=piece.dtype, device=self._device).expand(whole.shape)
+
     def _whole_view(self, index: int) -> Tensor:
         slot, bucket = self.layout.slots[index], self._bucket_of.get(index)
         if not self._sharded:
@@ -174,19 +186,36 @@ class Weights:
                 for index in self._swapped_of.get(unit, ()):
                     self.parameters[index].data = self._whole[index]
 
-    def show_pieces(self, units: Iterable[str]) -> None:
-        """Lets the parameters of some units be this rank's pieces."""
+    def let_go(self, units: Iterable[str]) -> None:
+        """Lets the parameters of some units be what they are when nothing computes with them."""
         for unit in units:
             if unit in self._open:
                 self._open.discard(unit)
                 for index in self._swapped_of.get(unit, ()):
-                    self.parameters[index].data = self._pieces[index]  # type: ignore[assignment]
+                    self.parameters[index].data = self._resting[index]
 
     def rest(self) -> None:
-        """Lets all parameters be pieces, as they are between steps."""
-        for index in self.swapped:
-            self.parameters[index].data = self._pieces[index]  # type: ignore[assignment]
+        """Lets all parameters be what they are when nothing computes with them."""
+        for index, data in self._resting.items():
+            self.parameters[index].data = data
         self._open.clear()
+
+    def rest_in_pieces(self) -> None:
+        """Lets all parameters be pieces, from the first step on."""
+        for index in self.swapped:
+            self._resting[index] = self._pieces[index]  # type: ignore[assignment]
+        self.rest()
+
+    def cut(self, index: int, whole: Tensor) -> Tensor:
+        """The part of a tensor of a parameter's own shape that goes with this rank's piece of it."""
+        piece, slot = self._pieces[index], self.layout.slots[index]
+        assert piece is not None
+        if self._shards == 1:
+            return whole.to(piece.dtype)
+        start, stop = self.layout.piece(self._bucket_of[index], index, self._index, self._shards)
+        ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=piece.dtype, device=self._device)
+        flat = ordered.copy_(whole).as_strided((slot.spec.numel,), (1,))
+        return flat[start - slot.offset : stop - slot.offset].clone()
 
     def piece(self, index: int) -> Tensor | None:
         """This rank's piece of a parameter; None where it is not updated in pieces."""
@@ -195,7 +224,6 @@ class Weights:
     def seal(self) -> None:
         """Takes the pieces as they are now for what an optimizer or the engine made of them."""
         self._versions = [self.parameters[index]._version for index in self.swapped]
-        self._addresses = [self.parameters[index].data_ptr() for index in self.swapped]
 
     def require_sealed(self) -> None:
         """Refuses to go on with pieces that somebody else changed.
@@ -203,9 +231,9 @@ class Weights:
         Raises:
             EngineError: A parameter was edited or given other data since `seal`.
         """
-        for index, version, address in zip(self.swapped, self._versions, self._addresses, strict=True):
-            parameter = self.parameters[index]
-            moved = self.layout.slots[index].spec.unit not in self._open and parameter.data_ptr() != address
+        for index, version in zip(self.swapped, self._versions, strict=True):
+            parameter, rests = self.parameters[index], self.layout.slots[index].spec.unit not in self._open
+            moved = rests and parameter.data_ptr() != self._resting[index].data_ptr()
             if moved or parameter._version != version:
                 raise EngineError(
                     f"{self.layout.slots[index].spec.name} was edited, but this rank updates only its piece of it: "

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.engine.units import find_units, parameter_specs
 from paceline.layout import ROOT, ParameterSpec, build_layout
 from paceline.memory import Memory, memory
-from paceline.schedule import COMPUTE, COUNTS, Schedule
+from paceline.schedule import COMPUTE, Schedule
 from paceline.strategy import Strategy
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -87,7 +87,7 @@ def row(model: Shapes, strategy: Strategy, devices: int, micro_batches: int = 1)
 def _sent(schedule: Schedule, micro_batches: int) -> dict[str, int]:
     sent = Counter(dict.fromkeys(COLLECTIVES, 0))
     for op in schedule.step(micro_batches):
-        if op.kind not in COMPUTE and op.target != COUNTS:
+        if op.kind not in COMPUTE:
             sent[op.kind] += op.sent
     return dict(sent)
 

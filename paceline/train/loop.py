@@ -113,12 +113,14 @@ def _run(
     saved = outputs.save(model)
     for tracker in outputs.trackers:
         tracker.finish()
-    if outputs.folder is not None:
-        lines = stopped(outputs.folder.path, step, saved) if status else ()
-        lines = lines or summary(config, corpus, model, outputs.world, outputs.folder.path, step, seconds, last)
-        show(*lines, *outputs.folder.describe_problems())
-        if not saved:
-            raise UserError(f"the weights could not be saved: {outputs.folder.problems[WEIGHTS]}")
+    # The summary lets rank 0 alone write a sample, so no other rank may be needed for it.
+    with pl.full_parameters(model):
+        if outputs.folder is not None:
+            lines = stopped(outputs.folder.path, step, saved) if status else ()
+            lines = lines or summary(config, corpus, model, outputs.world, outputs.folder.path, step, seconds, last)
+            show(*lines, *outputs.folder.describe_problems())
+    if outputs.folder is not None and not saved:
+        raise UserError(f"the weights could not be saved: {outputs.folder.problems[WEIGHTS]}")
     return status
 
 
@@ -138,7 +140,7 @@ def _steps(
             engine.count(batch.tokens, loss, *stop.flags())
             loss.backward()
         counts = engine.counts()
-        norm = update(step - 1, counts[0], engine.grad_norm())
+        norm = update(step - 1, counts[0], engine.reduced_norm())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)
 
         state = torch.cat([counts[2:], update.skips.to(counts.dtype), norm.to(counts.dtype).reshape(1)])

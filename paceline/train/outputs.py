@@ -45,7 +45,8 @@ class Outputs:
             tracker.log(figures, step)
 
     def save(self, model: Transformer) -> bool:
-        """Saves the weights; False if that failed."""
+        """Saves the weights; False if that failed. A collective call where they are sharded."""
+        state = model.state_dict()
         if self.folder is None:
             return True
-        return self.folder.write(WEIGHTS, lambda path: save_weights(model.state_dict(), path, model.config))
+        return self.folder.write(WEIGHTS, lambda path: save_weights(state, path, model.config))

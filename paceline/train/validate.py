@@ -74,15 +74,16 @@ def validate(
     model.eval()
     try:
         for batch in batches:
-            if given_up := stopped():
+            # Together: a rank that went on alone would wait for the others' parameters.
+            if given_up := any(pl.all_gather_json(stopped())):
                 break
             total += model(batch.inputs, batch.targets)
             tokens += batch.tokens
     finally:
         model.train()
-    sums = pl.all_gather_json([total.item(), tokens, given_up])
-    if any(row[2] for row in sums):
+    if given_up:
         return None
+    sums = pl.all_gather_json([total.item(), tokens])
     nats, tokens = math.fsum(row[0] for row in sums), sum(row[1] for row in sums)
     if tokens == 0:
         return None

@@ -3,46 +3,102 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from paceline.engine.units import find_units
 from paceline.errors import UserError
 from paceline.verify.measure import largest
-from paceline.verify.recipe import MAX_NORM, Recipe, make_optimizer
+from paceline.verify.recipe import Recipe, make_optimizer
 from paceline.verify.subject import Batch, Loss, Subject, compute_loss, find_loss, make_model, share
 
 Named = dict[str, Tensor]
 
-BATCHES = "batches.pt"
 
-
+@lru_cache(maxsize=32)
 def read(path: Path) -> Any:
-    """What `write` wrote; tensors stay on disk until they are used."""
+    """What `write` wrote; tensors stay on disk until they are used, and are not to be changed."""
     return torch.load(path, mmap=True, weights_only=True)
 
 
 def write(path: Path, values: Any) -> None:
-    """Writes tensors in plain containers."""
-    torch.save(values, path)
+    """Writes tensors in plain containers, in one piece: a process that reads the file's former content may go on."""
+    torch.save(values, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
 
 
-def step_file(folder: Path, step: int) -> Path:
+def batches_file(folder: Path) -> Path:
+    """Holds the global batches of all steps."""
+    return folder / "batches.pt"
+
+
+def step_file(folder: Path, recipe: Recipe, step: int) -> Path:
     """Holds the weights before a step, its losses, gradients and their norm."""
-    return folder / f"step-{step}.pt"
+    return folder / recipe.name / f"step-{step}.pt"
 
 
-def parts_file(folder: Path, step: int) -> Path:
+def parts_file(folder: Path, recipe: Recipe, step: int) -> Path:
     """Holds what each rank and micro-batch adds to an inspected step."""
-    return folder / f"parts-{step}.pt"
+    return folder / recipe.name / f"parts-{step}.pt"
 
 
-def train_alone(subject: Subject, recipe: Recipe, batches: Path, folder: Path, inspect: int | None = None) -> None:
+class Parts:
+    """What each rank's micro-batches, the parts of a global batch, add to a step.
+
+    Attributes:
+        gradients: By part, each parameter's gradient.
+        outputs: By part, the name and the fingerprint of the output of each unit in the order of their calls.
+    """
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        self.gradients: list[Named] = [{} for _ in range(count)]
+        self.outputs: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]
+        self._index = 0
+        self._handles = [
+            module.register_forward_hook(lambda module, inputs, output, name=name: self._take(name, output))
+            for name, module in find_units(model).items()
+        ]
+
+    def _take(self, unit: str, output: Any) -> None:
+        self.outputs[self._index].append((unit, fingerprint(output)))
+
+    def begin(self, index: int) -> None:
+        """A part's forward is about to begin."""
+        self._index = index
+
+    def end(self, gradients: Named) -> None:
+        """Its backward is over."""
+        self.gradients[self._index] = {name: gradient.clone() for name, gradient in gradients.items()}
+
+    def close(self) -> dict[str, Any]:
+        """Removes the hooks; returns everything in plain containers."""
+        for handle in self._handles:
+            handle.remove()
+        return {"gradients": self.gradients, "outputs": self.outputs}
+
+
+def fingerprint(output: Any) -> Tensor:
+    """A few numbers that stand for all floating-point tensors in a module's output, order of elements included.
+
+    Returns:
+        fp64, shape (2 * tensors,).
+    """
+    numbers = []
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            flat = tensor.detach().double().flatten()
+            weights = torch.linspace(1, 2, flat.numel(), dtype=torch.float64)
+            numbers += [flat.abs() @ weights, flat @ weights]
+    return torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64)
+
+
+def train_alone(subject: Subject, recipe: Recipe, folder: Path, inspect: int | None = None) -> None:
     """Trains as one process and writes a file a step: what every rank of a parallel job is compared with.
 
     The global batch is cut as ranks and micro-batches cut it, and gradients are the mean over ranks of the mean over
@@ -51,43 +107,41 @@ def train_alone(subject: Subject, recipe: Recipe, batches: Path, folder: Path, i
     Args:
         subject: What is trained.
         recipe: How.
-        batches: File of the global batches.
-        folder: Where to write; made if it is not there.
-        inspect: A step of which the parts are written as well: per rank and micro-batch each parameter's gradient and
-            what each unit's forward gives.
+        folder: Where the batches are, and where to write.
+        inspect: A step of which the parts are written as well.
 
     Raises:
         UserError: A loss or norm is not finite.
     """
-    folder.mkdir(exist_ok=True)
+    (folder / recipe.name).mkdir(exist_ok=True)
     master = make_model(subject)
     computing = _lowered(master, recipe.precision)
     optimizer = make_optimizer(master.parameters())
     loss = find_loss(subject)
-    for step, batch in enumerate(read(batches)[: recipe.steps]):
+    for step, batch in enumerate(read(batches_file(folder))[: recipe.steps]):
         _copy_weights(master, computing)
-        with _collecting(computing, step == inspect) as parts:
-            losses, gradients = _one_step(computing, batch, recipe, loss, parts)
-        if step == inspect:
-            write(parts_file(folder, step), parts)
+        parts = Parts(computing, recipe.ranks * recipe.micro_batches) if step == inspect else None
+        losses, gradients = _forward_and_backward(computing, batch, recipe, loss, parts)
+        if parts is not None:
+            write(parts_file(folder, recipe, step), parts.close())
         for name, parameter in master.named_parameters():
             parameter.grad = gradients.get(name)
         record = {
             "weights": _weights(master),
-            "losses": torch.tensor(losses, dtype=torch.float64),
+            "losses": losses,
             "gradients": {name: gradient.clone() for name, gradient in gradients.items()},
             "scale": max(map(largest, gradients.values()), default=0.0),
-            "norm": torch.nn.utils.clip_grad_norm_(master.parameters(), MAX_NORM).item(),
+            "norm": torch.nn.utils.clip_grad_norm_(master.parameters(), recipe.max_norm).item(),
         }
-        if not (record["losses"].isfinite().all() and torch.tensor(record["norm"]).isfinite()):
+        if not torch.tensor([*losses, record["norm"]]).isfinite().all():
             raise UserError(
                 f"in one process, step {step} has the losses {losses} and the gradient norm {record['norm']}: there "
-                "is nothing to compare with. Give batches and weights that train"
+                "is nothing to compare with. Give weights and batches that train"
             )
-        write(step_file(folder, step), record)
+        write(step_file(folder, recipe, step), record)
         optimizer.step()
         optimizer.zero_grad()
-    write(step_file(folder, recipe.steps), {"weights": _weights(master)})
+    write(step_file(folder, recipe, recipe.steps), {"weights": _weights(master)})
 
 
 def _weights(model: nn.Module) -> Named:
@@ -105,67 +159,53 @@ def _lowered(master: nn.Module, precision: str) -> nn.Module:
     return low
 
 
+@torch.no_grad()
 def _copy_weights(master: nn.Module, computing: nn.Module) -> None:
     if computing is not master:
-        with torch.no_grad():
-            for source, target in zip(master.parameters(), computing.parameters(), strict=True):
-                target.copy_(source)
+        for source, target in zip(master.parameters(), computing.parameters(), strict=True):
+            target.copy_(source)
 
 
-@contextmanager
-def _collecting(model: nn.Module, wanted: bool) -> Iterator[dict[str, list[list[Any]]] | None]:
-    """Inside, what units give is taken down, by rank and micro-batch, if it is wanted."""
-    if not wanted:
-        yield None
-        return
-    parts: dict[str, list[list[Any]]] = {"gradients": [], "outputs": []}
+def _forward_and_backward(
+    model: nn.Module, batch: Batch, recipe: Recipe, loss: Loss | None, parts: Parts | None
+) -> tuple[list[float], Named]:
+    """The loss of each part, and the gradients of their mean; no gradient where no part has one."""
+    ranks, micro_batches = recipe.ranks, recipe.micro_batches
+    losses = [0.0] * (ranks * micro_batches)
 
-    def ends(name: str, output: Any) -> None:
-        parts["outputs"][-1][-1].append((name, fingerprint(output)))
-
-    handles = [
-        module.register_forward_hook(lambda module, inputs, output, name=name: ends(name, output))
-        for name, module in find_units(model).items()
-    ]
-    try:
-        yield parts
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def fingerprint(output: Any) -> Tensor:
-    """A few numbers that stand for all floating-point tensors in a module's output, their order included.
-
-    Returns:
-        fp64, shape (2 * tensors,).
-    """
-    numbers = []
-    for tensor in torch.utils._pytree.tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            flat = tensor.detach().double().flatten()
-            weights = torch.linspace(1, 2, flat.numel(), dtype=torch.float64)
-            numbers += [flat.abs() @ weights, flat @ weights]
-    return torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64)
-
-
-def _one_step(
-    model: nn.Module, batch: Batch, recipe: Recipe, loss: Loss | None, parts: dict[str, list[list[Any]]] | None
-) -> tuple[list[list[float]], Named]:
-    """Losses by rank and micro-batch, and the step's gradients by parameter, None where no part has one."""
-    losses = [[0.0] * recipe.micro_batches for _ in range(recipe.ranks)]
-    if parts is not None:
-        for kind in parts:
-            parts[kind] = [[{} if kind == "gradients" else []] * 0 for _ in range(recipe.ranks)]
-
-    def gradients(rank: int, micro_batch: int) -> Named:
-        index = rank * recipe.micro_batches + micro_batch
+    def one(rank: int, micro_batch: int) -> Named:
+        index = rank * micro_batches + micro_batch
         if parts is not None:
-            parts["outputs"][rank].append([])
+            parts.begin(index)
         model.zero_grad(set_to_none=True)
-        value = compute_loss(model, share(batch, index, recipe.ranks * recipe.micro_batches), loss)
-        (value / recipe.micro_batches).backward()
-        losses[rank][micro_batch] = value.item()
-        return {}
+        value = compute_loss(model, share(batch, index, len(losses)), loss)
+        (value / micro_batches).backward()
+        losses[index] = value.item()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if parts is not None:
+            parts.end(gradients)
+        # Low precision is left behind before anything is summed.
+        return {name: g.float() if g.itemsize < 4 else g for name, g in gradients.items()}
 
-    return losses, gradients(0, 0)
+    if recipe.each:
+        return losses, _sum([_mean([one(r, m) for r in range(ranks)], recipe) for m in range(micro_batches)])
+    return losses, _mean([_sum([one(r, m) for m in range(micro_batches)]) for r in range(ranks)], recipe)
+
+
+def _mean(of_ranks: Sequence[Named], recipe: Recipe) -> Named:
+    """The mean over ranks, summed in rank order, group by group where there are groups."""
+    size = recipe.group or recipe.ranks
+    groups = [_sum(of_ranks[start : start + size]) for start in range(0, recipe.ranks, size)]
+    for group in groups:
+        for total in group.values():
+            total.mul_(1 / recipe.ranks)
+    return _sum(groups)
+
+
+def _sum(terms: Sequence[Named]) -> Named:
+    """The sum, in order, in the memory of the terms."""
+    total: Named = {}
+    for term in terms:
+        for name, value in term.items():
+            total[name] = total[name].add_(value) if name in total else value
+    return total

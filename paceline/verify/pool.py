@@ -104,7 +104,7 @@ class RankPool:
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                    answers[rank] = self._pipes[rank].recv()
                 except (EOFError, ConnectionError):
                     self._processes[rank].join()
                     status = self._processes[rank].exitcode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,7 +15,6 @@ LEARNING_RATE = 1e-2
 EPS = 1e-3
 """Of AdamW. Large, because it divides by the size of each gradient: with a small one, gradients that are zero but for
 rounding would become updates as large as all others."""
-MAX_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,20 @@ class Recipe:
     steps: int
     precision: str = "float32"
     """float32 leaves the model in its own dtype."""
-    reduce_in_float32: bool = True
     each: bool = False
     """Whether gradients are summed over ranks in every micro-batch, or over micro-batches first."""
     group: int = 0
     """Ranks that are summed first, their sums then with each other; 0: all at once."""
 
     @property
+    def max_norm(self) -> float:
+        """What gradients are clipped to: nothing in low precision, where the norm's last bit would decide roundings."""
+        return 1.0 if self.precision == "float32" else math.inf
+
+    @property
     def name(self) -> str:
         """Names the folder of the reference."""
-        order = f"{'each' if self.each else 'defer'}-{self.group}"
-        return f"{self.ranks}x{self.micro_batches}-{self.precision}-{self.reduce_in_float32}-{order}"
+        return f"{self.ranks}x{self.micro_batches}-{self.precision}-{'each' if self.each else 'defer'}-{self.group}"
 
 
 def recipe_for(strategy: Strategy, ranks: int, micro_batches: int, steps: int) -> Recipe:
@@ -47,15 +50,8 @@ def recipe_for(strategy: Strategy, ranks: int, micro_batches: int, steps: int) -
     if not strategy.low:
         return Recipe(ranks, micro_batches, steps)
     shards = strategy.shards(ranks)
-    return Recipe(
-        ranks,
-        micro_batches,
-        steps,
-        strategy.precision,
-        strategy.reduce_in_float32,
-        each=strategy.reduces_each,
-        group=shards if 1 < shards < ranks else 0,
-    )
+    group = shards if 1 < shards < ranks else 0
+    return Recipe(ranks, micro_batches, steps, strategy.precision, strategy.reduces_each, group)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

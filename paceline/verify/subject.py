@@ -121,8 +121,8 @@ def _made_up(model: nn.Module, step: int, rows: int) -> Batch:
         tokens = torch.randint(vocabulary, (rows, longest), generator=generator)
         return {"input_ids": tokens, "labels": tokens.clone()}
     raise UserError(
-        f"no batch can be made up for {type(model).__name__}: give --data module:function, where function(step) returns "
-        "a tensor, a tuple or a dict of tensors whose first dimension is the samples"
+        f"no batch can be made up for {type(model).__name__}: give --data module:function, where function(step) "
+        "returns a tensor, a tuple or a dict of tensors whose first dimension is the samples"
     )
 
 
@@ -154,10 +154,13 @@ def rows_of(batch: Batch) -> int:
 
 
 def share(batch: Any, index: int, count: int) -> Any:
-    """The `index`-th of `count` equal parts of a batch: neighbouring samples. What has no samples is in every part."""
-    if isinstance(batch, Tensor) and batch.dim():
-        size = batch.shape[0] // count
-        return batch[index * size : (index + 1) * size]
+    """A copy of the `index`-th of `count` equal parts of a batch: neighbouring samples.
+
+    What has no samples is in every part. A model may write to what it is given, and the batch is read again.
+    """
+    if isinstance(batch, Tensor):
+        size = batch.shape[0] // count if batch.dim() else 0
+        return batch[index * size : (index + 1) * size].clone() if batch.dim() else batch.clone()
     if isinstance(batch, dict):
         return {name: share(value, index, count) for name, value in batch.items()}
     if isinstance(batch, tuple):
@@ -214,7 +217,9 @@ def _arguments(model: nn.Module, batch: Batch, all_of_it: bool) -> tuple[tuple[A
         return (), chosen
     arguments = batch if isinstance(batch, tuple) else (batch,)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = sum(parameter.kind in kinds and parameter.default is parameter.empty for parameter in parameters.values())
+    required = sum(
+        parameter.kind in kinds and parameter.default is parameter.empty for parameter in parameters.values()
+    )
     return arguments if all_of_it else arguments[: max(1, required)], {}
 
 

@@ -147,6 +147,35 @@ def test_no_tokens_anywhere_gives_zero_gradients_not_nan(ranks, strategy) -> Non
         assert all(torch.count_nonzero(g) == 0 for g in result.values() if g is not None)
 
 
+def uneven(strategy: Strategy, counts: list[tuple[int, ...]]) -> dict:
+    world = pl.init()
+    model = pl.parallelize(make(), replace(strategy, gradients="sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, numbers in enumerate(counts):
+        x, y = data(step, sum(numbers))
+        first = sum(numbers[: world.rank])
+        mine = [(x[i : i + 1], y[i : i + 1]) for i in range(first, first + numbers[world.rank])]
+        for xs, ys in pl.accumulate(model, mine, uneven=True):
+            ((model(xs) - ys).square().sum() / sum(numbers)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+@stages
+def test_ranks_with_more_or_fewer_micro_batches_or_none_wait_for_nobody(ranks, strategy) -> None:
+    counts = [(5, 3), (0, 2), (3, 0), (1, 1)]
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, numbers in enumerate(counts):
+        x, y = data(step, sum(numbers))
+        ((model(x) - y).square().sum() / sum(numbers)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in ranks(2, uneven, strategy, counts):
+        assert_same(state, snapshot(model))
+
+
 # ---- several backwards, several forwards
 
 

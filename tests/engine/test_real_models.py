@@ -133,7 +133,7 @@ STRATEGIES = {
     "zero 3": Strategy(zero=3),
     "hold": Strategy(zero=3, accumulation="hold"),
     "defer": Strategy(zero=3, accumulation="defer"),
-    "each": Strategy(zero=1, accumulation="each"),
+    "each": Strategy(zero=1, accumulation="each", bucket_mb=SMALL),
     "hybrid": Strategy(zero=3, shard=2),
     "hybrid1": Strategy(zero=1, shard=2, bucket_mb=SMALL),
     "hybrid2": Strategy(zero=2, shard=2, bucket_mb=SMALL),

@@ -99,20 +99,31 @@ def test_optimizers_that_need_whole_parameters_are_refused_with_what_serves_them
         assert "pl.elementwise" in message
 
 
-def made_before() -> str:
+def made_before(strategy: Strategy | None, before: bool) -> dict:
     model = make()
-    optimizer = torch.optim.Adagrad(model.parameters())
-    pl.parallelize(model, STAGES["zero 1"])
-    x, y = (shares(part) for part in data(0, 8))
-    F.mse_loss(model(x), y).backward()
-    with pytest.raises(pl.UserError) as caught:
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5) if before else None
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    if optimizer is None:
+        # Shapes are the model's own when groups are made from them.
+        matrices = [p for p in model.parameters() if p.dim() >= 2]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+        optimizer = torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.5)
+    for step in range(3):
+        x, y = data(step, 8) if strategy is None else map(shares, data(step, 8))
+        F.mse_loss(model(x), y).backward()
         optimizer.step()
-    pl.release(model)
-    return str(caught.value)
+        optimizer.zero_grad()
+    return snapshot(model)
 
 
-def test_an_optimizer_with_states_for_whole_parameters_is_refused(ranks) -> None:
-    assert all("make the optimizer after pl.parallelize" in message for message in ranks(2, made_before))
+@pytest.mark.parametrize("before", [True, False])
+@sharded
+def test_states_and_groups_made_from_whole_parameters_serve_pieces(ranks, strategy, before) -> None:
+    expected = made_before(None, before)
+    for state in ranks(2, made_before, strategy, before):
+        assert_same(state, expected)
 
 
 # ---- stages are one computation

@@ -1,0 +1,132 @@
+"""Verifies the user's own model: every stage against one process, as a table."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.errors import UserError
+from paceline.strategy import Strategy
+from paceline.train.launch import threads_per_rank
+from paceline.verify.compare import Comparison, Outcome
+from paceline.verify.explain import explain
+from paceline.verify.pool import RankPool, RanksFailed
+from paceline.verify.prepare import Prepared, prepare
+from paceline.verify.recipe import recipe_for
+from paceline.verify.subject import Subject
+from paceline.verify.together import Case
+
+if TYPE_CHECKING:
+    from paceline.verify.cli import VerifyArguments
+
+TOLERANCE: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-3}
+"""Largest relative difference that rounding explains. An error of logic is larger by far."""
+
+COLUMNS = ("gradient", "norm", "updated", "loss")
+WIDTH = 100
+
+
+def verify_model(options: VerifyArguments, folder: Path) -> int:
+    """Prints a line for each stage and number of micro-batches, then what differs.
+
+    Args:
+        options: The command's.
+        folder: Empty, for batches and references.
+
+    Returns:
+        0 if all is equal, 1 if not.
+
+    Raises:
+        UserError: The model cannot be built, fed or trained in one process.
+    """
+    wanted = Subject(options.build, options.data, options.loss, options.dtype, options.eval)
+    threads = threads_per_rank(0, options.workers)
+    with RankPool(1, threads) as alone, RankPool(options.workers, threads) as ranks:
+        args = (wanted, options.workers, options.micro_batches, options.steps, folder)
+        try:
+            (prepared,) = alone.run(prepare, *args, limit=options.timeout)
+        except RanksFailed as failed:
+            raise UserError(f"one process alone cannot run {options.build}:\n{failed.failure.text}") from None
+        for note in prepared.notes:
+            _tell(f"note: {note}")
+        if prepared.obstacles:
+            for obstacle in prepared.obstacles:
+                _tell(f"cannot be equal: {obstacle}.")
+            return 1
+        comparison = Comparison(prepared.subject, alone, ranks, folder, options.timeout)
+        print(_HEADER)
+        outcomes: list[tuple[str, Outcome]] = []
+        for name, case in cases(options, prepared):
+            outcomes.append((name, comparison.run(case)))
+            print(_line(*outcomes[-1], options.workers), flush=True)
+    _explain(outcomes, prepared)
+    return _conclude([outcome for _, outcome in outcomes], prepared)
+
+
+def cases(options: VerifyArguments, prepared: Prepared) -> Iterable[tuple[str, Case]]:
+    """Every stage, and hybrid sharding where ranks form equal groups, with every number of micro-batches."""
+    # Small enough for several buckets, or nothing would overlap.
+    size = min(25.0, max(prepared.bytes / 4, 1.0) / 2**20)
+    stages = {f"zero {stage}": Strategy(zero=stage, bucket_mb=size) for stage in (0, 1, 2, 3)}
+    group = next((g for g in range(2, options.workers) if options.workers % g == 0), 0)
+    if group:
+        stages[f"hybrid: zero 3 in groups of {group}"] = Strategy(zero=3, shard=group, bucket_mb=size)
+    for name, strategy in stages.items():
+        for micro_batches in prepared.micro_batches:
+            recipe = recipe_for(strategy, options.workers, micro_batches, options.steps)
+            yield name, Case(strategy, recipe, TOLERANCE[prepared.subject.dtype])
+
+
+_HEADER = (
+    f"{'stage':<30} {'ranks':>5} {'micro-batches':>13} {'gradients':>10} {'norm':>10} {'weights':>10} {'loss':>10}"
+)
+
+
+def _line(name: str, outcome: Outcome, ranks: int) -> str:
+    largest = dict(outcome.report.largest)
+    largest["updated"] = max(largest.get("updated", 0.0), largest.get("weights", 0.0))
+    sizes = " ".join("         -" if outcome.raised else f"{largest.get(column, 0.0):10.1e}" for column in COLUMNS)  # type: ignore[call-overload]
+    return f"{name:<30} {ranks:>5} {outcome.case.recipe.micro_batches:>13} {sizes}  {outcome.verdict}"
+
+
+def _explain(outcomes: list[tuple[str, Outcome]], prepared: Prepared) -> None:
+    """What differs, once for all the cases with the same words."""
+    said: dict[str, list[str]] = {}
+    for name, outcome in outcomes:
+        if not outcome.equal:
+            first = outcome.report.first
+            text = explain(first, prepared.changing) if first is not None else _raised(outcome)
+            said.setdefault(text, []).append(f"{name}, {outcome.case.recipe.micro_batches}")
+    for text, names in said.items():
+        print()
+        _tell(f"{'; '.join(names)} micro-batches:")
+        for paragraph in text.splitlines():
+            _tell(paragraph, "  ")
+
+
+def _raised(outcome: Outcome) -> str:
+    text = outcome.details.rstrip() or outcome.raised
+    if outcome.case.strategy.stage == 3:
+        text += (
+            "\nWhere only zero 3 raises: code that reads a parameter outside the forward of its unit finds this rank's "
+            "piece of it. Name a module that holds both as a unit with Strategy(units=...)"
+        )
+    return text
+
+
+def _conclude(outcomes: list[Outcome], prepared: Prepared) -> int:
+    dtype = prepared.subject.dtype
+    print()
+    if all(outcome.equal for outcome in outcomes):
+        _tell(f"all equal to one process: {dtype}, differences up to {TOLERANCE[dtype]:g} count as rounding")
+        return 0
+    wrong = sum(not outcome.equal for outcome in outcomes)
+    _tell(f"{wrong} of {len(outcomes)} comparisons are not equal to one process ({dtype}, above {TOLERANCE[dtype]:g})")
+    return 1
+
+
+def _tell(text: str, indent: str = "") -> None:
+    folded = textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False)
+    print("\n".join(folded) or indent, flush=True)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+
+
+def test_the_tables_have_a_row_for_each_stage_and_straight_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "tiny", "--devices", "4", "--shard", "2", "--micro-batches", "3"]) == 0
+    head, held, sent, note = capsys.readouterr().out.split("\n\n")
+    assert head.startswith("tiny: 873,600 parameters in 7 units, 4 devices, 3 micro-batches a step\nAssumed: bfloat16")
+    assert "Not counted:\nactivations" in note
+    for table, title in ((held, "Held by a device, MiB"), (sent, "Sent by a device in a step, MiB")):
+        first, *lines = table.split("\n")
+        assert first == title
+        assert [line.split("  ")[0] for line in lines[1:]] == [*(f"zero {i}" for i in range(4)), "zero 3, groups of 2"]
+        assert len({len(line) for line in lines}) == 1
+        assert lines[0].endswith("total")
+
+
+def test_json_has_the_same_numbers_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "tiny", "--devices", "4", "--precision", "float32"]
+    assert main(arguments) == 0
+    shown = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines() if line.startswith("zero")]
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["model"], plan["parameters"], plan["units"]) == ("tiny", 873600, 7)
+    assert (plan["devices"], plan["micro_batches"], plan["precision"]) == (4, 1, "float32")
+    assert plan["assumed"].startswith("parameters, gradients and Adam's two states in float32")
+    numbers = [row["memory"] for row in plan["rows"]] + [row["sent"] for row in plan["rows"]]
+    assert [cells[1:] for cells in shown] == [[f"{size / 2**20:,.2f}" for size in row.values()] for row in numbers]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "tiny", "--devices", "0"], "--devices: expected 1 or more, got 0"),
+        (["--model", "tiny", "--devices", "2", "--micro-batches", "0"], "--micro-batches: expected 1 or more"),
+        (["--model", "tiny", "--devices", "8", "--shard", "3"], "cannot form groups of 3"),
+        (["--model", "tiny", "--devices", "8", "--shard", "-1"], "strategy.shard: expected 0 or more"),
+        (["--model", "tinny", "--devices", "8"], "did you mean tiny?"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert words in told.err and told.err.count("\n") == 1
+
+
+def test_help_comes_without_torch() -> None:
+    script = """
+import sys
+from paceline.cli import main
+try:
+    main(["plan", "--help"])
+finally:
+    assert "torch" not in sys.modules
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert "usage: paceline plan" in told.stdout
+
+
+def test_the_output_in_the_documentation_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    command, output = re.search(
+        r"```bash\n(paceline plan .*?)\n```\n\n```text\n(.*?)```", PAGE.read_text(), re.S
+    ).groups()
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out == output

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import UserError
+from paceline.models.flops import parameter_count
+from paceline.models.presets import PRESETS
+from paceline.plan.models import meta_model
+from paceline.plan.stages import shapes
+
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_positions": 1024}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 100,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_the_parameters_that_its_shape_says_and_no_memory(name: str) -> None:
+    model = meta_model(name)
+    assert shapes(model).numel == parameter_count(PRESETS[name])
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def written(folder: Path, config: dict) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def test_a_hugging_face_configuration_is_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    gpt2 = shapes(meta_model(written(tmp_path, GPT2)))
+    assert gpt2.numel == parameter_count(PRESETS["gpt2-124m"])
+    assert [unit for unit in gpt2.units if ".h." in unit] == [f"transformer.h.{i}" for i in range(12)]
+    llama = meta_model(written(tmp_path, LLAMA))
+    assert shapes(llama).numel == 2 * 100 * 64 + 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 2 * 64) + 64
+    assert all(parameter.is_meta for parameter in llama.parameters())
+    assert len(shapes(meta_model(str(tmp_path))).units) == len(shapes(llama).units), "its folder will do"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{}", "model_type"), ("no json", "not a valid JSON"), (json.dumps({"model_type": "vit"}), "ViTConfig")],
+)
+def test_a_file_that_describes_no_language_model_says_why(tmp_path: Path, text: str, words: str) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="makes no causal language model of it") as caught:
+        meta_model(str(tmp_path / "config.json"))
+    assert words in str(caught.value)
+
+
+def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"pip install 'paceline\[huggingface\]'"):
+        meta_model(written(tmp_path, GPT2))
+
+
+MODULE = """
+import torch
+from torch import nn
+
+def huge():
+    return nn.Sequential(nn.Linear(10**6, 10**6), nn.Embedding(10**6, 10**6))
+
+def beside():
+    model = nn.Linear(4, 4)
+    model.register_buffer("real", torch.empty(8, device="cpu").normal_())
+    return model
+
+def number():
+    return 3
+
+def empty():
+    return nn.ReLU()
+
+shape = (1, 2)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a module in the current folder."""
+    name = f"models_of_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    return name
+
+
+def test_a_function_builds_a_model_of_any_size(mine: str) -> None:
+    assert shapes(meta_model(f"{mine}:huge")).numel == 2 * 10**12 + 10**6
+
+
+def test_what_has_memory_is_drawn_as_ever(mine: str) -> None:
+    real = meta_model(f"{mine}:beside").get_buffer("real")
+    assert real.device == torch.device("cpu")
+    assert real.unique().numel() == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("{}:number", "expected the function to return an nn.Module, got int"),
+        ("{}:missing", "has no function 'missing'"),
+        ("{}:shape", "has no function 'shape'"),
+        ("{}:empty", "ReLU has no parameters"),
+        ("no_such_module:build", "there is no module no_such_module"),
+        ("llama_70b", "did you mean llama-70b?"),
+        ("no/such/config.json", "there is no such file"),
+        ("what", "expected a preset (nano, tiny"),
+    ],
+)
+def test_a_name_that_leads_to_no_model_says_what_was_expected(mine: str, name: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        meta_model(name.format(mine))
+    assert words in str(caught.value)
+
+
+def test_a_module_that_misses_another_is_not_itself_missing(mine: str, tmp_path: Path) -> None:
+    (tmp_path / f"{mine}_broken.py").write_text("import not_installed_anywhere\n")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        meta_model(f"{mine}_broken:build")

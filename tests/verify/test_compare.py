@@ -1,0 +1,127 @@
+"""What is right is found equal; what is wrong is found, and what made it wrong is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.strategy import SYSTEMS, Strategy
+from paceline.verify.compare import Comparison
+from paceline.verify.explain import explain
+from paceline.verify.recipe import recipe_for
+from paceline.verify.together import Case
+from tests.verify.conftest import HERE, subject
+
+SMALL = 0.0005
+STAGES = {f"zero {stage}": Strategy(zero=stage, bucket_mb=SMALL) for stage in (0, 1, 2, 3)}
+every_stage = pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("strategy", [*STAGES.values(), SYSTEMS["parameter server"]], ids=[*STAGES, "server"])
+def test_a_right_model_is_equal_and_everything_was_compared(compare, strategy: Strategy, micro_batches: int) -> None:
+    outcome = compare(subject(), strategy, micro_batches)
+    assert outcome.verdict == "equal"
+    assert set(outcome.report.largest) == {"weights", "loss", "gradient", "norm", "updated"}
+    assert max(outcome.report.largest.values()) < 1e-12
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hybrid_sharding_is_equal(compare, stage: int) -> None:
+    outcome = compare(subject(), Strategy(zero=stage, shard=2, bucket_mb=SMALL), ranks=4, micro_batches=3)
+    assert outcome.verdict == "equal"
+
+
+# (model, what is named: kind, step, rank or None for any, unit, op)
+MISTAKES = {
+    "uses_rank": ("output", 0, 1, "blocks.1", "forward"),
+    "keeps_plain_tensor": ("output", 0, 1, "blocks.1", "forward"),
+    "keeps_alias": ("output", 1, None, "blocks.1", "forward"),
+    "backward_uses_rank": ("local", 0, 1, "blocks.1", "backward"),
+    "running_mean": ("output", 0, 1, "blocks.1", "forward"),
+}
+
+
+@every_stage
+@pytest.mark.parametrize("model", MISTAKES)
+def test_a_mistake_in_the_model_is_found_where_it_is(compare, model: str, strategy: Strategy) -> None:
+    outcome = compare(subject(model), strategy)
+    kind, step, rank, unit, op = MISTAKES[model]
+    first = outcome.report.first
+    assert outcome.verdict == "differs" and first is not None
+    assert (first.kind, first.step, first.micro_batch, first.unit, first.op) == (kind, step, 0, unit, op)
+    assert rank in (None, first.rank)
+    assert f"step {step}, micro-batch 0, rank {first.rank}" in explain(first) and f"{op} of {unit}" in explain(first)
+
+
+def test_the_first_wrong_gradient_is_that_of_the_wrong_operation(compare) -> None:
+    # Backward goes through `outer` last, which is the first parameter of the block that has a wrong gradient.
+    first = compare(subject("backward_uses_rank"), STAGES["zero 2"]).report.first
+    assert first is not None and first.parameter.startswith("blocks.1.outer.")
+
+
+@every_stage
+def test_a_loss_that_depends_on_the_rank_is_found_behind_all_units(compare, strategy: Strategy) -> None:
+    first = compare(subject(loss=f"{HERE}:loss_of_rank"), strategy).report.first
+    assert first is not None and (first.kind, first.rank, first.op) == ("loss", 1, "forward")
+    assert "outside of all units" in explain(first)
+
+
+def test_buffers_that_forward_changes_are_named(prepared, compare) -> None:
+    changing = prepared(subject("running_mean")).changing
+    assert changing == ("blocks.1.mean",)
+    first = compare(subject("running_mean"), STAGES["zero 0"]).report.first
+    assert "blocks.1.mean" in explain(first, changing)
+
+
+def test_a_parameter_read_outside_its_unit_raises_only_where_it_is_sharded(compare) -> None:
+    assert compare(subject("reads_neighbour"), STAGES["zero 2"]).verdict == "equal"
+    outcome = compare(subject("reads_neighbour"), STAGES["zero 3"])
+    assert outcome.verdict == "raises" and "Error" in outcome.raised
+    assert "F.linear(self.embed(tokens), self.blocks[0].inner.weight)" in outcome.details
+
+
+# (what is broken, strategy, ranks, what is named: kind, bucket, op)
+BREAKAGES = [
+    ("wrong_reduce_scatter", STAGES["zero 1"], 2, "gradient", "bucket 1", "reduce_scatter"),
+    ("wrong_reduce_scatter", STAGES["zero 2"], 2, "gradient", "bucket 1", "reduce_scatter"),
+    ("wrong_all_reduce", STAGES["zero 0"], 2, "gradient", "bucket 1", "all_reduce"),
+    ("wrong_all_gather", STAGES["zero 1"], 2, "weights", "bucket 1", "all_gather"),
+    ("wrong_all_gather", STAGES["zero 2"], 2, "weights", "bucket 1", "all_gather"),
+    ("wrong_all_gather_of_block", STAGES["zero 3"], 2, None, "blocks.1", "all_gather"),
+    ("wrong_broadcast", SYSTEMS["parameter server"], 2, "updated", "bucket 0", "broadcast"),
+    ("wrong_collect", STAGES["zero 0"], 2, "collected", None, "collect"),
+    ("wrong_collect", STAGES["zero 3"], 2, "collected", "blocks.1", "collect"),
+    ("wrong_update", STAGES["zero 0"], 2, "updated", None, "update"),
+    ("wrong_update", STAGES["zero 3"], 2, "updated", None, "update"),
+    ("wrong_counts", STAGES["zero 0"], 2, "loss", "", "all_reduce of the counts"),
+    ("wrong_reduce_scatter", Strategy(zero=2, shard=2, bucket_mb=SMALL), 4, "reduced", "bucket 1", "reduce_scatter"),
+    ("wrong_all_reduce", Strategy(zero=2, shard=2, bucket_mb=SMALL), 4, "gradient", "bucket 1", "all_reduce"),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy", "ranks", "kind", "bucket", "op"), BREAKAGES)
+def test_a_wrong_operation_of_the_engine_is_named(compare, model, strategy, ranks, kind, bucket, op) -> None:
+    outcome = compare(subject(model), strategy, ranks=ranks)
+    first = outcome.report.first
+    assert outcome.verdict == "differs" and first is not None
+    assert first.op == op and kind in (None, first.kind) and bucket in (None, first.bucket), first
+    assert op in explain(first)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("strategy", [STAGES["zero 0"], STAGES["zero 2"]], ids=["zero 0", "zero 2"])
+def test_low_precision_is_compared_with_a_loop_of_low_precision(compare, strategy: Strategy, precision: str) -> None:
+    low = replace(strategy, precision=precision)
+    assert compare(subject(dtype="float32"), low, tolerance=1e-5).verdict == "equal"
+
+
+def test_low_precision_is_not_taken_for_full_precision(compare, alone, two, tmp_path) -> None:
+    """The reference rounds too: one that does not is told from it."""
+    model = subject(dtype="float32")
+    low = Strategy(precision="bfloat16", bucket_mb=SMALL)
+    compare(model, low)
+    full = Case(low, recipe_for(Strategy(), 2, 3, 3), 1e-5)
+    outcome = Comparison(model, alone, two, tmp_path, limit=60).run(full)
+    assert outcome.verdict == "differs"
