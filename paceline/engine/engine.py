@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,19 @@ from paceline.engine.gradients import Gradients, square_sum
 from paceline.engine.hooks import cast_inputs, in_backward, install, open_for_states
 from paceline.engine.optimizers import prepare_optimizer, watch_optimizers
 from paceline.engine.progress import EngineError, Progress
+from paceline.engine.recompute import recompute
 from paceline.engine.synchronizer import Synchronizer
-from paceline.engine.units import find_units, parameter_specs
+from paceline.engine.units import find_blocks, find_units, parameter_specs
 from paceline.engine.weights import Weights, alone_on
 from paceline.errors import UserError
 from paceline.events import Event
 from paceline.layout import Layout
 from paceline.schedule import COUNTS, Key, Op, Phase, Schedule
 from paceline.strategy import Strategy
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
 
 
 class Engine:
@@ -78,7 +84,10 @@ class Engine:
         self._reduced_late = self._is_full = self._places_changed = False
         self._states: list[AbstractContextManager[None]] = []
         self._improvises = False
-        self._handles = [*install(module, self.units, self), *watch_optimizers(self)]
+        self._handles: list[_Handle] = [*install(module, self.units, self), *watch_optimizers(self)]
+        if strategy.recompute != "none":
+            blocks = [module.get_submodule(name) for name in find_blocks(module, strategy.units)]
+            self._handles += recompute(blocks, strategy.recompute, strategy.recompute_every)
         if strategy.low:
             self._handles.append(cast_inputs(module, getattr(torch, strategy.precision)))
         if self._weights.swapped:

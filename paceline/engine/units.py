@@ -32,7 +32,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.M
     Raises:
         UserError: A pattern matches nothing, or one unit would contain another.
     """
-    blocks = _named_blocks(model, patterns) if patterns else _repeated_blocks(model)
+    blocks = find_blocks(model, patterns)
     units: dict[str, nn.Module] = {}
 
     def visit(name: str, module: nn.Module) -> None:
@@ -47,6 +47,11 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.M
 
     visit("", model)
     return units
+
+
+def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
+    """The repeated units, such as a Transformer's layers, or those that `patterns` name; see `find_units`."""
+    return _named_blocks(model, patterns) if patterns else _repeated_blocks(model)
 
 
 def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpec]:

@@ -96,9 +96,9 @@ def _introduction() -> list[str]:
     return [
         f"Training with {RANKS} ranks, compared with a plain PyTorch loop in one process that does not use paceline's "
         f"engine. The model is the nano preset's Transformer, the optimizer AdamW, for {STEPS} steps. Both get the "
-        "same batches; the loss is the mean over ranks of the mean over micro-batches. On every rank and in every step are "
-        "compared: parameters as each unit computes with them, losses, reduced gradients, their norm, and parameters "
-        "after the update.",
+        "same batches; the loss is the mean over ranks of the mean over micro-batches. On every rank and in every step "
+        "are compared: parameters as each unit computes with them, losses, reduced gradients, their norm, and "
+        "parameters after the update.",
         "An entry is the largest relative difference of all these, over steps of "
         f"{counts} micro-batches. It is empty where the settings exclude each other. Columns are accumulation "
         "(gradients reduced in **each** micro-batch; in the last only, **defer**; in each, with parameters that "

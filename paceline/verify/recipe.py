@@ -25,7 +25,7 @@ class Recipe:
     micro_batches: int
     steps: int
     precision: str = "float32"
-    """float32 leaves the model in its own dtype."""
+    """float32 leaves the model in its own dtype. With another, inputs must be whole numbers."""
     each: bool = False
     """Whether gradients are summed over ranks in every micro-batch, or over micro-batches first."""
     group: int = 0

@@ -17,7 +17,7 @@ from paceline.engine.hooks import in_backward
 from paceline.layout import Slot
 from paceline.strategy import Strategy
 from paceline.verify.alone import batches_file, parts_file, read, step_file
-from paceline.verify.evidence import Ledger, Report
+from paceline.verify.evidence import Kind, Ledger, Report
 from paceline.verify.inspection import Inspection
 from paceline.verify.measure import bucket_of, deviation, largest, piece
 from paceline.verify.recipe import LEARNING_RATE, Recipe, make_optimizer
@@ -105,10 +105,8 @@ class _Rank:
         chosen = set(units)
         for slot in self.engine.layout.slots:
             if slot.spec.unit in chosen:
-                parameter = self._parameters[slot.spec.name]
-                # In low precision, that of the copy.
-                expected = self._expected["weights"][slot.spec.name].to(parameter.dtype)
-                self._note_weight("weights", slot, deviation(parameter, expected, _weight_scale(expected)))
+                # In low precision units compute with copies.
+                self._compare_weight("weights", slot, self._expected["weights"][slot.spec.name], copied=True)
 
     def compare_loss(self, value: torch.Tensor) -> None:
         """The loss of this rank's micro-batch."""
@@ -169,19 +167,22 @@ class _Rank:
         self._expected = read(step_file(self._folder, self._recipe, self.ledger.step + 1))
         for index, slot in enumerate(self.engine.layout.slots):
             expected = piece(self.engine, index, self._expected["weights"][slot.spec.name])
-            size = deviation(self._parameters[slot.spec.name], expected, _weight_scale(expected))
-            self._note_weight("updated", slot, size, "update" if self._holds_gradients else "broadcast")
+            self._compare_weight("updated", slot, expected, op="update" if self._holds_gradients else "broadcast")
 
     def compare_full_parameters(self) -> None:
         """Whole parameters after the last step."""
         self.ledger.step, self.ledger.micro_batch = self._recipe.steps, 0
         with self.engine.full_parameters():
             for slot in self.engine.layout.slots:
-                expected = self._expected["weights"][slot.spec.name]
-                size = deviation(self._parameters[slot.spec.name], expected, _weight_scale(expected))
-                self._note_weight("weights", slot, size)
+                self._compare_weight("weights", slot, self._expected["weights"][slot.spec.name])
 
-    def _note_weight(self, kind: Any, slot: Slot, size: float, op: str = "") -> None:
+    def _compare_weight(
+        self, kind: Kind, slot: Slot, expected: torch.Tensor, copied: bool = False, op: str = ""
+    ) -> None:
+        actual = self._parameters[slot.spec.name]
+        # Of a frozen parameter there is nothing but the copy.
+        expected = expected.to(actual.dtype) if copied or not slot.spec.trainable else expected
+        size = deviation(actual, expected, max(largest(expected), LEARNING_RATE))
         bucket = bucket_of(self.engine, self.engine.layout.slots.index(slot))
         gathered = self.engine.schedule.shards > 1 and bucket is not None
         self.ledger.note(
@@ -213,11 +214,6 @@ def _watch_forward(model: nn.Module, engine: Engine, compare: Any) -> None:
                 compare((name,))
 
         unit.register_forward_pre_hook(unit_begins)
-
-
-def _weight_scale(expected: torch.Tensor) -> float:
-    """What differences of weights are relative to: the largest, or one update where that is larger."""
-    return max(largest(expected), LEARNING_RATE)
 
 
 def _relative(actual: float, expected: float, smallest: float) -> float:

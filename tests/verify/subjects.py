@@ -286,7 +286,7 @@ def wrong_all_gather() -> nn.Module:
 
 
 def wrong_all_gather_of_block() -> nn.Module:
-    return on_broken(broken_transport("all_gather", "blocks.1", 1.01, when=1))
+    return on_broken(broken_transport("all_gather", "blocks.1 float64", 1.01, when=1))
 
 
 def wrong_broadcast() -> nn.Module:

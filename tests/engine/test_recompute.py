@@ -1,0 +1,113 @@
+"""Activations computed again in backward: the same gradients, fewer things kept, at every stage."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.models.config import ModelConfig
+from paceline.models.transformer import Transformer
+from paceline.strategy import Strategy
+from tests.engine.models import STAGES, assert_same, gradients, snapshot
+
+CONFIG = ModelConfig(layers=4, width=16, heads=2, context=8, vocabulary=11)
+
+
+def build() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(CONFIG).double()
+
+
+def tokens(seed: int, rank: int, n: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 11, (4, 8), generator=generator)[rank::n]
+
+
+def recomputed(strategy: Strategy | None, compiled: bool = False) -> tuple[dict, dict, list[int]]:
+    world = pl.init()
+    model = build()
+    rank, n = (0, 1) if strategy is None else (world.rank, world.world_size)
+    runs = [0] * CONFIG.layers
+    for index, block in enumerate(model.blocks):
+
+        def count(module: nn.Module, args: tuple, index: int = index) -> None:
+            runs[index] += 1
+
+        block.feed_forward.register_forward_pre_hook(count)
+        if compiled:
+            block.forward = torch.compile(block.forward)
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = tokens(step, rank, n)
+        (model(x, x.roll(-1, 1)) / (4 / n * 8)).backward()
+        found = gradients(model)
+        optimizer.step()
+    return found, snapshot(model), runs
+
+
+@pytest.mark.parametrize(("how", "every"), [("unit", 1), ("unit", 2), ("keep_attention", 1)])
+@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+def test_recomputed_activations_give_the_same_training(ranks, strategy, how, every) -> None:
+    expected, weights, _ = ranks(1, recomputed, None)[0]
+    for found, state, runs in ranks(2, recomputed, replace(strategy, recompute=how, recompute_every=every)):
+        assert_same(found, expected)
+        assert_same(state, weights)
+        assert runs == [6 if (index + 1) % every == 0 else 3 for index in range(CONFIG.layers)]
+
+
+def kept(how: str) -> int:
+    """Bytes that autograd keeps between forward and backward, in fp32, where attention is one operation."""
+    model = pl.parallelize(build().float(), Strategy(recompute=how))
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = tokens(0, 0, 1)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x, x)
+    loss.backward()
+    pl.release(model)
+    return sum(size for address, size in found.items() if address not in parameters)
+
+
+def test_less_is_kept_between_forward_and_backward(ranks) -> None:
+    nothing_again, all_again = (ranks(1, kept, how)[0] for how in ("none", "unit"))
+    assert all_again < 0.5 * nothing_again
+
+
+def copied_and_released() -> list[bool]:
+    model = pl.parallelize(build(), Strategy(zero=3, recompute="unit"))
+    average = copy.deepcopy(model)
+    x = tokens(0, 0, 1)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.zero_()
+        same = torch.equal(model(x), build()(x))
+        zeroed = not average(x).any()
+    pl.release(model)
+    return [same, zeroed, "forward" not in model.blocks[0].__dict__]
+
+
+def test_a_copy_recomputes_with_its_own_parameters_and_release_ends_it(ranks) -> None:
+    assert ranks(2, copied_and_released) == [[True] * 3] * 2
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPUs needs a C++ compiler")
+@pytest.mark.parametrize("strategy", [STAGES["zero 3"]])
+def test_units_may_be_compiled(ranks, strategy) -> None:
+    expected, weights, _ = ranks(1, recomputed, None)[0]
+    for found, state, _ in ranks(2, recomputed, strategy, True, timeout=200):
+        assert_same(found, expected, atol=1e-10)
+        assert_same(state, weights, atol=1e-8)
