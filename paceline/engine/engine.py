@@ -489,7 +489,10 @@ class Engine:
             squares = gradients.square_sum() if self.schedule.shards > 1 else None
             self._counts.fill(gradients.used, late, squares, gradients.carries)
             self._executor.end()
-        self._executor.complete()
+        if synchronises:
+            self._executor.complete()
+        else:
+            self._executor.launch_all()
         if gradients is not None and synchronises:
             used: Collection[int] = gradients.used
             if self._synchronizer is not None:

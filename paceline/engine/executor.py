@@ -138,6 +138,17 @@ class Executor:
         """Waits for every collective under way."""
         self.require(tuple(self._outstanding))
 
+    def launch_all(self) -> None:
+        """Takes every compute op for complete and launches whatever is left.
+
+        Raises:
+            RuntimeError: A collective waits for an op that is not in what was loaded.
+        """
+        self.end()
+        self.done(*self._compute)
+        if any(self._queues.values()):
+            raise RuntimeError(f"collectives that nothing launches: {self._queues}")
+
     def complete(self) -> None:
         """Launches whatever is left, then waits for every collective launched; the time of that is exposed.
 
@@ -145,10 +156,7 @@ class Executor:
             CommunicationError: A collective failed.
             RuntimeError: A collective waits for an op that is not in what was loaded.
         """
-        self.end()
-        self.done(*self._compute)
-        if any(self._queues.values()):
-            raise RuntimeError(f"collectives that nothing launches: {self._queues}")
+        self.launch_all()
         self.settle()
 
     def run(self, op: Op, work: Callable[[], Traffic] | None = None) -> None:

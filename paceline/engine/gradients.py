@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -198,20 +198,28 @@ class Gradients:
         first = self._micro_batch == 0 or not self._each
         return self._sum(bucket) if self._shards > 1 and first and (self._beside or self._sums_up) else None
 
-    def add_reduced(self, bucket: Bucket) -> None:
-        """Adds what this micro-batch's reduction left in the whole gradients to the sum over micro-batches."""
-        if not self._sums_up:
-            return
-        with torch.no_grad():
-            if self._micro_batch:
-                self._sum(bucket).add_(self._own(bucket))
-            elif self._shards == 1:
-                self._sum(bucket).copy_(self._own(bucket))
+    def after_reduction(self, bucket: Bucket) -> Callable[[], None]:
+        """What is left to do when this micro-batch's reduction is through, be that in a later one.
+
+        Adds what it left in the whole gradients to the sum over micro-batches.
+        """
+        if not self._sums_up or (self._micro_batch == 0 and self._shards > 1):
+            return lambda: None
+        total, own, first = self._sum(bucket), self._own(bucket), self._micro_batch == 0
+
+        def add() -> None:
+            with torch.no_grad():
+                if first:
+                    total.copy_(own)
+                else:
+                    total.add_(own)
+
+        return add
 
     def add_all_reduced(self) -> None:
         """What there is to do after each micro-batch where nothing has to be reduced."""
         for bucket in self._buckets:
-            self.add_reduced(bucket)
+            self.after_reduction(bucket)()
 
     @property
     def _sums_up(self) -> bool:

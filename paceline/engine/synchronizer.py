@@ -88,12 +88,13 @@ class Synchronizer:
             return lambda: transport.run(op.kind, whole, op.target, shard=shard)
         assert gradients is not None
         if op.stream == "replicate":
-            return lambda: transport.run(op.kind, gradients.reduced(bucket), op.target)
+            reduced = gradients.reduced(bucket)
+            return lambda: transport.run(op.kind, reduced, op.target)
+        whole, shard, then = gradients.whole(bucket), gradients.shard(bucket), gradients.after_reduction(bucket)
 
         def reduce() -> Traffic:
-            shard = gradients.shard(bucket)
-            traffic = transport.run(op.kind, gradients.whole(bucket), op.target, self._scale, shard)
-            gradients.add_reduced(bucket)
+            traffic = transport.run(op.kind, whole, op.target, self._scale, shard)
+            then()
             return traffic
 
         return reduce
