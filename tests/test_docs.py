@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tyro
@@ -12,6 +14,7 @@ import tyro
 from paceline.bench.cli import Benchmarks
 from paceline.plan.cli import PlanArguments
 from paceline.train.command_line import parse_train_arguments
+from paceline.verify.cli import parse as parse_verify_arguments
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,6 +63,8 @@ def test_every_command_is_understood(page: str, words: list[str], tmp_path: Path
         tyro.cli(Benchmarks, args=words[2:])
     elif words[1] == "plan":
         assert tyro.cli(PlanArguments, args=words[2:], use_underscores=False).devices > 0
+    elif words[1] == "verify":
+        assert parse_verify_arguments(words[2:]).workers > 0
     else:
         assert words[1] in ("sample", "trace", "help", "version")
 
@@ -81,3 +86,26 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def script(name: str) -> dict[str, Any]:
+    """What a script of the documentation defines."""
+    return runpy.run_path(str(ROOT / "docs" / f"{name}.py"))
+
+
+def test_the_tables_of_the_strategies_are_what_the_schedules_give() -> None:
+    page = (ROOT / "docs" / "strategies.md").read_text()
+    tables = script("strategy_tables")["tables"]()
+    assert len(tables) == 2
+    for name, table in tables.items():
+        assert re.search(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", page, re.S)[1] == table, "run docs/make_tables.py"
+
+
+def test_the_pictures_of_the_strategies_are_of_the_schedules_as_they_are() -> None:
+    pytest.importorskip("matplotlib")
+    image = pytest.importorskip("PIL.Image")
+    drawing = script("make_pictures")
+    assert len(drawing["PICTURES"]) == 2
+    for name, shown in drawing["PICTURES"].items():
+        picture = image.open(ROOT / "docs" / "images" / name)
+        assert picture.text["Schedules"] == drawing["fingerprint"](*shown), "run docs/make_pictures.py"

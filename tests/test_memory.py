@@ -156,7 +156,7 @@ def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, 
         optimizer.step()
         optimizer.zero_grad()
     engine = engine_of(model)
-    weights, gradients, rotates = engine._weights, engine._gradients, engine.schedule.rotates
+    weights, gradients, rotates = engine.running.weights, engine.running.gradients, engine.schedule.rotates
     whole = storage_bytes(gradients._whole.values())
     held = Memory(
         parameters=storage_bytes(weights._flats),

@@ -81,8 +81,8 @@ def main(options: StrategiesBench) -> list[Row]:
             for case in CASES:
                 if case.name in options.cases:
                     rows += run_case(case, ranks, precision, chosen, options.rounds, options.steps, failures)
-    if options.json:
-        write_json(options.json, rows, {"failures": failures} if failures else None)
+                    if options.json:  # each time, so that a run of hours that is cut short leaves what it has
+                        write_json(options.json, rows, {"failures": failures} if failures else None)
     return rows
 
 

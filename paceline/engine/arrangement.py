@@ -67,15 +67,16 @@ class Arrangement:
         self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
         self._accumulators: dict[int, Node] = {}
         self.hold_accumulators(self.layout.units)
-        self._follow(order)
+        self._follow()
 
-    def _follow(self, order: tuple[str, ...]) -> None:
-        self._after = {unit: order[position + 1 :] for position, unit in enumerate(order)}
+    def _follow(self) -> None:
+        order, on_time = self.schedule.order, set(self.schedule.on_time)
+        self._after = {unit: frozenset(order[position + 1 :]) & on_time for position, unit in enumerate(order)}
 
     def reorder(self, order: tuple[str, ...]) -> None:
         """Schedules another forward order on the same layout; places for gathered units stay until asked for."""
         self.schedule = replace(self.schedule, order=order, late=frozenset())
-        self._follow(order)
+        self._follow()
 
     def hold_accumulators(self, units: Iterable[str]) -> None:
         """Takes hold of where autograd accumulates gradients of some units, which a change of dtype creates anew.
@@ -123,12 +124,12 @@ class Arrangement:
         """Indices of the slots of a unit."""
         return self._slots[unit]
 
-    def units_after(self, unit: str) -> tuple[str, ...]:
+    def units_after(self, unit: str) -> frozenset[str]:
         """Units that run after `unit` in the forward pass and whose gradients are final when its backward begins."""
-        on_time = set(self.schedule.on_time)
-        return tuple(other for other in self._after.get(unit, ()) if other in on_time)
+        return self._after.get(unit, frozenset())
 
     def mark_late(self, slots: Iterable[int]) -> None:
         """From now on the units of these slots are reduced after the whole backward."""
         late = {self.layout.slots[index].spec.unit for index in slots}
         self.schedule = replace(self.schedule, late=self.schedule.late | late)
+        self._follow()

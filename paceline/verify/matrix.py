@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -103,19 +104,22 @@ def run_matrix(markdown: str, limit: float, folder: Path) -> int:
     start = time.monotonic()
     cells: list[Cell] = []
     with RankPool(1, threads=1) as alone, RankPool(RANKS, threads=1) as ranks:
-        comparisons = {}
+        comparisons: dict[Precision, Comparison] = {}
         for precision, subject in SUBJECTS.items():
             place = folder / precision
             place.mkdir()
             (prepared,) = alone.run(prepare, subject, RANKS, MICRO_BATCHES, STEPS, place, limit=limit)
             comparisons[precision] = Comparison(prepared.subject, alone, ranks, place, limit)
-        for name, strategy, micro_batches in mixes():
-            recipe = recipe_for(strategy, RANKS, micro_batches, STEPS)
-            case = Case(strategy, recipe, TOLERANCES[strategy.precision])
-            cells.append(Cell(name, strategy, micro_batches, comparisons[strategy.precision].run(case)))
-            _tell(cells[-1])
+        for (precision, name), group in itertools.groupby(mixes(), lambda mix: (mix[1].precision, mix[0])):
+            done = []
+            for _, strategy, micro_batches in group:
+                case = Case(strategy, recipe_for(strategy, RANKS, micro_batches, STEPS), TOLERANCES[precision])
+                done.append(Cell(name, strategy, micro_batches, comparisons[precision].run(case)))
+                _tell(done[-1])
+            print(f"{precision}, {name}: {summary(done)}", flush=True)
+            cells += done
     print("\n" + tables(cells))
-    print(f"\n{summary(cells)} It took {time.monotonic() - start:.0f} s.")
+    print(f"\n{summary(cells)}, in {time.monotonic() - start:.0f} s")
     if markdown:
         write_page(Path(markdown), cells)
     return 0 if all(cell.outcome.equal for cell in cells) else 1

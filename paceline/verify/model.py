@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from paceline.errors import UserError
 from paceline.strategy import Strategy
 from paceline.train.launch import threads_per_rank
 from paceline.verify.compare import Comparison, Outcome
+from paceline.verify.evidence import Kind
 from paceline.verify.explain import explain
 from paceline.verify.pool import RankPool, RanksFailed
 from paceline.verify.prepare import Prepared, prepare
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 TOLERANCE: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-3}
 """Largest relative difference that rounding explains. An error of logic is larger by far."""
 
-COLUMNS = ("gradient", "norm", "updated", "loss")
+COLUMNS: tuple[Kind, ...] = ("gradient", "norm", "updated", "loss")
 WIDTH = 100
 
 
@@ -87,33 +89,37 @@ _HEADER = (
 def _line(name: str, outcome: Outcome, ranks: int) -> str:
     largest = dict(outcome.report.largest)
     largest["updated"] = max(largest.get("updated", 0.0), largest.get("weights", 0.0))
-    sizes = " ".join("         -" if outcome.raised else f"{largest.get(column, 0.0):10.1e}" for column in COLUMNS)  # type: ignore[call-overload]
+    sizes = " ".join(f"{'-' if outcome.raised else _size(largest.get(column, 0.0)):>10}" for column in COLUMNS)
     return f"{name:<30} {ranks:>5} {outcome.case.recipe.micro_batches:>13} {sizes}  {outcome.verdict}"
 
 
+def _size(number: float) -> str:
+    return f"{number:.1e}" if number else "0"
+
+
 def _explain(outcomes: list[tuple[str, Outcome]], prepared: Prepared) -> None:
-    """What differs, once for all the cases with the same words."""
-    said: dict[str, list[str]] = {}
+    """What differs, once for all the cases in which the same does."""
+    alike: dict[object, list[tuple[str, Outcome]]] = {}
     for name, outcome in outcomes:
+        first = outcome.report.first
         if not outcome.equal:
-            first = outcome.report.first
-            text = explain(first, prepared.changing) if first is not None else _raised(outcome)
-            said.setdefault(text, []).append(f"{name}, {outcome.case.recipe.micro_batches}")
-    for text, names in said.items():
+            what = replace(first, size=0.0, sequence=0) if first is not None else outcome.raised
+            alike.setdefault(what, []).append((name, outcome))
+    for group in alike.values():
         print()
-        _tell(f"{'; '.join(names)} micro-batches:")
-        for paragraph in text.splitlines():
-            _tell(paragraph, "  ")
-
-
-def _raised(outcome: Outcome) -> str:
-    text = outcome.details.rstrip() or outcome.raised
-    if outcome.case.strategy.stage == 3:
-        text += (
-            "\nWhere only zero 3 raises: code that reads a parameter outside the forward of its unit finds this rank's "
-            "piece of it. Name a module that holds both as a unit with Strategy(units=...)"
+        _tell("; ".join(f"{name}, {outcome.case.recipe.micro_batches} micro-batches" for name, outcome in group) + ":")
+        first = group[0][1].report.first
+        if first is not None:
+            _tell(explain(first, prepared.changing), "  ")
+        else:
+            print(textwrap.indent(group[0][1].details.rstrip() or group[0][1].raised, "  "))
+    raising = {outcome.case.strategy.stage for _, outcome in outcomes if outcome.raised}
+    if raising == {3}:
+        _tell(
+            "Only zero 3 raises, where a parameter is whole only while its unit computes: code that reads one outside "
+            "its unit's forward finds this rank's piece of it. Name a module that holds both as a unit, with "
+            "Strategy(units=...)"
         )
-    return text
 
 
 def _conclude(outcomes: list[Outcome], prepared: Prepared) -> int:

@@ -16,7 +16,6 @@ from paceline.verify.matrix import (
     RANKS,
     RECOMPUTING,
     STEPS,
-    SUBJECTS,
     TOLERANCES,
     Cell,
     systems,
@@ -30,14 +29,18 @@ TITLES = {
 
 
 def summary(cells: Sequence[Cell]) -> str:
-    """One sentence."""
-    equal = sum(cell.outcome.equal for cell in cells)
-    return f"{equal} of {len(cells)} mixes are equal to one process."
+    """How many are equal, and how much they differ at most."""
+    equal, size = sum(cell.outcome.equal for cell in cells), max(cell.size for cell in cells)
+    return f"{equal} of {len(cells)} mixes equal, largest difference {_number(size)}"
 
 
 def tables(cells: Sequence[Cell]) -> str:
     """A table for each precision: a line per strategy, a column per accumulation and recomputing."""
-    return "\n\n".join(f"### {TITLES[precision]}\n\n{_table(cells, precision)}" for precision in SUBJECTS)
+    return "\n\n".join(f"### {TITLES[precision]}\n\n{_table(cells, precision)}" for precision in _precisions(cells))
+
+
+def _precisions(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(cell.strategy.precision for cell in cells))
 
 
 def _table(cells: Sequence[Cell], precision: str) -> str:
@@ -67,8 +70,11 @@ def _entry(cells: Sequence[Cell]) -> str:
     if any(cell.outcome.raised for cell in cells):
         return "raises"
     size = max(cell.size for cell in cells)
-    text = "0" if size == 0 else f"{size:.0e}"
-    return text if all(cell.outcome.equal for cell in cells) else f"**differs: {text}**"
+    return _number(size) if all(cell.outcome.equal for cell in cells) else f"**differs: {_number(size)}**"
+
+
+def _number(size: float) -> str:
+    return f"{size:.0e}" if size else "0"
 
 
 def write_page(path: Path, cells: Sequence[Cell]) -> None:
@@ -78,7 +84,9 @@ def write_page(path: Path, cells: Sequence[Cell]) -> None:
     sections = [
         "# Equivalence",
         *(textwrap.fill(text, 115, break_long_words=False) for text in _introduction()),
-        f"**{summary(cells)}**",
+        "\n".join(
+            f"- {TITLES[p]}: **{summary([c for c in cells if c.strategy.precision == p])}**" for p in _precisions(cells)
+        ),
         *(["What raised:\n\n" + "\n".join(f"- {text}" for text in raised)] if raised else []),
         tables(cells),
         "## How it was made",

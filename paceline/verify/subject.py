@@ -187,9 +187,16 @@ def compute_loss(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
     a tuple as its forward requires and what it names of a dict: the others, labels say, are for the loss function.
 
     Raises:
-        UserError: What should be a loss is no scalar with a graph.
+        UserError: The model does not take the batch, or what should be a loss is no scalar with a graph.
     """
     arguments, names = _arguments(model, batch, all_of_it=loss is None)
+    if not _takes(model.forward, *arguments, **names):
+        given = ", ".join(names) if names else f"{len(arguments)} positional arguments"
+        hint = "" if loss is not None else ". If a part of it is for the loss, give --loss module:function"
+        raise UserError(
+            f"{type(model).__name__}.forward({', '.join(inspect.signature(model.forward).parameters)}) does not take a "
+            f"batch of {given}{hint}"
+        )
     output = model(*arguments, **names)
     value: Any
     if loss is not None:
@@ -223,9 +230,9 @@ def _arguments(model: nn.Module, batch: Batch, all_of_it: bool) -> tuple[tuple[A
     return arguments if all_of_it else arguments[: max(1, required)], {}
 
 
-def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
+def _takes(function: Callable[..., Any], *arguments: Any, **names: Any) -> bool:
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function).bind(*arguments, **names)
     except (TypeError, ValueError):
         return False
     return True

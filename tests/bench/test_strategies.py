@@ -1,35 +1,88 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+import paceline as pl
 from paceline.bench import cli, strategies
+from paceline.bench.cases import GROUPS, Case, Precision, System, Training
 from paceline.bench.ranks import run_ranks
+from paceline.errors import UserError
 from paceline.models.presets import preset
 from paceline.strategy import SYSTEMS
 
+DDP = "torch DDP: views, static graph"
 
-def test_every_system_runs_beside_ddp_and_sends_what_its_schedule_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+
+def broken(case: Case, world: pl.World, precision: Precision) -> Training:
+    raise ImportError("this library is not here")
+
+
+def test_systems_run_beside_each_other_and_one_that_cannot_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(strategies, "CASES", (strategies.Case("nano", preset("nano"), 1),))
+    chosen = strategies.choose(strategies.systems("float32"), (DDP, "paceline: zero 0"))
+    chosen = [replace(system, groups=GROUPS[:1]) for system in chosen]
+    monkeypatch.setattr(strategies, "systems", lambda _: [*chosen, System("broken", "always", broken, GROUPS)])
+    monkeypatch.setattr(strategies, "CASES", (Case("nano", preset("nano"), 1),))
     file = tmp_path / "rows.json"
     assert cli.main(["strategies", "--cases", "nano", "--rounds", "2", "--steps", "1", "--json", str(file)]) == 0
-    rows = {(row["system"], row["setting"]): row for row in json.loads(file.read_text())["rows"]}
-    assert {setting for system, setting in rows if system == "paceline"} == set(SYSTEMS)
-    assert sum(system == "torch DDP" for system, _ in rows) == 3
-    assert all(row["median_ms"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
-    assert min(row["ratio"] for (system, _), row in rows.items() if system == "torch DDP") <= 1.01
-    gradients = rows["torch DDP", "default"]["wire_bytes"]
-    ours = rows["paceline", "buckets, overlapped"]["wire_bytes"]
-    assert gradients <= ours < 1.02 * gradients, "the same bytes, but for padding and the counts"
+
+    written = json.loads(file.read_text())
+    theirs, ours = written["rows"]
+    assert (theirs["system"], theirs["ratio"], ours["system"], ours["setting"]) == (
+        "torch DDP",
+        1,
+        "paceline",
+        "zero 0",
+    )
+    for row in (theirs, ours):
+        assert (row["group"], row["precision"]) == ("stage 0", "float32")
+        assert row["median_ms"] > 0
+        assert row["peak_bytes"] > row["base_bytes"] > 0
+    parameters = sum(p.numel() for p in strategies.CASES[0].build().parameters())
+    # A ring all-reduce of fp32 gradients sends 2 (N - 1) / N of them from each of N ranks.
+    all_reduce = 4 * parameters
+    assert theirs["wire_bytes"] == pytest.approx(all_reduce, rel=0.02), "counted on the sockets"
+    assert ours["wire_bytes"] == pytest.approx(theirs["wire_bytes"], rel=0.02), "counted by the engine"
+
+    (failure,) = written["failures"]
+    assert failure["system"] == "broken"
+    assert failure["reason"] == "ImportError: this library is not here"
+    printed = capsys.readouterr().out
+    assert f"ratio to {DDP}" in printed
+    assert "broken: always did not run: ImportError: this library is not here" in printed
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_systems_have_different_names_and_can_be_sent_to_a_rank(precision: Precision) -> None:
+    found = strategies.systems(precision)
+    assert len({system.label for system in found}) == len(found)
+    assert [system.label for system in pickle.loads(pickle.dumps(found))] == [system.label for system in found]
+
+
+def test_no_strategy_is_timed_twice() -> None:
+    ours = {system.setting for system in strategies.systems("float32") if system.name == "paceline"}
+    assert ours == {*strategies.OURS, *SYSTEMS} - {"buckets, overlapped"}
+    assert SYSTEMS["buckets, overlapped"] == strategies.OURS["zero 0"]
+
+
+def test_systems_are_chosen_by_name_or_with_their_setting() -> None:
+    found = strategies.systems("float32")
+    assert strategies.choose(found, ()) == found
+    chosen = strategies.choose(found, ("DeepSpeed", DDP))
+    assert {system.name for system in chosen} == {"DeepSpeed", "torch DDP"}
+    assert [system.label for system in chosen if system.name == "torch DDP"] == [DDP]
+    with pytest.raises(UserError, match=r"--systems: expected some of one process;(.|\n)*got 'deepspeed'"):
+        strategies.choose(found, ("deepspeed",))
 
 
 def fail(rank_that_fails: int) -> None:
-    import paceline as pl
-
     if pl.init().rank == rank_that_fails:
         raise ValueError("on purpose")
     pl.barrier()

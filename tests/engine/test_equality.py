@@ -65,7 +65,7 @@ def train(strategy: Strategy, accumulation: int, rank: int, n: int) -> dict[str,
     events = engine.drain_events()  # after what full_parameters waited for
     executed = [[event for event in events if event.step == step] for step in range(STEPS)]
     planned = engine.schedule.step(accumulation)
-    transport = engine._synchronizer.transports["reduce"].name if engine._synchronizer else "none"
+    transport = engine.running.synchronizer.transports["reduce"].name if n > 1 else "none"
     pl.release(model)
     return {
         "state": state,

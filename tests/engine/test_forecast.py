@@ -55,8 +55,8 @@ def run_slowly(strategy: Strategy, micro_batches: int) -> tuple[list[Event], lis
     torch.manual_seed(0)
     model = pl.parallelize(nn.Sequential(*(SlowUnit() for _ in range(5))), strategy)
     engine = pl.engine_of(model)
-    assert engine._synchronizer is not None
-    quick = engine._synchronizer.work
+    assert engine.running.synchronizer is not None
+    quick = engine.running.synchronizer.work
 
     def slow(op: Op, *args: Any) -> Callable[[], Traffic]:
         work = quick(op, *args)
@@ -67,7 +67,7 @@ def run_slowly(strategy: Strategy, micro_batches: int) -> tuple[list[Event], lis
 
         return later
 
-    engine._synchronizer.work = slow  # type: ignore[method-assign]
+    engine.running.synchronizer.work = slow  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(4):
         for x in pl.accumulate(model, torch.randn(micro_batches, 2, 8)):

@@ -57,7 +57,7 @@ def test_ranks_form_one_job_and_are_kept(pool: RankPool) -> None:
 
 def test_what_every_rank_raises_alike_leaves_them_as_they_are(pool: RankPool) -> None:
     before = processes(pool)
-    with pytest.raises(UserError, match="^give something else$"):
+    with pytest.raises(UserError, match=r"^give something else$"):
         pool.run(ends, -1, "user", limit=60)
     with pytest.raises(RanksFailed) as caught:
         pool.run(ends, -1, "raise", limit=60)

@@ -1,0 +1,72 @@
+"""What one process can tell beforehand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.errors import UserError
+from paceline.verify.alone import batches_file, read
+from paceline.verify.prepare import _changing_buffers
+from paceline.verify.subject import make_batches, make_model, share
+from tests.verify.conftest import HERE, subject
+
+
+def test_a_model_that_can_be_equal_has_no_obstacle(prepared, tmp_path) -> None:
+    found = prepared(subject())
+    assert (found.obstacles, found.notes, found.changing, found.micro_batches) == ((), (), (), (1, 3))
+    assert found.subject == subject()
+    batches = read(batches_file(tmp_path))
+    assert len(batches) == 3 and batches[0][0].shape == (12, 5)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [("dropout", "blocks.1.1 drop at"), ("functional_dropout", "forward draws")]
+)
+def test_randomness_is_explained_and_off_in_evaluation(prepared, model: str, words: str) -> None:
+    (obstacle,) = prepared(subject(model)).obstacles
+    assert words in obstacle and "random" in obstacle and "--eval" in obstacle and "p=0" in obstacle
+    assert prepared(subject(model, evaluation=True)).obstacles == ()
+
+
+def test_batch_norm_is_explained_and_fixed_in_evaluation(prepared) -> None:
+    (obstacle,) = prepared(subject("batch_norm")).obstacles
+    assert "blocks.1.normalise normalise over the samples" in obstacle and "--eval" in obstacle
+    assert prepared(subject("batch_norm", evaluation=True)).obstacles == ()
+
+
+def test_a_model_that_cannot_do_float64_runs_in_float32(prepared, tmp_path) -> None:
+    found = prepared(subject("float32_only"))
+    assert found.subject.dtype == "float32"
+    assert "float32" in found.notes[0] and "RuntimeError" in found.notes[0]
+
+
+def test_numbers_of_micro_batches_that_do_not_fit_are_left_out(prepared) -> None:
+    found = prepared(subject(), micro_batches=(1, 4))
+    assert found.micro_batches == (1,)
+    assert found.notes == ("not with 4 micro-batches: batches of 12 samples cannot be cut so",)
+    with pytest.raises(UserError, match=r"batches of 12 samples cannot be cut .* 5 ranks .* multiple of 5"):
+        prepared(subject(), ranks=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"build": "not_repeatable"}, "called twice under the same seed; the first difference is blocks.0.inner.bias"),
+        ({"build": "no_such_function"}, "has no 'no_such_function'"),
+        ({"data": ""}, "no batch can be made up for Net"),
+        ({"loss": ""}, r"Net.forward\(tokens\) does not take a batch of 2 positional arguments. If a part"),
+        ({"loss": f"{HERE}:batches"}, r"takes 1 positional argument but 2 were given"),
+    ],
+)
+def test_what_cannot_be_run_in_one_process_is_a_mistake(prepared, settings, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        prepared(subject(**settings))
+
+
+def test_looking_puts_buffers_back() -> None:
+    chosen = subject("running_mean")
+    model = make_model(chosen)
+    part = share(make_batches(chosen, model, 1, 12)[0], 0, 2)
+    assert _changing_buffers(chosen, model, part) == ("blocks.1.mean",)
+    assert torch.equal(model.get_buffer("blocks.1.mean"), torch.zeros(6, dtype=torch.float64))
