@@ -1,4 +1,7 @@
-"""Writes the tables of docs/benchmarks.md and README.md from docs/results/*.json: python docs/make_tables.py."""
+"""Writes the tables of the documentation: python docs/make_tables.py.
+
+Those of benchmarks.md and README.md come from docs/results/*.json, those of strategies.md from the schedules.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+
+import strategy_tables
 
 DOCS = Path(__file__).parent
 
@@ -16,23 +21,41 @@ def results(name: str) -> dict[str, Any]:
 
 
 def strategies(rows: list[dict[str, Any]]) -> str:
-    """One table over all cases: a line per system, time and ratio per case."""
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    lines = [
-        "| system | " + " | ".join(f"{case}, ms | ratio" for case in cases) + " |",
-        "|---|" + "---:|---:|" * len(cases),
-    ]
-    for system, setting in dict.fromkeys((row["system"], row["setting"]) for row in rows):
-        cells = []
-        for case in cases:
-            (row,) = [r for r in rows if (r["case"], r["system"], r["setting"]) == (case, system, setting)]
-            cells += [f"{row['median_ms']:.1f} ± {row['spread_ms']:.1f}", _ratio(row)]
-        lines.append(f"| {system}: {setting} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """A table for each group, number of ranks and precision, a line per system."""
+    tables = []
+    for key in dict.fromkeys(map(_table, rows)):
+        chosen = [row for row in rows if _table(row) == key]
+        group, ranks, precision = key
+        title = f"{group[:1].upper()}{group[1:]}, {ranks} ranks, {precision}:\n\n" if group else ""
+        cases = list(dict.fromkeys(row["case"] for row in chosen))
+        lines = [
+            "| system | " + " | ".join(f"{case}, ms | ratio | MiB" for case in cases) + " |",
+            "|---|" + "---:|---:|---:|" * len(cases),
+        ]
+        for name in dict.fromkeys((row["system"], row["setting"]) for row in chosen):
+            cells = []
+            for case in cases:
+                # A system that could not run in one case leaves its place empty.
+                found = [r for r in chosen if (r["case"], r["system"], r["setting"]) == (case, *name)]
+                cells += [_cells(row) for row in found] or ["| |"]
+            lines.append(f"| {name[0]}: {name[1]} | " + " | ".join(cells) + " |")
+        tables.append(title + "\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def _table(row: dict[str, Any]) -> tuple[str, int, str]:
+    return row.get("group", ""), row["ranks"], row.get("precision", "float32")
+
+
+def _cells(row: dict[str, Any]) -> str:
+    memory = (row["peak_bytes"] - row.get("base_bytes", 0)) / 2**20
+    return f"{row['median_ms']:.1f} ± {row['spread_ms']:.1f} | {_ratio(row)} | {memory:.0f}"
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """A line per system worth a newcomer's look, a ratio per case."""
+    """A line per system worth a newcomer's look, a ratio per case: what shares nothing, in float32, on fewest ranks."""
+    first = _table(rows[0])
+    rows = [row for row in rows if _table(row) == first]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     best = min((r for r in rows if r["system"] == "torch DDP"), key=lambda row: (row["ratio"], row["ratio_spread"]))
     chosen = [
@@ -42,11 +65,13 @@ def summary(rows: list[dict[str, Any]]) -> str:
         ("paceline", "parameter server"),
         ("paceline", "per parameter, overlapped"),
         ("paceline", "buckets, overlapped"),
+        ("paceline", "zero 0"),
     ]
     lines = ["| system | " + " | ".join(cases) + " |", "|---|" + "---:|" * len(cases)]
     for name in chosen:
-        cells = [_ratio(r) for case in cases for r in rows if (r["case"], r["system"], r["setting"]) == (case, *name)]
-        lines.append(f"| {name[0]}: {name[1]} | " + " | ".join(cells) + " |")
+        found = {r["case"]: _ratio(r) for r in rows if (r["system"], r["setting"]) == name}
+        if found:
+            lines.append(f"| {name[0]}: {name[1]} | " + " | ".join(found.get(case, "") for case in cases) + " |")
     return "\n".join(lines)
 
 
@@ -89,3 +114,8 @@ if __name__ == "__main__":
     path.write_text(page)
     readme = DOCS.parent / "README.md"
     readme.write_text(replace(readme.read_text(), "summary", summary(results("strategies")["rows"])))
+    path = DOCS / "strategies.md"
+    page = path.read_text()
+    for name, table in strategy_tables.tables().items():
+        page = replace(page, name, table)
+    path.write_text(page)

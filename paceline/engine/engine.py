@@ -62,7 +62,8 @@ class Engine:
             blocks = [module.get_submodule(name) for name in find_blocks(module, strategy.units)]
             self._handles += recompute(blocks, strategy.recompute, strategy.recompute_every)
         if strategy.low:
-            self._handles.append(cast_inputs(module, getattr(torch, strategy.precision)))
+            low = getattr(torch, strategy.precision)
+            self._handles.append(cast_inputs(module, low, lambda: not self._forward.is_full))
         if self.running.weights.swapped:
             self._handles += open_for_states(module, self._forward.open_states, self._forward.close_state)
 

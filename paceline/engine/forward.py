@@ -16,6 +16,7 @@ class ForwardPass:
 
     Attributes:
         order: Units in the order in which the first forward runs them.
+        is_full: Whether all parameters are whole and as they are updated.
     """
 
     def __init__(self, running: Running) -> None:
@@ -23,7 +24,7 @@ class ForwardPass:
         self._running = running
         self.order: list[str] = []
         self._walk = 0
-        self._is_full = False
+        self.is_full = False
         self._states: list[AbstractContextManager[None]] = []
         running.weights.rest()
         running.weights.seal()
@@ -32,7 +33,7 @@ class ForwardPass:
 
     def model_begins(self, records: bool) -> None:
         """The whole model's forward begins."""
-        if self._is_full:
+        if self.is_full:
             self._refuse_graph(records)
         elif records and self.enter():
             return
@@ -50,7 +51,7 @@ class ForwardPass:
 
     def unit_begins(self, unit: str, records: bool) -> None:
         """A unit's forward begins."""
-        if self._is_full:
+        if self.is_full:
             self._refuse_graph(records)
             return
         if records:
@@ -62,7 +63,7 @@ class ForwardPass:
 
     def unit_ends(self, unit: str) -> None:
         """A unit's forward has ended."""
-        if in_backward() or self._is_full:
+        if in_backward() or self.is_full:
             return
         self._running.executor.end()
         if unit in self._running.schedule.place:
@@ -157,17 +158,17 @@ class ForwardPass:
     @contextmanager
     def full(self) -> Iterator[None]:
         """Inside, every parameter is whole and as it is updated. A collective call where they are sharded."""
-        if self._is_full or not self._running.weights.swapped:
+        if self.is_full or not self._running.weights.swapped:
             yield
             return
         self._running.executor.settle()
-        self._is_full = True
+        self.is_full = True
         synchronizer = self._running.synchronizer
         try:
             with self._running.weights.full(synchronizer.gather if synchronizer else None):
                 yield
         finally:
-            self._is_full = False
+            self.is_full = False
 
     def open_states(self) -> None:
         """Enters `full`, until `close_state`."""

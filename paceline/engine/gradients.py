@@ -103,7 +103,11 @@ class Gradients:
         for index in self._trainable:
             parameter = self._weights.parameters[index]
             if parameter.grad is not None:
-                self._carried[index] = parameter.grad.clone() if self.holds(index) else parameter.grad
+                carried = parameter.grad.clone() if self.holds(index) else parameter.grad
+                piece = self._weights.piece(index)
+                if piece is not None and carried.shape != piece.shape:
+                    carried = self._weights.cut(index, carried)
+                self._carried[index] = carried
                 parameter.grad = None
 
     @property

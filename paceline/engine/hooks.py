@@ -77,14 +77,14 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
     return handles
 
 
-def cast_inputs(model: nn.Module, dtype: torch.dtype) -> RemovableHandle:
-    """Casts floating-point tensors that the model is called with to the dtype it computes in."""
+def cast_inputs(model: nn.Module, dtype: torch.dtype, applies: Callable[[], bool]) -> RemovableHandle:
+    """Casts floating-point tensors that the model is called with to the dtype it computes in, while that `applies`."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(cast, (args, kwargs)) if module is model else None
+        return tree_map(cast, (args, kwargs)) if module is model and applies() else None
 
     return model.register_forward_pre_hook(before, with_kwargs=True)
 

@@ -163,7 +163,7 @@ class Weights:
         assert piece is not None
         if self._shards == 1:
             return piece
-        if not self._sharded:
+        if not self._sharded and whole.dtype == piece.dtype:
             return whole
         return torch.full((), torch.nan, dtype=piece.dtype, device=self._device).expand(whole.shape)
 

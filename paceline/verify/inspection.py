@@ -40,7 +40,7 @@ class Inspection:
         self._scale = max((largest(g) for part in self._gradients for g in part.values()), default=0.0) or 1.0
         self._calls = 0
         self._local: Named = {}
-        self._sent: dict[tuple[str, str], Tensor] = {}
+        self._sent: dict[tuple[str, str], list[Tensor]] = {}
         self._lock = threading.Lock()
         self._handles: list[Any] = [
             unit.register_forward_hook(lambda module, inputs, output, name=name: self._compare_output(name, output))
@@ -89,13 +89,6 @@ class Inspection:
             self._ledger.note("local", size, name, units[name], op="backward")
         self._local.clear()
         self._calls = 0
-        for (stream, target), buffer in self._sent.items():
-            bucket = next(bucket for bucket in self._engine.layout.buckets if bucket.name == target)
-            if stream == "reduce":
-                self._compare_collected(bucket, buffer)
-            else:
-                self._compare_reduced(bucket, buffer)
-        self._sent.clear()
 
     # ---- what is sent
 
@@ -117,18 +110,30 @@ class Inspection:
             ) -> Any:
                 if collective != "broadcast":
                     with self._lock:
-                        known = self._sent.get((stream, label))
-                        # A second time, for gradients that came late.
-                        self._sent[stream, label] = buffer.clone() if known is None else known.add_(buffer)
+                        self._sent.setdefault((stream, label), []).append(buffer.clone())
                 return run(collective, buffer, label, *rest, **named)
 
             vars(self._transports[stream])["run"] = listening
 
-    def _sum(self, name: str, ranks: range) -> Tensor | None:
-        """A parameter's gradient summed over ranks, and over the micro-batches that have been collected together."""
-        each, now = self._engine.strategy.reduces_each, self._ledger.micro_batch
-        micro_batches = [now] if each and len(ranks) == 1 else range(now + 1)
-        terms = [self._gradients[self._part(r, m)].get(name) for r in ranks for m in micro_batches]
+    def _compare_sent(self) -> None:
+        """Once all is over, as a reduction may run into the next micro-batch."""
+        last, buckets = self._ledger.micro_batch, {bucket.name: bucket for bucket in self._engine.layout.buckets}
+        for (stream, target), buffers in self._sent.items():
+            reductions = last + 1 if stream == "reduce" and self._engine.strategy.reduces_each else 1
+            for late in buffers[reductions:]:
+                # A second reduction in the same backward, of gradients that came late.
+                buffers[reductions - 1].add_(late)
+            for index, buffer in enumerate(buffers[:reductions]):
+                self._ledger.micro_batch = index + last + 1 - reductions
+                if stream == "reduce":
+                    self._compare_collected(buckets[target], buffer, range(index if reductions > 1 else 0, self._ledger.micro_batch + 1))
+                else:
+                    self._compare_reduced(buckets[target], buffer)
+        self._ledger.micro_batch = last
+
+    def _sum(self, name: str, ranks: Iterable[int], micro_batches: Iterable[int]) -> Tensor | None:
+        """A parameter's gradient in the reference, summed over some parts."""
+        terms = [self._gradients[self._part(rank, index)].get(name) for rank in ranks for index in micro_batches]
         present = [term for term in terms if term is not None]
         return torch.stack(present).sum(0) if present else None
 

@@ -57,8 +57,13 @@ class Cell:
 
     @property
     def size(self) -> float:
-        """Largest relative difference of anything that was compared."""
-        return max(self.outcome.report.largest.values(), default=0.0)
+        """Largest relative difference of anything that was compared but the norm."""
+        return max((size for kind, size in self.outcome.report.largest.items() if kind != "norm"), default=0.0)
+
+    @property
+    def norm(self) -> float:
+        """Largest relative difference of the norm, which each side sums in its own way."""
+        return self.outcome.report.largest.get("norm", 0.0)
 
 
 def systems() -> dict[str, Strategy]:

@@ -30,8 +30,9 @@ TITLES = {
 
 def summary(cells: Sequence[Cell]) -> str:
     """How many are equal, and how much they differ at most."""
-    equal, size = sum(cell.outcome.equal for cell in cells), max(cell.size for cell in cells)
-    return f"{equal} of {len(cells)} mixes equal, largest difference {_number(size)}"
+    equal = sum(cell.outcome.equal for cell in cells)
+    size, norm = max(cell.size for cell in cells), max(cell.norm for cell in cells)
+    return f"{equal} of {len(cells)} mixes equal, largest difference {_number(size)} (of norms {_number(norm)})"
 
 
 def tables(cells: Sequence[Cell]) -> str:
@@ -107,8 +108,8 @@ def _introduction() -> list[str]:
         "same batches; the loss is the mean over ranks of the mean over micro-batches. On every rank and in every step "
         "are compared: parameters as each unit computes with them, losses, reduced gradients, their norm, and "
         "parameters after the update.",
-        "An entry is the largest relative difference of all these, over steps of "
-        f"{counts} micro-batches. It is empty where the settings exclude each other. Columns are accumulation "
+        "An entry is the largest relative difference of all these but the norm, whose squares both sides sum in their "
+        f"own way, over steps of {counts} micro-batches; 0 means equal bit for bit. It is empty where the settings exclude each other. Columns are accumulation "
         "(gradients reduced in **each** micro-batch; in the last only, **defer**; in each, with parameters that "
         "stay gathered, **hold**) and what is recomputed in backward.",
         f"In float64, where rounding leaves some 1e-15, what differs by at most {TOLERANCES['float32']:g} counts as "

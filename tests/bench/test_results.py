@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,15 @@ def test_the_file_names_machine_versions_and_command(tmp_path: Path, capsys: pyt
     assert columns <= kept["rows"][0].keys()
     print_rows([row], "theirs")
     assert "ours: default" in capsys.readouterr().out
+
+
+def test_groups_and_precisions_are_printed_apart_with_memory_beyond_the_libraries(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = make_row("case", "ours", "default", 2, [1.0, 2.0], [1.0, 2.0], 700 * 2**20, 10**6)
+    print_rows([row, replace(row, group="stage 3", precision="bfloat16", base_bytes=300 * 2**20)], "theirs")
+    plain, grouped = capsys.readouterr().out.strip().split("\n\n")
+    assert plain.startswith("case, 2 ranks; ratio to theirs")
+    assert grouped.startswith("case, 2 ranks, stage 3, bfloat16; ratio to theirs")
+    assert plain.splitlines()[-1].split()[-2:] == ["700", "1.00"]
+    assert grouped.splitlines()[-1].split()[-3:] == ["700", "400", "1.00"]

@@ -252,3 +252,30 @@ FAMILIES: dict[str, Family] = {
     "resnet": Family(ResNet, _images, _names("stem", ("layer1", 2), ("layer2", 2), "head")),
     "lstm": Family(LSTM, _sentences, ["embedding", "recurrent", "head"]),
 }
+
+
+# ---- shapes that training takes
+
+
+def _freeze_middle(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if any(f".{block}." in name for block in ("h.1", "layers.1", "block.1")):
+            parameter.requires_grad_(False)
+
+
+def _checkpoint(model: Any, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+def _checkpoint_and_freeze(model: nn.Module) -> None:
+    _checkpoint(model, reentrant=False)
+    _freeze_middle(model)
+
+
+SHAPES: dict[str, Callable[[nn.Module], None]] = {
+    "as it is": lambda model: None,
+    "middle frozen": _freeze_middle,
+    "reentrant checkpoints": lambda model: _checkpoint(model, reentrant=True),
+    "checkpoints, middle frozen": _checkpoint_and_freeze,
+}
+"""What is done to a model of transformers before it is trained."""

@@ -182,3 +182,33 @@ def test_an_infinity_on_one_rank_makes_all_skip_and_halves_the_scale(ranks, stra
     assert scales == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
     assert_same(states[2], states[1], atol=0)
     assert any(not torch.equal(states[4][name], states[2][name]) for name in states[4])
+
+
+def restarted(strategy: Strategy) -> tuple[bool, dict, dict]:
+    """Evaluates inside full_parameters, and goes on with states of one process loaded before the first step."""
+    whole = make().float()
+    states = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    x, y = (part.float() for part in data(0, 8))
+    F.mse_loss(whole(x), y).backward()
+    states.step()
+    expected = whole(x).detach()
+    model = pl.parallelize(whole, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.load_state_dict(states.state_dict())
+    with pl.full_parameters(model), torch.no_grad():
+        evaluated = torch.equal(model(x), expected)
+    F.mse_loss(model(shares(x)).float(), shares(y)).backward()
+    optimizer.step()
+    kinds = {value.dtype for state in optimizer.state.values() for value in state.values() if value.dim()}
+    after = snapshot(model)
+    pl.release(model)
+    return evaluated, {"dtypes": kinds}, after
+
+
+@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+def test_states_of_one_process_are_taken_over_in_fp32(ranks, strategy) -> None:
+    (evaluated, kinds, state), (_, _, other) = ranks(2, restarted, low(strategy))
+    assert evaluated, "inside full_parameters the model is the fp32 one"
+    assert kinds["dtypes"] == {torch.float32}
+    assert_same(state, other, atol=0)
+    assert_same(state, ranks(1, restarted, low(STAGES["zero 0"]))[0][2], atol=2e-4)

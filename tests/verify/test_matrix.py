@@ -20,7 +20,8 @@ from paceline.verify.together import Case
 def cell(system: str, strategy: Strategy, size: float = 0.0, raised: str = "", micro_batches: int = 1) -> Cell:
     first = Difference("gradient", 1, 0, 2, size, 3, "p", "u", "b", "all_reduce") if size > 1e-9 else None
     case = Case(strategy, recipe_for(strategy, RANKS, micro_batches, 3), 1e-9)
-    return Cell(system, strategy, micro_batches, Outcome(case, Report({"gradient": size}, first), raised))
+    report = Report({"gradient": size, "norm": 1e-7}, first)
+    return Cell(system, strategy, micro_batches, Outcome(case, report, raised))
 
 
 def test_every_mix_that_a_strategy_allows_is_there() -> None:
@@ -91,7 +92,7 @@ def test_the_tables_show_the_largest_difference_and_what_is_wrong(tmp_path: Path
     assert rows[0, "zero 2"][3] == "**differs: 5e-01**"
     assert rows[0, "zero 3"][4] == "raises"
     assert rows[1, "zero 3"][3] == "0"
-    assert summary(cells) == "3 of 5 mixes equal, largest difference 5e-01"
+    assert summary(cells) == "3 of 5 mixes equal, largest difference 5e-01 (of norms 1e-07)"
 
     write_page(tmp_path / "page.md", cells)
     page = (tmp_path / "page.md").read_text()
