@@ -109,9 +109,8 @@ def _llama() -> nn.Module:
 
 def _mixtral() -> nn.Module:
     # 14 tokens, 2 of 16 experts each: some experts see none. The loss that balances them depends on the whole batch.
-    config = transformers.MixtralConfig(
-        **_DECODER, num_local_experts=16, output_router_logits=True, experts_implementation="eager"
-    )
+    options: dict[str, Any] = {"num_local_experts": 16, "output_router_logits": True, "experts_implementation": "eager"}
+    config = transformers.MixtralConfig(**_DECODER, **options)
     return transformers.MixtralForCausalLM(config)
 
 
@@ -129,7 +128,7 @@ def _switch() -> nn.Module:
     model = transformers.SwitchTransformersForConditionalGeneration(config)
     for module in model.modules():
         if hasattr(module, "jitter_noise"):
-            module.dtype = torch.float64  # its configuration allows float32 at most
+            module.dtype = torch.float64  # type: ignore[assignment]  # its configuration allows float32 at most
     return model
 
 

@@ -113,11 +113,14 @@ STRATEGIES = {
     "zero 1": Strategy(zero=1, bucket_mb=0.0005),
     "zero 2": Strategy(zero=2, bucket_mb=0.0005),
     "zero 3": Strategy(zero=3),
+    "zero 3, deferred": Strategy(zero=3, accumulation="defer"),
+    "zero 3, held": Strategy(zero=3, accumulation="hold"),
 }
 
+HYBRID = {f"zero {stage}, 2 x 2": Strategy(zero=stage, shard=2, bucket_mb=0.0005) for stage in (1, 2, 3)}  # type: ignore[arg-type]
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+
+@pytest.mark.parametrize(("n", "accumulation"), [(1, 3), (2, 1), (2, 3), (3, 1), (4, 3)])
 @pytest.mark.parametrize("system", STRATEGIES)
 def test_n_ranks_equal_one_process_and_run_their_schedule(ranks, system: str, n: int, accumulation: int) -> None:
     expected = reference()
@@ -127,10 +130,21 @@ def test_n_ranks_equal_one_process_and_run_their_schedule(ranks, system: str, n:
         assert_executed_as_planned(result, rank)
 
 
-@pytest.mark.parametrize("system", STRATEGIES)
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("system", HYBRID)
+def test_groups_that_shard_and_replicate_equal_one_process_too(ranks, system: str, accumulation: int) -> None:
+    expected = reference()
+    for rank, result in enumerate(ranks(4, rank_main, HYBRID[system], accumulation)):
+        assert_close(result, expected)
+        assert_executed_as_planned(result, rank)
+
+
+@pytest.mark.parametrize("system", {**STRATEGIES, **HYBRID})
 def test_over_gloo_n_ranks_equal_one_process_too(ranks, system: str) -> None:
     expected = reference()
-    for rank, result in enumerate(ranks(3, rank_main, STRATEGIES[system], 3, transport="gloo")):
+    n = 4 if system in HYBRID else 3
+    strategy = {**STRATEGIES, **HYBRID}[system]
+    for rank, result in enumerate(ranks(n, rank_main, strategy, 3, transport="gloo")):
         assert_close(result, expected)
         assert result["transport"] == "gloo"
         assert_executed_as_planned(result, rank)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.engine.units import ROOT, find_units, parameter_specs
+from paceline.engine.units import find_units, parameter_specs
+from paceline.layout import ROOT
 from paceline.strategy import Strategy
 from tests.engine.models import assert_same, snapshot
 from tests.engine.real_models import FAMILIES, SHAPES, Batch, Family, loss_of
@@ -170,6 +171,7 @@ def test_groups_of_ranks_that_shard_and_replicate_equal_one_process(ranks: RankP
     assert_equal_to_one_process(ranks, name, "as it is", "hybrid", 4, 2, "adamw")
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*deprecated")
 @pytest.mark.parametrize(
     ("name", "shape", "strategy"),
     [
