@@ -238,7 +238,8 @@ def _resident_units(parameters: Sequence[ParameterSpec], strategy: Strategy) -> 
         sizes[spec.unit] = sizes.get(spec.unit, 0) + spec.numel * spec.itemsize
     room = max(sizes.values(), default=0) // 8
     kept = {ROOT} & sizes.keys()
-    for unit in sorted(sizes.keys() - kept, key=sizes.__getitem__):
+    # In registration order among equals, so that all ranks choose the same.
+    for unit in sorted((unit for unit in sizes if unit not in kept), key=sizes.__getitem__):
         room -= sizes[unit]
         if room < 0:
             break

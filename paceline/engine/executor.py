@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.comm.plan import Traffic
@@ -129,6 +129,10 @@ class Executor:
     def drop(self, stream: str) -> None:
         """Forgets what is left on a stream: the model runs its units in an order that the schedule did not foresee."""
         self._queues.pop(stream, None)
+
+    def require_arrived(self, stream: str, targets: Collection[str]) -> None:
+        """Waits for what is under way on a stream for some targets, whatever op of the step it is."""
+        self.require([key for key, r in self._outstanding.items() if r.op.stream == stream and key.target in targets])
 
     def settle_stream(self, stream: str) -> None:
         """Waits for every collective under way on a stream."""

@@ -115,6 +115,7 @@ class ForwardPass:
         phase: Phase = "backward" if in_backward() else "forward"
         index = self._running.progress.micro_batch if phase == "backward" else self._walk
         executor.require(executor.after(Key(phase, unit, index, phase)))
+        executor.require_arrived("gather", {bucket.name for bucket in schedule.moving[unit]})
         if not weights.holds(unit):
             # Not what the schedule foresaw, such as a second forward before backward.
             executor.drop("gather")

@@ -72,7 +72,7 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
             if _records():
                 _on_gradients(output, "any", lambda: listener.backward_begins(None, generation))
 
-    handles.append(model.register_forward_pre_hook(model_begins))
+    handles.append(model.register_forward_pre_hook(model_begins, prepend=True))
     handles.append(model.register_forward_hook(model_ends))
     return handles
 
@@ -121,12 +121,16 @@ def _records() -> bool:
 
 
 def _listen(unit: nn.Module, name: str, listener: Listener) -> list[RemovableHandle]:
+    given: set[Any] = set()
+
     # A reentrant checkpoint runs its part of the forward without gradients, and again inside backward with them.
     def records() -> bool:
         return not in_backward() and (torch.is_grad_enabled() or listener.in_forward())
 
-    def begins(module: nn.Module, args: Any) -> None:
+    def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is unit:
+            given.clear()
+            given.update(tensor.grad_fn for tensor in _tensors((args, kwargs)))
             listener.forward_begins(name, records())
 
     def ends(module: nn.Module, args: Any, output: Any) -> None:
@@ -136,14 +140,19 @@ def _listen(unit: nn.Module, name: str, listener: Listener) -> list[RemovableHan
         follows = graph and (not in_backward() or listener.wants_backward(name))
         generation = listener.forward_ends(name, records(), follows)
         if follows:
+            # What it only hands on is not its own: that tensor's gradient comes when earlier units have theirs.
+            own = [tensor for tensor in _tensors(output) if tensor.grad_fn not in given]
+            given.clear()
             _on_gradients(
-                output,
+                own,
                 "all",
                 lambda: listener.backward_begins(name, generation),
                 lambda: listener.backward_nears(name, generation),
             )
 
-    return [unit.register_forward_pre_hook(begins), unit.register_forward_hook(ends)]
+    # First of all hooks: others, such as weight normalisation's, compute with the parameters.
+    before = unit.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+    return [before, unit.register_forward_hook(ends)]
 
 
 def _on_gradients(

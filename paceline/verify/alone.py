@@ -187,19 +187,21 @@ def _forward_and_backward(
         # Low precision is left behind before anything is summed.
         return {name: g.float() if g.itemsize < 4 else g for name, g in gradients.items()}
 
-    if recipe.each:
-        return losses, _sum([_mean([one(r, m) for r in range(ranks)], recipe) for m in range(micro_batches)])
-    return losses, _mean([_sum([one(r, m) for m in range(micro_batches)]) for r in range(ranks)], recipe)
+    def mean_of(group: Sequence[int]) -> Named:
+        """What some ranks add to the mean over all, summed in the order in which they would."""
+        parts = range(micro_batches)
+        if recipe.each:
+            return _sum([_scaled(_sum([one(rank, index) for rank in group]), 1 / ranks) for index in parts])
+        return _scaled(_sum([_sum([one(rank, index) for index in parts]) for rank in group]), 1 / ranks)
+
+    size = recipe.group or ranks
+    return losses, _sum([mean_of(range(first, first + size)) for first in range(0, ranks, size)])
 
 
-def _mean(of_ranks: Sequence[Named], recipe: Recipe) -> Named:
-    """The mean over ranks, summed in rank order, group by group where there are groups."""
-    size = recipe.group or recipe.ranks
-    groups = [_sum(of_ranks[start : start + size]) for start in range(0, recipe.ranks, size)]
-    for group in groups:
-        for total in group.values():
-            total.mul_(1 / recipe.ranks)
-    return _sum(groups)
+def _scaled(values: Named, factor: float) -> Named:
+    for value in values.values():
+        value.mul_(factor)
+    return values
 
 
 def _sum(terms: Sequence[Named]) -> Named:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.engine.engine import Engine
 from paceline.engine.hooks import in_backward
-from paceline.layout import Bucket
+from paceline.layout import Bucket, Slot
 from paceline.verify.alone import Named, fingerprint
 from paceline.verify.evidence import Ledger
 from paceline.verify.measure import deviation, in_memory_order, largest
@@ -116,56 +117,54 @@ class Inspection:
             vars(self._transports[stream])["run"] = listening
 
     def _compare_sent(self) -> None:
-        """Once all is over, as a reduction may run into the next micro-batch."""
-        last, buckets = self._ledger.micro_batch, {bucket.name: bucket for bucket in self._engine.layout.buckets}
+        """Compares what went into the reductions, once all is over: one may run into the next micro-batch."""
+        rank, schedule = self._engine.world.rank, self._engine.schedule
+        buckets = {bucket.name: bucket for bucket in self._engine.layout.buckets}
+        count = self._recipe.micro_batches
         for (stream, target), buffers in self._sent.items():
-            reductions = last + 1 if stream == "reduce" and self._engine.strategy.reduces_each else 1
-            for late in buffers[reductions:]:
-                # A second reduction in the same backward, of gradients that came late.
-                buffers[reductions - 1].add_(late)
-            for index, buffer in enumerate(buffers[:reductions]):
-                self._ledger.micro_batch = index + last + 1 - reductions
+            each = stream == "reduce" and self._engine.strategy.reduces_each
+            spans = [range(index, index + 1) for index in range(count)] if each else [range(count)]
+            for late in buffers[len(spans) :]:
+                # A second reduction in the last backward, of gradients that came late.
+                buffers[len(spans) - 1].add_(late)
+            for span, buffer in zip(spans, buffers, strict=False):
+                self._ledger.micro_batch = span[-1]
                 if stream == "reduce":
-                    self._compare_collected(buckets[target], buffer, range(index if reductions > 1 else 0, self._ledger.micro_batch + 1))
+                    self._compare_collected(buckets[target], buffer, [self._part(rank, index) for index in span])
                 else:
-                    self._compare_reduced(buckets[target], buffer)
-        self._ledger.micro_batch = last
+                    group = range(rank - rank % schedule.shards, rank - rank % schedule.shards + schedule.shards)
+                    parts = [self._part(other, index) for other in group for index in span]
+                    self._compare_reduced(buckets[target], buffer, parts)
 
-    def _sum(self, name: str, ranks: Iterable[int], micro_batches: Iterable[int]) -> Tensor | None:
-        """A parameter's gradient in the reference, summed over some parts."""
-        terms = [self._gradients[self._part(rank, index)].get(name) for rank in ranks for index in micro_batches]
-        present = [term for term in terms if term is not None]
-        return torch.stack(present).sum(0) if present else None
+    def _sum(self, slot: Slot, parts: Iterable[int]) -> Tensor:
+        """A parameter's gradient in the reference, summed over parts, in the order of the flat buffer."""
+        terms = [self._gradients[part][slot.spec.name] for part in parts if slot.spec.name in self._gradients[part]]
+        if not terms:
+            return torch.zeros(slot.spec.numel, dtype=torch.float64)
+        return in_memory_order(torch.stack(terms).sum(0), slot.spec)
 
-    def _compare_collected(self, bucket: Bucket, buffer: Tensor) -> None:
-        rank = self._engine.world.rank
+    def _compare_collected(self, bucket: Bucket, buffer: Tensor, parts: Iterable[int]) -> None:
         for index in bucket.slots:
             slot = self._engine.layout.slots[index]
             actual = buffer[slot.offset - bucket.start : slot.stop - bucket.start]
-            wanted = self._sum(slot.spec.name, range(rank, rank + 1))
-            expected = torch.zeros_like(actual) if wanted is None else in_memory_order(wanted, slot.spec)
-            size = deviation(actual, expected, self._scale)
+            size = deviation(actual, self._sum(slot, parts), self._scale)
             self._ledger.note("collected", size, slot.spec.name, slot.spec.unit, bucket.name, "collect")
 
-    def _compare_reduced(self, bucket: Bucket, buffer: Tensor) -> None:
-        schedule, rank = self._engine.schedule, self._engine.world.rank
-        first = rank - rank % schedule.shards
+    def _compare_reduced(self, bucket: Bucket, buffer: Tensor, parts: Iterable[int]) -> None:
+        schedule = self._engine.schedule
+        mine = self._engine.world.rank % schedule.shards
         for index in bucket.slots:
             slot = self._engine.layout.slots[index]
-            start, stop = self._engine.layout.piece(bucket, index, rank % schedule.shards, schedule.shards)
-            begin = bucket.shard(rank % schedule.shards, schedule.shards)[0]
-            wanted = self._sum(slot.spec.name, range(first, first + schedule.shards))
-            actual = buffer[start - begin : stop - begin]
-            expected = torch.zeros_like(actual)
-            if wanted is not None:
-                whole = in_memory_order(wanted, slot.spec) / self._engine.world.world_size
-                expected = whole[start - slot.offset : stop - slot.offset]
-            size = deviation(actual, expected, self._scale)
+            start, stop = self._engine.layout.piece(bucket, index, mine, schedule.shards)
+            first = bucket.shard(mine, schedule.shards)[0]
+            expected = self._sum(slot, parts)[start - slot.offset : stop - slot.offset] / self._engine.world.world_size
+            size = deviation(buffer[start - first : stop - first], expected, self._scale)
             op = schedule.reduce(bucket, self._ledger.micro_batch)[0].kind
             self._ledger.note("reduced", size, slot.spec.name, slot.spec.unit, bucket.name, op)
 
     def close(self) -> None:
-        """Removes all hooks."""
+        """Ends the inspection after the step's last backward."""
+        self._compare_sent()
         for handle in self._handles:
             handle.remove()
         for transport in self._transports.values():

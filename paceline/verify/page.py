@@ -109,9 +109,9 @@ def _introduction() -> list[str]:
         "are compared: parameters as each unit computes with them, losses, reduced gradients, their norm, and "
         "parameters after the update.",
         "An entry is the largest relative difference of all these but the norm, whose squares both sides sum in their "
-        f"own way, over steps of {counts} micro-batches; 0 means equal bit for bit. It is empty where the settings exclude each other. Columns are accumulation "
-        "(gradients reduced in **each** micro-batch; in the last only, **defer**; in each, with parameters that "
-        "stay gathered, **hold**) and what is recomputed in backward.",
+        f"own way, over steps of {counts} micro-batches; 0 means equal bit for bit. It is empty where the settings "
+        "exclude each other. Columns are accumulation (gradients reduced in **each** micro-batch; in the last only, "
+        "**defer**; in each, with parameters that stay gathered, **hold**) and what is recomputed in backward.",
         f"In float64, where rounding leaves some 1e-15, what differs by at most {TOLERANCES['float32']:g} counts as "
         f"equal; in low precision {TOLERANCES['bfloat16']:g}. There the last bit of a sum can decide how a weight is "
         "rounded, so the one process sums gradients in the order of the strategy, and gradients are not clipped.",

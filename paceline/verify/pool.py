@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -10,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +22,7 @@ from paceline.train.worker import describe_failure
 
 SPAWN = multiprocessing.get_context("spawn")
 
+STACKS_SECONDS = 0.5
 GRACE_SECONDS = 3.0
 """Between the failure of one rank and the end of those that may wait for it."""
 
@@ -81,7 +83,8 @@ class RankPool:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((limit, function, args))
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send((limit, function, args))
         answers = self._answers(limit)
         failures = [answer for answer in answers.values() if isinstance(answer, Failure)]
         if not failures:
@@ -97,7 +100,8 @@ class RankPool:
     def _answers(self, limit: float) -> dict[int, Any]:
         """What ranks answered. After a failure the others have a little time to answer too."""
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + limit
+        # A rank that is late writes its stacks at its own limit.
+        deadline = time.monotonic() + limit + STACKS_SECONDS
         while len(answers) < self._n:
             waiting = {self._pipes[rank]: rank for rank in range(self._n) if rank not in answers}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -111,18 +115,18 @@ class RankPool:
                     answers[rank] = read_failure(Path(os.devnull), rank, status, time.monotonic())
             if not ready:
                 if not any(isinstance(answer, Failure) for answer in answers.values()):
-                    answers |= {rank: self._late(rank, limit) for rank in range(self._n) if rank not in answers}
+                    late = [rank for rank in range(self._n) if rank not in answers]
+                    answers |= dict.fromkeys(late, self._late(late, limit))
                 return answers
             if any(isinstance(answer, Failure) for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers
 
-    def _late(self, rank: int, limit: float) -> Failure:
+    def _late(self, ranks: Sequence[int], limit: float) -> Failure:
         assert self._folder is not None
-        # The rank writes its stacks itself, at the same moment.
-        time.sleep(0.2)
-        stacks = Path(self._folder.name, f"stacks-{rank}").read_text()
-        return Failure(rank, time.monotonic(), 1, f"{stacks}rank {rank} gave no answer within {limit:g} s")
+        stacks = [f"rank {rank}:\n" + Path(self._folder.name, f"stacks-{rank}").read_text() for rank in ranks]
+        who = " and ".join(f"rank {rank}" for rank in ranks)
+        return Failure(ranks[0], time.monotonic(), 1, "\n".join([*stacks, f"{who} gave no answer within {limit:g} s"]))
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
@@ -147,6 +151,10 @@ class RankPool:
                 self._pipes.append(ours)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for pipe in self._pipes:
+            # Time counts from when every rank is ready to work.
+            with contextlib.suppress(EOFError):
+                pipe.recv()
 
     def close(self) -> None:
         """Ends the processes at once."""
@@ -169,6 +177,7 @@ def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: in
 
     torch.set_num_threads(threads)
     with open(stacks, "w") as sink:
+        pipe.send(None)
         while True:
             limit, function, args = pipe.recv()
             # A hang is a failure, and its stacks are the evidence.
@@ -179,8 +188,9 @@ def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: in
                 answer = describe_failure(error, rank)  # type: ignore[arg-type]
             finally:
                 faulthandler.cancel_dump_traceback_later()
-            # An engine that an exception left behind ends its threads and connections here.
-            gc.collect()
+            if isinstance(answer, Failure):
+                # An engine that the exception left behind ends its threads and connections here.
+                gc.collect()
             pipe.send(answer)
 
 

@@ -175,7 +175,7 @@ class Same(Blocks):
 
     class Adding(Block):
         def forward(self, x: Tensor) -> Tensor:
-            x += self.down(torch.tanh(self.up(x)))
+            x += self.down(self.up(torch.tanh(x)))
             return x
 
     def __init__(self) -> None:

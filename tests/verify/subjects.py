@@ -69,7 +69,35 @@ def build() -> nn.Module:
     return Net()
 
 
+class Pictures(nn.Module):
+    """Its weights do not lie in memory in the order of their dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 3))
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.layers(x).square().mean()}
+
+
+def pictures() -> nn.Module:
+    _broken.close()
+    return Pictures()
+
+
+images = [torch.randn(12, 3, 6, 6, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+
+
 # ---- mistakes in models
+
+
+def other_weights() -> nn.Module:
+    """Gives a parallel job other weights than one process."""
+    net = build()
+    with torch.no_grad():
+        net.get_parameter("norm.bias").fill_(float(os.environ["WORLD_SIZE"]))
+    return net
 
 
 def in_second_block(block: type[nn.Module]) -> nn.Module:
@@ -168,6 +196,10 @@ def reads_neighbour() -> nn.Module:
 
 def loss_of_rank(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(logits, batch) * (1 + 0.01 * rank())
+
+
+def no_number(logits: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return cross_entropy(logits, batch) * float("nan")
 
 
 def never_ends() -> nn.Module:

@@ -33,6 +33,19 @@ def test_hybrid_sharding_is_equal(compare, stage: int) -> None:
     assert outcome.verdict == "equal"
 
 
+@every_stage
+def test_weights_in_another_memory_format_are_compared_element_by_element(compare, strategy: Strategy) -> None:
+    outcome = compare(subject("pictures", data=f"{HERE}:images", loss=""), strategy)
+    assert outcome.verdict == "equal", outcome
+
+
+@every_stage
+def test_other_weights_at_the_start_are_laid_to_build(compare, strategy: Strategy) -> None:
+    first = compare(subject("other_weights"), strategy).report.first
+    assert first is not None and (first.kind, first.step, first.parameter) == ("weights", 0, "norm.bias")
+    assert explain(first).startswith("before the first step norm.bias") and "build gave" in explain(first)
+
+
 # (model, what is named: kind, step, rank or None for any, unit, op)
 MISTAKES = {
     "uses_rank": ("output", 0, 1, "blocks.1", "forward"),
@@ -80,6 +93,15 @@ def test_a_parameter_read_outside_its_unit_raises_only_where_it_is_sharded(compa
     outcome = compare(subject("reads_neighbour"), STAGES["zero 3"])
     assert outcome.verdict == "raises" and "Error" in outcome.raised
     assert "F.linear(self.embed(tokens), self.blocks[0].inner.weight)" in outcome.details
+
+
+def test_a_job_that_hangs_is_given_up_with_its_stacks(prepared, alone, two, tmp_path) -> None:
+    model = subject("never_ends")
+    prepared(model)
+    case = Case(Strategy(), recipe_for(Strategy(), 2, 3, 3), 1e-9)
+    outcome = Comparison(model, alone, two, tmp_path, limit=5).run(case)
+    assert outcome.verdict == "raises" and outcome.raised.endswith("gave no answer within 5 s")
+    assert "subjects.py" in outcome.details and "in forward" in outcome.details
 
 
 # (what is broken, strategy, ranks, what is named: kind, bucket, op)
