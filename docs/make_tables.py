@@ -108,12 +108,13 @@ if __name__ == "__main__":
     path = DOCS / "benchmarks.md"
     page = path.read_text()
     page = replace(page, "strategies", strategies(results("strategies")["rows"]))
+    page = replace(page, "systems", strategies(results("systems")["rows"]))
     page = replace(page, "trainer", plain(results("trainer")["rows"]))
     page = replace(page, "model", plain(results("model")["rows"]))
     page = replace(page, "events", events(results("events")["figures"]))
     path.write_text(page)
     readme = DOCS.parent / "README.md"
-    readme.write_text(replace(readme.read_text(), "summary", summary(results("strategies")["rows"])))
+    readme.write_text(replace(readme.read_text(), "summary", summary(results("systems")["rows"])))
     path = DOCS / "strategies.md"
     page = path.read_text()
     for name, table in strategy_tables.tables().items():

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -130,7 +131,8 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
-        # Blocked in the children for good: Ctrl-C is this process's to answer.
+        # Blocked in the children for good: Ctrl-C is this process's to answer. Starting the tracker would unblock it.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self._n):
@@ -176,7 +178,8 @@ def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: in
     import torch
 
     torch.set_num_threads(threads)
-    with open(stacks, "w") as sink:
+    # Only the pipe raises outside of the function: it is closed when the parent ends.
+    with open(stacks, "w") as sink, contextlib.suppress(EOFError, OSError):
         pipe.send(None)
         while True:
             limit, function, args = pipe.recv()
@@ -192,6 +195,7 @@ def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: in
                 # An engine that the exception left behind ends its threads and connections here.
                 gc.collect()
             pipe.send(answer)
+    os._exit(1)
 
 
 def _end_with_parent() -> None:
