@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.engine.clipping import guard_clipping, mark_piece
 from paceline.engine.weights import Allocate, Weights
 from paceline.errors import UserError
 from paceline.layout import Bucket
@@ -42,6 +43,8 @@ class Gradients:
         self._beside = self._rotates or 1 < self._shards < schedule.world_size
         self._allocate_sums = allocate_sums
         self._buckets = schedule.reduced
+        if self._shards > 1:
+            guard_clipping()
         self._whole = self._allocate_whole(schedule, allocate)
         self._views: dict[int, Tensor] = {}
         self._bucket_of: dict[int, Bucket] = {}
@@ -280,6 +283,8 @@ class Gradients:
                     result.copy_(carried)
                 if index in chosen or (keep and carried is not None):
                     self._published[index] = result = self._as_updated(index, result)
+                    if self._shards > 1:
+                        mark_piece(result)
                     parameter.grad = result
                 else:
                     parameter.grad = None

@@ -315,6 +315,27 @@ def test_a_block_that_only_one_rank_uses_counts_zero_for_the_other_and_hangs_nob
         assert_same(state, snapshot(model))
 
 
+def clipped_by_torch(strategy: Strategy) -> tuple[str, float, float]:
+    model = pl.parallelize(make(), strategy)
+    x, y = (shares(part) for part in data(0, 8))
+    F.mse_loss(model(x), y).backward()
+    with pytest.raises(pl.UserError) as caught:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    plain = make()
+    F.mse_loss(plain(data(0, 8)[0]), data(0, 8)[1]).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
+    found = pl.clip_grad_norm_(model, 0.1).item()
+    pl.release(model)
+    return str(caught.value), wanted, found
+
+
+@sharded
+def test_torchs_clipping_is_refused_on_pieces_and_works_elsewhere(ranks, strategy) -> None:
+    for message, wanted, found in ranks(2, clipped_by_torch, strategy):
+        assert "pl.clip_grad_norm_(model, max_norm)" in message
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
 # ---- memory
 
 

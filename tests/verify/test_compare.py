@@ -62,7 +62,7 @@ def test_a_mistake_in_the_model_is_found_where_it_is(compare, model: str, strate
     outcome = compare(subject(model), strategy)
     kind, step, rank, unit, op = MISTAKES[model]
     first = outcome.report.first
-    assert outcome.verdict == "differs" and first is not None
+    assert outcome.verdict == "differs" and first is not None, outcome.details
     assert (first.kind, first.step, first.micro_batch, first.unit, first.op) == (kind, step, 0, unit, op)
     assert rank in (None, first.rank)
     assert f"step {step}, micro-batch 0, rank {first.rank}" in explain(first) and f"{op} of {unit}" in explain(first)
@@ -127,7 +127,7 @@ BREAKAGES = [
 def test_a_wrong_operation_of_the_engine_is_named(compare, model, strategy, ranks, kind, bucket, op) -> None:
     outcome = compare(subject(model), strategy, ranks=ranks)
     first = outcome.report.first
-    assert outcome.verdict == "differs" and first is not None
+    assert outcome.verdict == "differs" and first is not None, outcome.details
     assert first.op == op and kind in (None, first.kind) and bucket in (None, first.bucket), first
     assert op in explain(first)
 
