@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from paceline.comm.nccl import NcclTransport
 from paceline.comm.point_to_point import PointToPointTransport
-from paceline.comm.shared_memory import SharedMemoryTransport, connect
+from paceline.comm.shared_memory import SharedMemoryTransport
 from paceline.comm.streams import CommStream, CudaClock, CudaStream, HostClock, ThreadStream
 from paceline.comm.transport import Transport
+from paceline.comm.unix_sockets import connect
 from paceline.errors import UserError
 
 

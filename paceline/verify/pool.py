@@ -90,7 +90,8 @@ class RankPool:
         failures = [answer for answer in answers.values() if isinstance(answer, Failure)]
         if not failures:
             return [answers[rank] for rank in range(self._n)]
-        if len(answers) < self._n or len({(f.text, f.peer_lost) for f in failures}) > 1 or len(failures) < self._n:
+        alike = len(failures) == self._n and len({failure.text for failure in failures}) == 1
+        if not alike or not all(process.is_alive() for process in self._processes):
             # They are not in one place any more, so what they would send each other next does not match.
             self.close()
         failure = first_failure(failures)
@@ -118,6 +119,7 @@ class RankPool:
                 if not any(isinstance(answer, Failure) for answer in answers.values()):
                     late = [rank for rank in range(self._n) if rank not in answers]
                     answers |= dict.fromkeys(late, self._late(late, limit))
+                    self.close()
                 return answers
             if any(isinstance(answer, Failure) for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)

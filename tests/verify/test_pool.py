@@ -35,7 +35,7 @@ def ends(rank: int, how: str) -> str:
 
 def waits_in_vain(rank: int) -> None:
     pl.init(device="cpu")
-    while int(os.environ["RANK"]) == rank:
+    while int(os.environ["RANK"]) == rank or rank < 0:
         time.sleep(0.01)
 
 
@@ -82,13 +82,22 @@ def test_a_rank_that_fails_alone_is_named_and_all_start_anew(pool: RankPool, how
     assert not set(processes(pool)) & set(before)
 
 
-def test_ranks_that_give_no_answer_are_ended_and_their_stacks_kept(pool: RankPool) -> None:
+def test_ranks_that_all_die_start_anew_too(pool: RankPool) -> None:
+    before = processes(pool)
+    with pytest.raises(RanksFailed, match="Signal 11"):
+        pool.run(ends, -1, "die", limit=60)
+    assert not set(processes(pool)) & set(before)
+
+
+@pytest.mark.parametrize(("rank", "who"), [(1, "rank 1"), (-1, "rank 0 and rank 1")])
+def test_ranks_that_give_no_answer_are_ended_and_their_stacks_kept(pool: RankPool, rank: int, who: str) -> None:
     before = processes(pool)
     with pytest.raises(RanksFailed) as caught:
-        pool.run(waits_in_vain, 1, limit=2)
-    assert caught.value.summary == "rank 1 gave no answer within 2 s"
-    assert "in waits_in_vain" in caught.value.failure.text
+        pool.run(waits_in_vain, rank, limit=2)
+    assert caught.value.summary == f"{who} gave no answer within 2 s"
+    assert caught.value.failure.text.count("in waits_in_vain") == who.count("rank")
     assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+    assert not set(processes(pool)) & set(before)
 
 
 PROGRAM = """
