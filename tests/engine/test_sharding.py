@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +16,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline as pl
+from paceline.comm.plan import Traffic
+from paceline.engine.engine import Engine
 from paceline.engine.progress import EngineError
+from paceline.schedule import Op
 from paceline.strategy import Strategy
 from tests.engine.models import STAGES, Stack, assert_same, data, make, shares, snapshot
 
@@ -129,8 +135,30 @@ def test_states_and_groups_made_from_whole_parameters_serve_pieces(ranks, strate
 # ---- stages are one computation
 
 
-def in_float32(strategy: Strategy) -> dict:
+def delay(engine: Engine, rank: int) -> None:
+    """Makes every collective come late by another time, while memory is taken and given back beside it."""
+    chance = random.Random(rank)
+    quick = engine.running.synchronizer.work
+
+    def slow(op: Op, *args: Any) -> Callable[[], Traffic]:
+        work = quick(op, *args)
+
+        def later() -> Traffic:
+            time.sleep(chance.uniform(0, 0.004))
+            churn = [torch.full((chance.randrange(1, 4096),), torch.nan) for _ in range(8)]
+            traffic = work()
+            del churn
+            return traffic
+
+        return later
+
+    engine.running.synchronizer.work = slow
+
+
+def in_float32(strategy: Strategy, delayed: bool = False) -> dict:
     model = pl.parallelize(make(Stack, 24).float(), strategy)
+    if delayed:
+        delay(pl.engine_of(model), pl.init().rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):
         x, y = (shares(part).float() for part in data(step, 12))
@@ -149,6 +177,14 @@ def test_stages_give_the_same_bits_in_float32(ranks, n, transport) -> None:
     for strategy in SHARDED.values():
         for state in ranks(n, in_float32, strategy, transport=transport):
             assert_same(state, expected, atol=0)
+
+
+@pytest.mark.parametrize("strategy", [*STAGES.values(), HYBRID["zero 3, 2 x 2"]], ids=[*STAGES, "zero 3, 2 x 2"])
+def test_late_collectives_change_no_bit(ranks, strategy) -> None:
+    n = 4 if strategy.shard else 2
+    expected = ranks(n, in_float32, strategy)[0]
+    for state in ranks(n, in_float32, strategy, True):
+        assert_same(state, expected, atol=0)
 
 
 def test_groups_of_ranks_that_shard_and_replicate_equal_one_process(ranks) -> None:

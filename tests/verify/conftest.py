@@ -12,6 +12,7 @@ from paceline.verify.prepare import Prepared, prepare
 from paceline.verify.recipe import recipe_for
 from paceline.verify.subject import Subject
 from paceline.verify.together import Case
+from tests.verify.subjects import mend
 
 HERE = "tests.verify.subjects"
 STEPS = 3
@@ -60,7 +61,10 @@ def compare(
         model: Subject, strategy: Strategy, micro_batches: int = 3, ranks: int = 2, tolerance: float = 1e-9
     ) -> Outcome:
         found = prepared(model, ranks)
-        comparison = Comparison(found.subject, alone, two if ranks == 2 else four, tmp_path, limit=60)
-        return comparison.run(Case(strategy, recipe_for(strategy, ranks, micro_batches, STEPS), tolerance))
+        pool = two if ranks == 2 else four
+        comparison = Comparison(found.subject, alone, pool, tmp_path, limit=60)
+        outcome = comparison.run(Case(strategy, recipe_for(strategy, ranks, micro_batches, STEPS), tolerance))
+        pool.run(mend, limit=60)
+        return outcome
 
     return run
