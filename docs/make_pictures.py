@@ -25,7 +25,8 @@ from matplotlib.patches import Patch
 
 from paceline.events import Event
 from paceline.layout import ParameterSpec, build_layout
-from paceline.schedule import Op, Schedule
+from paceline.ops import Op
+from paceline.schedule import Schedule
 from paceline.simulate import simulate
 from paceline.strategy import Strategy
 from paceline.trace import write_trace

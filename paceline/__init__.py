@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from paceline.errors import UserError
     from paceline.events import Event
     from paceline.layout import Layout, build_layout
-    from paceline.schedule import Op, Schedule
+    from paceline.ops import Op
+    from paceline.schedule import Schedule
     from paceline.strategy import SYSTEMS, Strategy
 
 __version__ = "0.1.0.dev0"
@@ -54,7 +55,8 @@ _HOMES = {
     "paceline.errors": ("UserError",),
     "paceline.events": ("Event",),
     "paceline.layout": ("Layout", "build_layout"),
-    "paceline.schedule": ("Op", "Schedule"),
+    "paceline.ops": ("Op",),
+    "paceline.schedule": ("Schedule",),
     "paceline.strategy": ("SYSTEMS", "Strategy"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.events import Event
-from paceline.schedule import COMPUTE, PREVIOUS, Key, Op, Schedule
+from paceline.ops import COMPUTE, PREVIOUS, Key, Op
+from paceline.schedule import Schedule
 
 Costs = Callable[[Op], float]
 """Seconds that an op takes once it runs."""

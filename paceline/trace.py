@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.errors import UserError
 from paceline.events import Event
-from paceline.schedule import COMPUTE, STREAMS
+from paceline.ops import COMPUTE, STREAMS
 
 
 def read_events(path: Path) -> list[Event]:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.layout import Layout, build_layout
-from paceline.schedule import COMPUTE, COUNTS, DEPTH, PREVIOUS, STREAMS, Key, Op, Schedule
+from paceline.ops import COMPUTE, COUNTS, PREVIOUS, STREAMS, Key, Op
+from paceline.schedule import DEPTH, Schedule
 from paceline.strategy import SYSTEMS, Strategy
 from tests.drawn import schedules, spec
 

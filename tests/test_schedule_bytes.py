@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from paceline.layout import Bucket
-from paceline.schedule import COMPUTE, COUNTS, DEPTH, Schedule
+from paceline.ops import COMPUTE, COUNTS
+from paceline.schedule import DEPTH, Schedule
 from paceline.strategy import SYSTEMS, Strategy
 from tests.drawn import schedules
 from tests.test_schedule import SIZE, micro_batch_counts, schedule

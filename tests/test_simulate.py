@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from paceline.events import Event
 from paceline.layout import build_layout
-from paceline.schedule import COMPUTE, PREVIOUS, Key, Op, Schedule
+from paceline.ops import COMPUTE, PREVIOUS, Key, Op
+from paceline.schedule import Schedule
 from paceline.simulate import simulate
 from paceline.strategy import SYSTEMS, Strategy
 from tests.drawn import schedules, spec

@@ -18,7 +18,7 @@ from paceline.comm.streams import HostClock
 from paceline.engine.executor import Executor
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
-from paceline.schedule import Key
+from paceline.ops import Key
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from paceline.engine.agreement import agree_on_order
 from paceline.engine.forward import ForwardPass
 from paceline.engine.progress import EngineError
 from paceline.engine.running import Running
-from paceline.schedule import COUNTS, Key
+from paceline.ops import COUNTS, Key
 
 
 class BackwardPass:

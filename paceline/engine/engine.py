@@ -23,7 +23,8 @@ from paceline.engine.units import find_blocks, find_units
 from paceline.errors import UserError
 from paceline.events import Event
 from paceline.layout import Layout
-from paceline.schedule import Key, Schedule
+from paceline.ops import Key
+from paceline.schedule import Schedule
 from paceline.strategy import Strategy
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.comm.plan import Traffic
 from paceline.comm.streams import CommStream, CudaClock, HostClock, Mark, Pending
 from paceline.events import Event
-from paceline.schedule import COMPUTE, PREVIOUS, Key, Op
+from paceline.ops import COMPUTE, PREVIOUS, Key, Op
 
 _KEPT = 1 << 14
 """Ops remembered where nobody drains the events, so that memory stays bounded."""

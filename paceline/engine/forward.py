@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from paceline.engine.hooks import in_backward
 from paceline.engine.progress import EngineError
 from paceline.engine.running import Running
-from paceline.schedule import Key, Phase
+from paceline.ops import Key, Phase
 
 
 class ForwardPass:

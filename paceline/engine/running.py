@@ -18,7 +18,8 @@ from paceline.engine.synchronizer import Synchronizer
 from paceline.engine.units import parameter_specs
 from paceline.engine.weights import Weights, alone_on
 from paceline.layout import Layout
-from paceline.schedule import Op, Schedule
+from paceline.ops import Op
+from paceline.schedule import Schedule
 from paceline.strategy import Strategy
 
 

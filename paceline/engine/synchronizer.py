@@ -15,7 +15,7 @@ from paceline.comm.world import World, open_stream, open_transport
 from paceline.engine.counts import Counts
 from paceline.engine.gradients import Gradients
 from paceline.engine.weights import Weights
-from paceline.schedule import COUNTS, Op
+from paceline.ops import COUNTS, Op
 from paceline.strategy import Strategy
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from paceline.engine.units import find_units, parameter_specs
 from paceline.layout import ROOT, ParameterSpec, build_layout
 from paceline.memory import Memory, memory
-from paceline.schedule import COMPUTE, Schedule
+from paceline.ops import COMPUTE
+from paceline.schedule import Schedule
 from paceline.strategy import Strategy
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")

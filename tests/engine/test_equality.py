@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.schedule import COMPUTE, STREAMS
+from paceline.ops import COMPUTE, STREAMS
 from paceline.strategy import SYSTEMS, Strategy
 
 STEPS = 5

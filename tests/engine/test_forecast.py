@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.comm.plan import Traffic
 from paceline.events import Event
-from paceline.schedule import STREAMS, Op
+from paceline.ops import STREAMS, Op
 from paceline.simulate import Costs, simulate
 from paceline.strategy import Strategy
 

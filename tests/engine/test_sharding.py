@@ -19,7 +19,7 @@ import paceline as pl
 from paceline.comm.plan import Traffic
 from paceline.engine.engine import Engine
 from paceline.engine.progress import EngineError
-from paceline.schedule import Op
+from paceline.ops import Op
 from paceline.strategy import Strategy
 from tests.engine.models import STAGES, Stack, assert_same, data, make, shares, snapshot
 
