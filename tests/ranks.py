@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -36,14 +37,16 @@ def _serve(pipe: Connection) -> None:
         os.environ.update(environment)
         # A hang is a failure, and its stacks are the evidence.
         with open(stacks, "w") as sink:
-            faulthandler.dump_traceback_later(timeout, file=sink)
+            watch = threading.Timer(timeout, faulthandler.dump_traceback, (sink,))
+            watch.daemon = True
+            watch.start()
             try:
                 pl.init(device="cpu", timeout=timeout)
                 outcome: tuple[str, Any] = ("ok", function(*args))
             except BaseException:
                 outcome = ("error", traceback.format_exc())
             finally:
-                faulthandler.cancel_dump_traceback_later()
+                watch.cancel()
         with contextlib.suppress(Exception):
             pl.shutdown()
         for name in environment:

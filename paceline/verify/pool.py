@@ -127,9 +127,14 @@ class RankPool:
 
     def _late(self, ranks: Sequence[int], limit: float) -> Failure:
         assert self._folder is not None
-        stacks = [f"rank {rank}:\n" + Path(self._folder.name, f"stacks-{rank}").read_text() for rank in ranks]
+        stacks = [f"rank {rank}:\n{self._stacks(rank)}" for rank in ranks]
         who = " and ".join(f"rank {rank}" for rank in ranks)
         return Failure(ranks[0], time.monotonic(), 1, "\n".join([*stacks, f"{who} gave no answer within {limit:g} s"]))
+
+    def _stacks(self, rank: int) -> str:
+        assert self._folder is not None
+        written = Path(self._folder.name, f"stacks-{rank}").read_text()
+        return written or "(no stacks: native code keeps the interpreter's lock)\n"
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
@@ -185,14 +190,17 @@ def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: in
         pipe.send(None)
         while True:
             limit, function, args = pipe.recv()
-            # A hang is a failure, and its stacks are the evidence.
-            faulthandler.dump_traceback_later(limit, file=sink)
+            # A hang is a failure, and its stacks are the evidence. A thread of Python writes them: faulthandler's own
+            # timer reads frames that are in motion, which can end the process.
+            watch = threading.Timer(limit, faulthandler.dump_traceback, (sink,))
+            watch.daemon = True
+            watch.start()
             try:
                 answer = function(*args)
             except (Exception, SystemExit) as error:
                 answer = describe_failure(error, rank)  # type: ignore[arg-type]
             finally:
-                faulthandler.cancel_dump_traceback_later()
+                watch.cancel()
             if isinstance(answer, Failure):
                 # An engine that the exception left behind ends its threads and connections here.
                 gc.collect()
