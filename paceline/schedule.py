@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from paceline.comm.plan import traffic
+from paceline.comm.algorithms import traffic
 from paceline.layout import Bucket, Layout
 from paceline.ops import COUNTS, PREVIOUS, Key, Kind, Op, Phase, Stream
 from paceline.strategy import Strategy

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.plan import Traffic, traffic
+from paceline.comm.algorithms import traffic
+from paceline.comm.plan import Traffic
 from paceline.comm.transport import Transport
 
 

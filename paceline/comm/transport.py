@@ -1,8 +1,7 @@
-"""What the engine asks of a transport, and the sum in rank order that the CPU transports share."""
+"""What the engine asks of a transport."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -30,7 +29,7 @@ class Transport(Protocol):
         """Runs one collective in place and returns when this rank's part is complete.
 
         Args:
-            collective: Key of `plan.PLANS`.
+            collective: Name of a collective, or with an algorithm of it: see `algorithms.find_plan`.
             buffer: Contiguous, one dimension, the same size and dtype on every rank.
             label: Names the op in errors.
             scale: Factor for sums, applied once to the finished sum.
@@ -57,44 +56,3 @@ class Transport(Protocol):
     def close(self) -> None:
         """Releases connections. Buffers stay valid for this rank."""
         ...
-
-
-CHUNK = 1 << 16
-"""Elements summed at a time, so that scaling and accumulating find them in the core's own cache."""
-
-
-def sum_in_order(out: Tensor, parts: Sequence[Tensor], scratch: Tensor, scale: float) -> None:
-    """Out = scale * (parts[0] + parts[1] + ...), in that order, whatever `out` aliases.
-
-    The order of the additions is fixed for each element, so that the sum does not depend on how a buffer
-    was cut. bf16 and fp16 accumulate in fp32.
-
-    Args:
-        out: One dimension; may be one of `parts`.
-        parts: Two or more tensors of the shape of `out` and of one dtype.
-        scratch: At least `CHUNK` elements of the dtype to accumulate in (`accumulation_dtype`).
-        scale: Factor applied to the sum.
-    """
-    direct = scratch.dtype == out.dtype
-    for start in range(0, out.numel(), CHUNK):
-        pieces = [part[start : start + CHUNK] for part in parts]
-        target = out[start : start + CHUNK]
-        total = scratch[: target.numel()]
-        if direct and len(pieces) == 2 and pieces[0].dtype == out.dtype:
-            torch.add(pieces[0], pieces[1], out=target)
-        else:
-            total.copy_(pieces[0])
-            for piece in pieces[1:-1]:
-                total.add_(piece)
-            if direct:
-                torch.add(total, pieces[-1], out=target)
-            else:
-                # Scaled before it is rounded: a mean may fit where the sum does not.
-                target.copy_(total.add_(pieces[-1]).mul_(scale))
-        if scale != 1.0 and direct:
-            target.mul_(scale)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a sum of `dtype` is accumulated."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -16,12 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Its functions' defaults hold the process group of the time it is imported, which torch's optimizers do late. A group
+# that is held is not ended with the job, and its threads may then abort the interpreter's exit.
+import torch.distributed.nn.functional
+
+from paceline.comm import tcp, unix_sockets
+from paceline.comm.cpu import CpuTransport
 from paceline.comm.nccl import NcclTransport
-from paceline.comm.point_to_point import PointToPointTransport
-from paceline.comm.shared_memory import SharedMemoryTransport
+from paceline.comm.signals import MOST_RANKS
 from paceline.comm.streams import CommStream, CudaClock, CudaStream, HostClock, ThreadStream
 from paceline.comm.transport import Transport
-from paceline.comm.unix_sockets import connect
 from paceline.errors import UserError
 
 
@@ -128,28 +132,47 @@ def barrier() -> None:
     all_gather_json(None)
 
 
-def open_transport(world: World, groups: Sequence[Sequence[int]] | None = None) -> Transport:
+def open_transport(world: World, groups: Sequence[Sequence[int]] | None = None, kind: str | None = None) -> Transport:
     """A transport between the ranks of a group, the fastest that their hosts and devices allow. A collective call.
-
-    PACELINE_TRANSPORT=gloo in the environment keeps ranks of one host from using shared memory.
 
     Args:
         world: The job.
         groups: Disjoint groups that together hold every rank, the same on every rank; the transport is that of the
             group with this rank, in which it is numbered by its position. By default one group of all.
+        kind: "auto": shared memory inside a host, sockets between hosts; "tcp": sockets between all ranks. By default
+            what PACELINE_TRANSPORT says, else "auto".
+
+    Raises:
+        UserError: There is no such kind of transport.
     """
-    timeout = timedelta(seconds=world.timeout)
     groups = [list(range(world.world_size))] if groups is None else [list(group) for group in groups]
     mine = next(group for group in groups if world.rank in group)
     if world.backend == "nccl":
-        return NcclTransport(_open_groups(groups, mine, "nccl", timeout), world.device)
-    possible = hasattr(os, "memfd_create") and os.environ.get("PACELINE_TRANSPORT", "auto") != "gloo"
-    hosts = all_gather_json(_host() if possible else None)
-    if possible and all(len({hosts[rank] for rank in group}) == 1 for group in groups):
-        sockets = connect(world.rank, mine, all_gather_json, world.timeout)
-        if sockets is not None:
-            return SharedMemoryTransport(mine.index(world.rank), sockets, world.timeout)
-    return PointToPointTransport(_open_groups(groups, mine, "gloo", timeout))
+        return NcclTransport(_open_groups(groups, mine, "nccl", timedelta(seconds=world.timeout)), world.device)
+    kind = kind or os.environ.get("PACELINE_TRANSPORT", "auto")
+    if kind not in ("auto", "tcp"):
+        raise UserError(f"PACELINE_TRANSPORT: expected auto or tcp, got {kind!r}")
+    hosts = _hosts(world, kind)
+    near = [rank for rank in mine if hosts[rank] == hosts[world.rank]]
+    channels = unix_sockets.connect(world.rank, near, all_gather_json, world.timeout)
+    if channels is None:
+        # Some ranks cannot reach others that seem to be on their host.
+        channels, hosts, near = {}, [str(rank) for rank in range(world.world_size)], [world.rank]
+    # By position in the group, not among the neighbours.
+    channels = {mine.index(near[index]): channel for index, channel in channels.items()}
+    far = [rank for rank in mine if rank not in near]
+    sockets: dict[int, socket.socket] = {}
+    if len(set(hosts)) > 1:
+        sockets = tcp.connect(world.rank, mine, far, all_gather_json, world.timeout)
+    return CpuTransport(mine.index(world.rank), [hosts[rank] for rank in mine], channels, sockets, world.timeout)
+
+
+def _hosts(world: World, kind: str) -> list[str]:
+    """The host of each rank: a name that those share who can share memory."""
+    possible = kind == "auto" and hasattr(os, "memfd_create")
+    hosts: list[str] = all_gather_json(_host() if possible else f"rank {world.rank}")
+    crowded = {host for host in hosts if hosts.count(host) > MOST_RANKS}
+    return [f"rank {rank}" if host in crowded else host for rank, host in enumerate(hosts)]
 
 
 def _open_groups(
@@ -172,9 +195,10 @@ def open_clock(world: World) -> HostClock | CudaClock:
 
 
 def _host() -> str:
-    """Names this host, the same for all its containers."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+    """Names this host and network; containers with a network each are hosts of their own."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    name = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return f"{name} {network.readlink()}" if network.is_symlink() else name
 
 
 def _device(wanted: str | None, local_rank: int, local_world_size: int) -> torch.device:

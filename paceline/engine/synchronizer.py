@@ -62,7 +62,7 @@ class Synchronizer:
         for tensor in tensors:
             if tensor.numel():
                 data = tensor.detach().contiguous().view(-1)
-                self.transports["counts"].run("tree_broadcast", data.view(torch.uint8), "model")
+                self.transports["counts"].run("broadcast/tree", data.view(torch.uint8), "model")
                 tensor.detach().copy_(data.view(tensor.shape))
 
     def sum(self, value: Tensor, label: str) -> None:

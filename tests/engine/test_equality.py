@@ -144,9 +144,9 @@ def test_over_gloo_n_ranks_equal_one_process_too(ranks, system: str) -> None:
     expected = reference()
     n = 4 if system in HYBRID else 3
     strategy = {**STRATEGIES, **HYBRID}[system]
-    for rank, result in enumerate(ranks(n, rank_main, strategy, 3, transport="gloo")):
+    for rank, result in enumerate(ranks(n, rank_main, strategy, 3, transport="tcp")):
         assert_close(result, expected)
-        assert result["transport"] == "gloo"
+        assert result["transport"] == "tcp"
         assert_executed_as_planned(result, rank)
 
 

@@ -141,7 +141,7 @@ def small_beside_large(strategy: Strategy) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
 def test_a_sum_does_not_depend_on_where_an_element_lies(ranks, strategy, transport) -> None:
     wide = ranks(4, small_beside_large, replace(low(strategy), gradients="sum"), transport=transport)

@@ -170,7 +170,7 @@ def in_float32(strategy: Strategy, delayed: bool = False) -> dict:
     return state
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("n", [2, 3])
 def test_stages_give_the_same_bits_in_float32(ranks, n, transport) -> None:
     expected = ranks(n, in_float32, STAGES["zero 0"], transport=transport)[0]

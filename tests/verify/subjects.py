@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.comm.shared_memory import SharedMemoryTransport
+from paceline.comm.cpu import CpuTransport
 from paceline.engine.gradients import Gradients
 
 SAMPLES = 12
@@ -277,7 +277,7 @@ def not_a_module() -> Any:
 @contextlib.contextmanager
 def broken_transport(collective: str, label: str, factor: float, when: int = 0) -> Iterator[None]:
     """Scales what a collective on one bucket gives, from its `when`-th call on."""
-    run = SharedMemoryTransport.run
+    run = CpuTransport.run
     calls = 0
 
     def wrong(
@@ -294,7 +294,7 @@ def broken_transport(collective: str, label: str, factor: float, when: int = 0) 
                 (shard if shard is not None else buffer).mul_(factor)
         return traffic
 
-    with patch.object(SharedMemoryTransport, "run", wrong):
+    with patch.object(CpuTransport, "run", wrong):
         yield
 
 

@@ -1,0 +1,108 @@
+"""Collectives on tensors of the CPU, each by any of its algorithms.
+
+Every rank calls the same function with a tensor of the same size and dtype. Tensors are contiguous; where a collective
+cuts one up, rank r's shard is the r-th of N contiguous ones, sizes differing by at most one element (`plan.shard`).
+Rooted collectives have their root at rank 0. Everything happens in place.
+
+An algorithm is one of `algorithms.ALGORITHMS[collective]`, "hierarchical" where `algorithms.HIERARCHICAL` has the
+collective, or "auto": the fastest by what messages and bytes were measured to cost, as `why` explains.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.comm.choice import Choice
+from paceline.comm.cpu import CpuTransport
+from paceline.comm.plan import Traffic
+from paceline.comm.world import World, current_world, open_transport
+from paceline.errors import UserError
+
+_opened: tuple[World, CpuTransport] | None = None
+
+
+def broadcast(tensor: Tensor, algorithm: str = "auto") -> Traffic:
+    """Rank 0's tensor to every rank."""
+    return _run("broadcast", tensor, algorithm)
+
+
+def reduce(tensor: Tensor, algorithm: str = "auto", scale: float = 1.0) -> Traffic:
+    """`scale` times the sum of all ranks' tensors to rank 0; what others hold after it is undefined."""
+    return _run("reduce", tensor, algorithm, scale)
+
+
+def all_reduce(tensor: Tensor, algorithm: str = "auto", scale: float = 1.0) -> Traffic:
+    """`scale` times the sum of all ranks' tensors to every rank."""
+    return _run("all_reduce", tensor, algorithm, scale)
+
+
+def scatter(tensor: Tensor, algorithm: str = "auto") -> Traffic:
+    """Of rank 0's tensor, shard r to rank r, into its own shard r; the rest of the tensor is undefined after it."""
+    return _run("scatter", tensor, algorithm)
+
+
+def gather(tensor: Tensor, algorithm: str = "auto") -> Traffic:
+    """Shard r of every rank r to rank 0; what others hold elsewhere is undefined after it."""
+    return _run("gather", tensor, algorithm)
+
+
+def all_gather(tensor: Tensor, algorithm: str = "auto") -> Traffic:
+    """Shard r of every rank r to every rank."""
+    return _run("all_gather", tensor, algorithm)
+
+
+def reduce_scatter(tensor: Tensor, algorithm: str = "auto", scale: float = 1.0) -> Traffic:
+    """`scale` times the sum of all ranks' shards r to rank r; the rest of the tensor is undefined after it."""
+    return _run("reduce_scatter", tensor, algorithm, scale)
+
+
+def all_to_all(tensor: Tensor, algorithm: str = "auto") -> Traffic:
+    """Each rank's shard j becomes shard r of rank j.
+
+    Raises:
+        UserError: The number of ranks does not divide the tensor.
+    """
+    ranks = current_world().world_size
+    if tensor.numel() % ranks:
+        raise UserError(f"all_to_all: {ranks} ranks cannot cut {tensor.numel()} elements into equal shards; pad them")
+    return _run("all_to_all", tensor, algorithm)
+
+
+def barrier(algorithm: str = "auto") -> Traffic:
+    """Returns when every rank has called it."""
+    return _run("barrier", torch.zeros(1), algorithm)
+
+
+def why(collective: str, size: int) -> Choice:
+    """Which algorithm "auto" takes for a tensor of `size` bytes and why; printable. Every rank calls it."""
+    return _transport().why(collective, size)
+
+
+def _run(collective: str, tensor: Tensor, algorithm: str, scale: float = 1.0) -> Traffic:
+    if tensor.device.type != "cpu":
+        raise UserError(
+            f"{collective}: expected a tensor on the CPU, got one on {tensor.device}; torch.distributed's are for GPUs"
+        )
+    if not tensor.is_contiguous():
+        raise UserError(f"{collective}: expected a contiguous tensor; pass a copy (`.contiguous()`) and copy it back")
+    flat = tensor.detach().view(-1)
+    if current_world().world_size == 1:
+        if scale != 1.0:
+            flat.mul_(scale)
+        return Traffic(0, 0)
+    try:
+        return _transport().run(f"{collective}/{algorithm}", flat, "tensor", scale)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _transport() -> CpuTransport:
+    global _opened
+    world = current_world()
+    if _opened is None or _opened[0] is not world:
+        transport = open_transport(world)
+        if not isinstance(transport, CpuTransport):
+            raise UserError("paceline's own collectives move memory of the CPU: pl.init(device='cpu')")
+        _opened = (world, transport)
+    return _opened[1]

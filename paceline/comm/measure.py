@@ -1,0 +1,80 @@
+"""What a message and a byte cost between the ranks of a transport, measured in a few milliseconds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.comm.choice import Link, Topology
+from paceline.comm.plan import Part, Plan, Round
+
+if TYPE_CHECKING:
+    from paceline.comm.cpu import CpuTransport
+
+_SMALL, _LARGE = 8, 1 << 20
+_REPEATS = 9
+
+
+def measure(transport: CpuTransport) -> Topology:
+    """The topology of a transport. A collective call; every rank gets what rank 0 measured.
+
+    Each rank sends to the next one of its host, then to the one of its number on the next host, a message of 8 bytes
+    and one of 1 MiB.
+    """
+    hosts, local = transport.hosts, transport.ranks_per_host
+    several = len(set(hosts)) > 1
+    links: list[Link | None] = []
+    for possible, plan, sharing in (
+        (local > 1 if several else len(hosts) > 1, _next_of(local or len(hosts)), 1),
+        (several, _across(local or 1), local or 1),
+    ):
+        links.append(_link(transport, plan, sharing) if possible else None)
+    return Topology(hosts, local, links[0], links[1])
+
+
+def _link(transport: CpuTransport, plan: Plan, sharing: int) -> Link:
+    """Alpha and beta of a plan of one message a rank, where so many ranks share a wire."""
+    buffer = transport.allocate(_LARGE, torch.uint8)
+    figures = torch.zeros(2, dtype=torch.float64)
+    for index, size in enumerate((_SMALL, _LARGE)):
+        seconds = []
+        for _ in range(_REPEATS if size == _SMALL else 3):
+            start = time.perf_counter()
+            transport.run_plan(plan, buffer[:size], "measuring")
+            seconds.append(time.perf_counter() - start)
+        figures[index] = statistics.median(seconds)
+    transport.run("broadcast/tree", figures, "measured")
+    small, large = figures.tolist()
+    return Link(_rounded(small), _rounded(max(large - small, 1e-9) / (_LARGE - _SMALL) / sharing))
+
+
+def _rounded(value: float) -> float:
+    """To a power of two, so that one run chooses as the next one does."""
+    return float(2.0 ** round(math.log2(value)))
+
+
+def _next_of(count: int) -> Plan:
+    """From each rank to the next one of its group of `count` neighbours."""
+
+    def plan(rank: int, world_size: int, numel: int) -> tuple[Round, ...]:
+        first, index = rank - rank % count, rank % count
+        return _one_message(first + (index + 1) % count, first + (index - 1) % count, numel)
+
+    return plan
+
+
+def _across(count: int) -> Plan:
+    """From each rank to the one `count` further."""
+
+    def plan(rank: int, world_size: int, numel: int) -> tuple[Round, ...]:
+        return _one_message((rank + count) % world_size, (rank - count) % world_size, numel)
+
+    return plan
+
+
+def _one_message(after: int, before: int, numel: int) -> tuple[Round, ...]:
+    return (Round((Part(after, 0, numel),), (Part(before, 0, numel),), "replace"),)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.comm.algorithms import ALGORITHMS, find_plan
+from paceline.comm.choice import Link, Topology, choose, predicted
+from paceline.comm.plan import seconds
+
+NEAR, FAR = Link(5e-6, 2e-10), Link(100e-6, 8e-9)
+
+
+def hosts(count: int, local: int) -> Topology:
+    names = tuple(f"host {index // local}" for index in range(count * local))
+    return Topology(names, local, NEAR if local > 1 else None, FAR if count > 1 else None)
+
+
+@given(n=st.integers(2, 9), numel=st.integers(1, 100_000), name=st.sampled_from(["ring", "doubling", "tree"]))
+def test_one_rank_a_host_costs_the_textbooks_alpha_beta_time(n: int, numel: int, name: str) -> None:
+    plan = find_plan(f"all_reduce/{name}")
+    # Rounds of one message a rank, each way.
+    expected = seconds(plan, n, numel, bandwidth=1 / FAR.beta, latency=FAR.alpha)
+    assert predicted(plan, numel, hosts(n, 1)) == pytest.approx(expected)
+
+
+def test_small_buffers_take_few_messages_and_large_ones_few_bytes() -> None:
+    assert choose("all_reduce", 64, hosts(8, 1)).algorithm == "doubling"
+    assert choose("all_reduce", 64 << 20, hosts(8, 1)).algorithm in ("ring", "halving", "direct")
+    assert choose("broadcast", 64, hosts(8, 1)).algorithm == "tree"
+    assert choose("broadcast", 64 << 20, hosts(8, 1)).algorithm == "ring"
+
+
+def test_several_ranks_a_host_send_hierarchically_what_is_large() -> None:
+    choice = choose("all_reduce", 25 << 20, hosts(2, 2))
+    assert choice.algorithm == "hierarchical"
+    costs = dict(choice.costs)
+    # Half of what the flat one sends crosses a wire that the ranks of a host share.
+    assert costs["direct"] / costs["hierarchical"] == pytest.approx(2, rel=0.1)
+
+
+def test_the_least_bytes_are_what_the_schedule_counts() -> None:
+    assert choose("all_reduce", 64, hosts(8, 1), least=True).algorithm in ("direct", "ring", "halving")
+
+
+@pytest.mark.parametrize("collective", ALGORITHMS)
+def test_every_algorithm_is_compared_and_the_table_says_why(collective: str) -> None:
+    choice = choose(collective, 1 << 20, hosts(1, 4))
+    assert {name for name, _ in choice.costs} == set(ALGORITHMS[collective])
+    assert [cost for _, cost in choice.costs] == sorted(cost for _, cost in choice.costs)
+    said = str(choice)
+    assert f"{collective} of 1,048,576 bytes, 4 ranks on 1 host" in said
+    assert "measured inside a host: 5.0 us a message, 5.00 GB/s" in said
+    assert f"  {choice.algorithm} " in said.split("<- chosen")[0].splitlines()[-1]
+
+
+def test_an_unknown_collective_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected one of broadcast"):
+        choose("allreduce", 8, hosts(2, 1))

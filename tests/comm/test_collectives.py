@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline import comm
+from paceline.comm.algorithms import ALGORITHMS
+from paceline.errors import UserError
+
+
+def use_all() -> list[object]:
+    rank = pl.init().rank
+    seen: list[object] = []
+    for name in [name for name in ALGORITHMS if name != "barrier"]:
+        for algorithm in ("auto", *ALGORITHMS[name]):
+            tensor = torch.arange(6.0).view(2, 3) + 10 * rank
+            getattr(comm, name)(tensor, algorithm)
+            seen.append((name, algorithm, tensor.flatten().tolist()))
+    comm.barrier()
+    seen.append(str(comm.why("all_reduce", 25 << 20)))
+    return seen
+
+
+WHOLE = [float(x) for x in range(6)]
+SUM = [30 + 3 * x for x in WHOLE]
+GATHERED = [0.0, 1.0, 12.0, 13.0, 24.0, 25.0]
+ROOT = {"broadcast": WHOLE, "reduce": SUM, "all_reduce": SUM, "gather": GATHERED, "all_gather": GATHERED}
+LAST = {"broadcast": WHOLE, "all_reduce": SUM, "all_gather": GATHERED, "all_to_all": [4.0, 5.0, 14.0, 15.0, 24.0, 25.0]}
+OWN = {"scatter": WHOLE[4:], "reduce_scatter": SUM[4:]}
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_every_collective_by_every_algorithm(ranks, transport) -> None:
+    first, *_, last = ranks(3, use_all, transport=transport)
+    for name, algorithm, values in first[:-1]:
+        assert values == ROOT.get(name, values), (name, algorithm)
+    for name, algorithm, values in last[:-1]:
+        assert values == LAST.get(name, values), (name, algorithm)
+        assert values[4:] == OWN.get(name, values[4:]), (name, algorithm)
+    assert "all_reduce of 26,214,400 bytes, 3 ranks on" in first[-1]
+    assert "us a message" in first[-1] and first[-1].count("<- chosen") == 1
+    assert first[-1] == last[-1], "every rank chooses alike"
+
+
+def misuse() -> list[str]:
+    pl.init()
+    said = []
+    for call in (
+        lambda: comm.all_to_all(torch.zeros(5)),
+        lambda: comm.all_reduce(torch.zeros(4, 4).t()[1:]),
+        lambda: comm.all_reduce(torch.zeros(4), "star"),
+        lambda: comm.all_reduce(torch.zeros(4, device="meta")),
+    ):
+        with pytest.raises(UserError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_misuse_is_answered_with_what_to_do(ranks) -> None:
+    cut, strided, unknown, device = ranks(2, misuse)[0]
+    assert "2 ranks cannot cut 5 elements" in cut and "pad" in cut
+    assert "contiguous" in strided
+    assert "expected one of direct, ring" in unknown
+    assert "on the CPU, got one on meta" in device
