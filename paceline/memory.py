@@ -51,7 +51,9 @@ def memory(schedule: Schedule, micro_batches: int = 1, states: int = 2, state_it
     """
     layout, shards = schedule.layout, schedule.shards
     trainable = [flat for flat in layout.flats if flat.trainable]
-    parameters = sum(flat.numel * flat.itemsize // (shards if schedule.gathers_units else 1) for flat in layout.flats)
+    # One copy between the ranks of a group takes each of them its part.
+    holders = shards if schedule.gathers_units or schedule.shares else 1
+    parameters = sum(flat.numel * flat.itemsize // holders for flat in layout.flats)
     optimizer = sum(
         flat.numel // shards * (states * (state_itemsize or flat.master_itemsize) + _master_itemsize(flat))
         for flat in trainable

@@ -16,6 +16,7 @@ Kind = Literal[
     "all_reduce",
     "reduce",
     "broadcast",
+    "barrier",
 ]
 Phase = Literal["forward", "backward", "update"]
 Stream = Literal["compute", "gather", "reduce", "replicate", "counts"]
@@ -24,6 +25,12 @@ STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce", "replicate", "coun
 
 COMPUTE: frozenset[str] = frozenset({"forward", "backward", "collect", "measure", "update"})
 """Kinds of op that compute; the others communicate."""
+
+READ = "read"
+"""Target of the barrier behind which every rank has done with the parameters that ranks share."""
+
+WRITTEN = "written"
+"""Target of the barrier behind which every rank has updated its shard of them."""
 
 COUNTS = "counts"
 """Target of the small all-reduce that sums what ranks must agree on (see `engine.counts`)."""
@@ -47,8 +54,8 @@ class Op:
 
     kind: Kind
     target: str
-    """Unit, bucket, or "counts" / "optimizer". collect moves a unit's gradients into its bucket, measure puts together
-    what the ranks agree on."""
+    """Unit, bucket, "counts", "optimizer", or for a barrier what all have done before it. collect moves a unit's
+    gradients into its bucket, measure puts together what the ranks agree on."""
     micro_batch: int
     phase: Phase
     """Part of the step that it belongs to."""

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from paceline.comm.algorithms import traffic
 from paceline.layout import Bucket, Layout
-from paceline.ops import COUNTS, PREVIOUS, Key, Kind, Op, Phase, Stream
+from paceline.ops import COUNTS, PREVIOUS, READ, WRITTEN, Key, Kind, Op, Phase, Stream
 from paceline.strategy import Strategy
 
 DEPTH = 2
@@ -185,7 +185,7 @@ class Schedule:
             ops += [self.gather(bucket, 0, "forward") for bucket in self.residents]
         needed: dict[str, tuple[Key, ...]] = {}
         first = tuple(op.key for op in ops)
-        if (self.gathers_after_update or self._serves) and index == 0:
+        if (self.gathers_after_update or self._serves or self.shares) and index == 0:
             needed, first = self.sent_before
         held = {} if index == 0 else self._held(self.gathered[: self.depth])
         walk = _Walk(self, "forward", index, self.order, held)
@@ -243,17 +243,22 @@ class Schedule:
         if self.world_size > 1:
             after = tuple(self.reduce(bucket, micro_batch)[-1].key for bucket in self.reduced)
             after += (Key("all_reduce", COUNTS, micro_batch, "backward"),)
-        ops = [Op("update", "optimizer", micro_batch, "update", "compute", after)]
+        ops: list[Op] = []
+        if self.shares:
+            ops.append(self._communicate("barrier", READ, micro_batch, "update", "gather", after, 1, 8))
+            after = (ops[0].key,)
+        ops.append(Op("update", "optimizer", micro_batch, "update", "compute", after))
+        updated = (ops[-1].key,)
         if self._serves:
             ops += [
-                self._communicate(
-                    "broadcast", b.name, micro_batch, "update", "reduce", (ops[0].key,), b.numel, b.itemsize
-                )
+                self._communicate("broadcast", b.name, micro_batch, "update", "reduce", updated, b.numel, b.itemsize)
                 for b in self.reduced
             ]
         if self.gathers_after_update:
             # The next forward needs the first units first.
-            ops += [self.gather(bucket, micro_batch, "update", (ops[0].key,)) for bucket in reversed(self.reduced)]
+            ops += [self.gather(bucket, micro_batch, "update", updated) for bucket in reversed(self.reduced)]
+        if self.shares:
+            ops.append(self._communicate("barrier", WRITTEN, micro_batch, "update", "gather", updated, 1, 8))
         return tuple(ops)
 
     def gather(self, bucket: Bucket, index: int, phase: Phase, after: tuple[Key, ...] = ()) -> Op:
@@ -311,8 +316,13 @@ class Schedule:
 
     @property
     def gathers_after_update(self) -> bool:
-        """Whether whole parameters are kept, but updated in shards."""
-        return self.shards > 1 and self.strategy.stage in (1, 2)
+        """Whether every rank keeps whole parameters, but updates a shard."""
+        return self.shards > 1 and self.strategy.stage in (1, 2) and not self.shares
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether ranks keep one copy of the parameters between them, each updating its shard of it."""
+        return self.shards > 1 and self.strategy.share_parameters
 
     @cached_property
     def sent_before(self) -> tuple[dict[str, tuple[Key, ...]], tuple[Key, ...]]:
@@ -320,6 +330,8 @@ class Schedule:
         ran = set(self.order)
         needed: dict[str, tuple[Key, ...]] = {}
         first: tuple[Key, ...] = ()
+        if self.shares:
+            return needed, (Key("barrier", WRITTEN, PREVIOUS, "update"),)
         for bucket in self.reduced:
             key = Key("broadcast" if self._serves else "all_gather", bucket.name, PREVIOUS, "update")
             for unit in bucket.units:
@@ -344,7 +356,7 @@ class Schedule:
         itemsize: int,
     ) -> Op:
         index, size = self.rank, self.world_size
-        if kind in ("all_gather", "reduce_scatter"):
+        if stream == "gather" or kind == "reduce_scatter":
             index, size = self.rank % self.shards, self.shards
         elif stream == "replicate":
             index, size = self.rank // self.shards, self.replicas

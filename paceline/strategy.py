@@ -30,6 +30,10 @@ class Strategy:
     """How many ranks hold one copy between them, with zero 1 to 3; 0: all ranks. With fewer than all, neighbouring
     ranks form a group and the groups are replicas of each other (hybrid sharding)."""
 
+    share_parameters: bool = False
+    """With zero 1 or 2 on the CPU: the ranks of a group, all on one host, compute with one copy of the parameters
+    between them, in memory that they share. Each updates its shard in place, and nothing is gathered after it."""
+
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """What parameters and gradients are computed in. float32 leaves the model as it is; with the others each rank
     keeps an fp32 master of the shard that it updates."""
@@ -129,6 +133,11 @@ class Strategy:
                 self.stage >= 2 and (self.packing != "bucket" or self.synchronize == "after"),
                 f"zero={self.stage} frees gradients while backward runs, so they are reduced in buckets of whole "
                 "units: leave packing at bucket and synchronize at overlap, or set zero to 1",
+            ),
+            (
+                self.share_parameters and self.stage not in (1, 2),
+                "share_parameters lets each rank update its shard of a whole copy that all compute with, which "
+                f"zero={self.stage} does not have: set zero to 1 or 2, or leave share_parameters out",
             ),
             (
                 self.accumulation == "hold" and self.stage != 3,

@@ -21,8 +21,9 @@ from paceline.comm.signals import Signals
 from paceline.comm.sums import accumulation_dtype
 from paceline.comm.tcp import TcpLinks
 from paceline.comm.transport import CommunicationError, Transport
+from paceline.errors import UserError
 
-_STAGING_BYTES = 8 << 20
+_STAGING_BYTES = 1 << 20
 _MOST_CALLS = 4096
 _ELEMENTWISE = ("all_reduce", "reduce", "broadcast")
 """Collectives that may be run on pieces of a buffer one after another."""
@@ -54,6 +55,8 @@ class CpuTransport:
         self._world_size = len(hosts)
         self.hosts = tuple(hosts)
         self.ranks_per_host = _ranks_per_host(hosts)
+        # Where any do, all cut what must be staged into the same pieces.
+        self._some_share = len(set(hosts)) < len(hosts)
         self._channels = channels
         for channel in channels.values():
             channel.settimeout(timeout)
@@ -73,7 +76,21 @@ class CpuTransport:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed flat buffer that ranks of this host can read. A collective call."""
+        # New buffers may take the place of others, which calls that were made ready would keep.
+        self._calls.clear()
         return self._buffers.allocate(numel, dtype)
+
+    def allocate_shared(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Transport.allocate_shared`: rank 0's part of a buffer."""
+        if self._links is not None:
+            raise UserError(
+                "strategy.share_parameters: the ranks that hold one copy of the parameters must be on one host, but "
+                f"they are connected by {self.name}; leave share_parameters out, or set strategy.shard to the number "
+                "of ranks of a host"
+            )
+        views = self._buffers.views(self.allocate(numel, dtype))
+        assert views is not None
+        return views[0]
 
     def run(
         self, collective: str, buffer: Tensor, label: str, scale: float = 1.0, shard: Tensor | None = None
@@ -87,7 +104,7 @@ class CpuTransport:
         if call is None:
             ours = self._buffers.views(buffer) is not None
             gathers_beside = shard is not None and self._links is None and collective.startswith("all_gather")
-            if self._signals is not None and not ours and not gathers_beside:
+            if self._some_share and not ours and not gathers_beside:
                 return self._run_staged(collective, buffer, label, scale, shard)
             call = self._prepare(collective, buffer, label, scale, shard)
             if ours or gathers_beside:

@@ -9,6 +9,7 @@ from torch import Tensor
 from paceline.comm.algorithms import traffic
 from paceline.comm.plan import Traffic
 from paceline.comm.transport import Transport
+from paceline.errors import UserError
 
 
 class NcclTransport:
@@ -29,6 +30,10 @@ class NcclTransport:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed flat buffer on this rank's GPU."""
         return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def allocate_shared(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Not possible: every GPU has memory of its own."""
+        raise UserError("strategy.share_parameters: GPUs have memory of their own each; leave share_parameters out")
 
     def run(
         self, collective: str, buffer: Tensor, label: str, scale: float = 1.0, shard: Tensor | None = None

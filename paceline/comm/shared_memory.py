@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import socket
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ class _Region:
 
     start: int
     stop: int
-    tensors: dict[int, Tensor]
+    peers: dict[int, Tensor]
 
 
 class SharedBuffers:
@@ -79,35 +80,33 @@ class SharedBuffers:
         """Allocates nothing yet; see `exchange_memory` for the arguments."""
         self._rank = rank
         self._channels = channels
-        self._regions: list[_Region] = []
+        # By this rank's part: when nothing uses that any more, the peers' are let go of too.
+        self._regions: weakref.WeakKeyDictionary[mmap.mmap, _Region] = weakref.WeakKeyDictionary()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """This rank's part of a new zeroed buffer. A collective call."""
-        if not self._channels:
-            # Alone, as on a system that cannot share memory like this.
-            own = torch.zeros(numel, dtype=dtype)
-            self._regions.append(_Region(own.data_ptr(), own.data_ptr() + own.nbytes, {self._rank: own}))
-            return own
-        size = max(numel * dtype.itemsize, 1)
-        tensors = {
-            peer: torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
-            for peer, memory in exchange_memory(self._rank, self._channels, size).items()
-        }
-        own = tensors[self._rank]
-        self._regions.append(_Region(own.data_ptr(), own.data_ptr() + own.nbytes, tensors))
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        size = numel * dtype.itemsize
+        alone = not self._channels
+        memories = {self._rank: mmap.mmap(-1, size)} if alone else exchange_memory(self._rank, self._channels, size)
+        tensors = {peer: torch.frombuffer(memory, dtype=dtype) for peer, memory in memories.items()}
+        own = tensors.pop(self._rank)
+        self._regions[memories[self._rank]] = _Region(own.data_ptr(), own.data_ptr() + size, tensors)
         return own
 
     def views(self, buffer: Tensor) -> dict[int, Tensor] | None:
         """The same range of every local rank's buffer, or None where `buffer` was not allocated here."""
         address = buffer.data_ptr()
-        for region in self._regions:
+        for region in list(self._regions.values()):
             if region.start <= address < region.stop:
                 first = (address - region.start) // buffer.itemsize
                 # A buffer may be seen as another dtype than it was allocated as.
-                return {
+                views = {
                     peer: tensor.view(buffer.dtype)[first : first + buffer.numel()]
-                    for peer, tensor in region.tensors.items()
+                    for peer, tensor in region.peers.items()
                 }
+                return {**views, self._rank: buffer}
         return None
 
     def inherit(self, other: SharedBuffers) -> None:

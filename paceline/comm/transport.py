@@ -23,6 +23,14 @@ class Transport(Protocol):
         """A zeroed flat buffer that `run` moves without staging. A collective call: every rank makes it."""
         ...
 
+    def allocate_shared(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat buffer that is the same memory on every rank. A collective call.
+
+        Raises:
+            UserError: These ranks cannot share memory.
+        """
+        ...
+
     def run(
         self, collective: str, buffer: Tensor, label: str, scale: float = 1.0, shard: Tensor | None = None
     ) -> Traffic:

@@ -36,6 +36,7 @@ class Arrangement:
         world: World,
         counts: int,
         allocate: Allocate,
+        allocate_whole: Allocate,
     ) -> None:
         """Lays the model out and moves its parameters into flat buffers.
 
@@ -48,6 +49,7 @@ class Arrangement:
             world: The job.
             counts: Length of the counts vector.
             allocate: For parameters that are communicated every step.
+            allocate_whole: For those to compute with, where they are kept whole.
         """
         # Units that do not run on their own come first: their gradients are complete last.
         resident = [unit for unit in (ROOT, *units) if unit not in order]
@@ -55,7 +57,7 @@ class Arrangement:
         by_name = dict(module.named_parameters())
         parameters = [by_name[slot.spec.name] for slot in self.layout.slots]
         self.schedule = Schedule(self.layout, strategy, world.world_size, world.rank, order, counts=counts)
-        self.weights = Weights(self.schedule, parameters, world.device, allocate)
+        self.weights = Weights(self.schedule, parameters, world.device, allocate, allocate_whole)
         self._identities = {id(parameter) for parameter in parameters}
         self._places = [
             (held, name, member)

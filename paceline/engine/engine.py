@@ -23,7 +23,7 @@ from paceline.engine.units import find_blocks, find_units
 from paceline.errors import UserError
 from paceline.events import Event
 from paceline.layout import Layout
-from paceline.ops import Key
+from paceline.ops import READ, Key
 from paceline.schedule import Schedule
 from paceline.strategy import Strategy
 
@@ -244,6 +244,9 @@ class Engine:
             running.weights.rest_in_pieces()
             if self.schedule.shards > 1:
                 prepare_optimizer(optimizer, running.weights, self.strategy)
+        if self.schedule.shares and running.synchronizer is not None:
+            # This rank has done with the parameters of this step; others may still read what it is about to write.
+            running.executor.run(self.schedule.update(self.progress.last_micro_batch)[0])
         running.executor.begin(Key("update", "optimizer", self.progress.last_micro_batch, "update"))
 
     def update_ends(self) -> None:
@@ -254,7 +257,8 @@ class Engine:
             running.weights.seal()
         running.executor.end()
         # Loaded only now: a closure may have run whole forward and backward passes inside the step.
-        running.executor.load(self.progress.step, self.schedule.update(self.progress.last_micro_batch))
+        ops = self.schedule.update(self.progress.last_micro_batch)
+        running.executor.load(self.progress.step, [op for op in ops if op.target != READ])
         running.executor.done(Key("update", "optimizer", self.progress.last_micro_batch, "update"))
         self.progress.end_update()
         if not running.weights.swapped:

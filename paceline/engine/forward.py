@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from paceline.engine.hooks import in_backward
 from paceline.engine.progress import EngineError
 from paceline.engine.running import Running
-from paceline.ops import Key, Phase
+from paceline.ops import WRITTEN, Key, Phase
 
 
 class ForwardPass:
@@ -85,7 +85,7 @@ class ForwardPass:
         schedule, executor, weights = self._running.schedule, self._running.executor, self._running.weights
         self._walk = index
         executor.load(self._running.progress.step, schedule.forward(index))
-        if schedule.gathers_after_update:
+        if schedule.gathers_after_update or schedule.shares:
             executor.require(schedule.sent_before[1])
         if schedule.gathers_units:
             self._bring_residents()
@@ -157,8 +157,12 @@ class ForwardPass:
     # ---- whole parameters, for reading, editing, saving and loading
 
     @contextmanager
-    def full(self) -> Iterator[None]:
-        """Inside, every parameter is whole and as it is updated. A collective call where they are sharded."""
+    def full(self, edits: bool = True) -> Iterator[None]:
+        """Inside, every parameter is whole and as it is updated. A collective call where they are sharded.
+
+        Args:
+            edits: Whether they may be written to. Where ranks share one copy, only that is a collective call.
+        """
         if self.is_full or not self._running.weights.swapped:
             yield
             return
@@ -166,14 +170,16 @@ class ForwardPass:
         self.is_full = True
         synchronizer = self._running.synchronizer
         try:
-            with self._running.weights.full(synchronizer.gather if synchronizer else None):
+            with self._running.weights.full(synchronizer.gather if synchronizer else None, edits):
                 yield
         finally:
             self.is_full = False
+        if edits and synchronizer is not None and self._running.schedule.shares:
+            synchronizer.barrier(WRITTEN)
 
-    def open_states(self) -> None:
+    def open_states(self, edits: bool) -> None:
         """Enters `full`, until `close_state`."""
-        self._states.append(self.full())
+        self._states.append(self.full(edits))
         self._states[-1].__enter__()
 
     def close_state(self) -> None:

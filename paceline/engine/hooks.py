@@ -89,23 +89,32 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype, applies: Callable[[], bool
     return model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def open_for_states(model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> list[RemovableHandle]:
-    """Calls `enter` before and `leave` after `state_dict` and `load_state_dict` of a model or a part of it."""
+def open_for_states(
+    model: nn.Module, enter: Callable[[bool], None], leave: Callable[[], None]
+) -> list[RemovableHandle]:
+    """Calls `enter` before and `leave` after `state_dict` and `load_state_dict` of a model or a part of it.
+
+    `enter` is told whether parameters will be written to.
+    """
     handles = []
     for part in model.modules():
         # A deep copy copies these hooks too.
-        def before(module: nn.Module, *rest: Any, part: nn.Module = part) -> None:
+        def reads(module: nn.Module, *rest: Any, part: nn.Module = part) -> None:
             if module is part:
-                enter()
+                enter(False)
+
+        def writes(module: nn.Module, *rest: Any, part: nn.Module = part) -> None:
+            if module is part:
+                enter(True)
 
         def after(module: nn.Module, *rest: Any, part: nn.Module = part) -> None:
             if module is part:
                 leave()
 
         handles += [
-            part.register_state_dict_pre_hook(before),
+            part.register_state_dict_pre_hook(reads),
             part.register_state_dict_post_hook(after),
-            part.register_load_state_dict_pre_hook(before),
+            part.register_load_state_dict_pre_hook(writes),
             part.register_load_state_dict_post_hook(after),
         ]
     return handles

@@ -74,13 +74,21 @@ class Running:
     def arrange(self, order: tuple[str, ...]) -> Arrangement:
         """Lays the model out for a forward order. A collective call."""
         # What is sent every step lies where a transport reaches it.
-        allocate = alone_on(self.world.device)
-        if self.synchronizer is not None:
-            name = "gather" if "gather" in self.synchronizer.transports else "reduce"
-            if name == "gather" or self.served:
-                allocate = self.synchronizer.transports[name].allocate
+        alone = alone_on(self.world.device)
+        transports = self.synchronizer.transports if self.synchronizer else {}
+        carrier = transports.get("gather") or (transports["reduce"] if self.served else None)
+        allocate = carrier.allocate if carrier else alone
+        allocate_whole = carrier.allocate_shared if carrier and self.strategy.share_parameters else allocate
         return Arrangement(
-            self._module, self._specs, self._units, order, self.strategy, self.world, self.counts.numel, allocate
+            self._module,
+            self._specs,
+            self._units,
+            order,
+            self.strategy,
+            self.world,
+            self.counts.numel,
+            allocate,
+            allocate_whole,
         )
 
     def allocate_gradients(self) -> None:

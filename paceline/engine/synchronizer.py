@@ -30,6 +30,8 @@ class Synchronizer:
     def __init__(self, strategy: Strategy, world: World) -> None:
         """Opens streams and transports. A collective call."""
         self._world = world
+        # What a barrier passes round.
+        self._token = torch.zeros(1, dtype=torch.float64, device=world.device)
         self._scale = 1 / world.world_size if strategy.gradients == "mean" else 1.0
         ranks, shards = range(world.world_size), strategy.shards(world.world_size)
         everyone = [list(ranks)]
@@ -69,6 +71,10 @@ class Synchronizer:
         """Sums a one-dimensional tensor over all ranks, in place. A collective call."""
         self.transports["counts"].run("all_reduce", value, label)
 
+    def barrier(self, label: str) -> Traffic:
+        """Returns when all ranks that hold one copy between them have called it. A collective call."""
+        return self.transports["gather"].run("barrier", self._token, label)
+
     def gather(self, buffer: Tensor, shard: Tensor, label: str) -> None:
         """Fills a buffer from all shards; `shard` is from the gather transport's `allocate`. A collective call."""
         self.transports["gather"].run("all_gather", buffer, label, shard=shard)
@@ -80,6 +86,8 @@ class Synchronizer:
         transport = self.transports[op.stream]
         if op.target == COUNTS:
             return lambda: transport.run(op.kind, counts.buffer, op.target)
+        if op.kind == "barrier":
+            return lambda: self.barrier(op.target)
         bucket = weights.buckets[op.target]
         if op.kind == "broadcast":
             return lambda: transport.run(op.kind, weights.whole(bucket), op.target)

@@ -41,7 +41,12 @@ class Weights:
     """
 
     def __init__(
-        self, schedule: Schedule, parameters: Sequence[nn.Parameter], device: torch.device, allocate: Allocate
+        self,
+        schedule: Schedule,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+        allocate: Allocate,
+        allocate_whole: Allocate,
     ) -> None:
         """Moves parameters into flat buffers. A collective call where `allocate` is.
 
@@ -50,6 +55,7 @@ class Weights:
             parameters: In the order of `layout.slots`, whole.
             device: Where the buffers live.
             allocate: For what is communicated.
+            allocate_whole: For what is computed with, where it is kept whole.
         """
         self.parameters = list(parameters)
         self._device = device
@@ -57,12 +63,13 @@ class Weights:
         self.layout = layout = schedule.layout
         self.buckets = {bucket.name: bucket for bucket in layout.buckets}
         self._sharded = schedule.gathers_units
+        self._shared = schedule.shares
         self._low = schedule.strategy.low
         self._flats: list[Tensor] = []
         self._masters: list[Tensor | None] = []
         for flat in layout.flats:
             dtype, size = getattr(torch, flat.dtype), flat.numel // self._shards
-            self._flats.append(allocate(size if self._sharded else flat.numel, dtype))
+            self._flats.append(allocate(size, dtype) if self._sharded else allocate_whole(flat.numel, dtype))
             own_master = flat.master != flat.dtype
             self._masters.append(allocate(size, getattr(torch, flat.master)) if own_master else None)
         self._bucket_of = {index: bucket for bucket in layout.buckets for index in bucket.slots}
@@ -285,11 +292,12 @@ class Weights:
                     self.shard(bucket).copy_(self.master(bucket))
 
     @contextmanager
-    def full(self, gather: Gather | None) -> Iterator[None]:
+    def full(self, gather: Gather | None, edits: bool = True) -> Iterator[None]:
         """All parameters whole and as they are updated; what is written to them is kept.
 
         Args:
             gather: Performs an all-gather; None with one rank.
+            edits: Whether they may be written to, so that this rank needs a copy of what others share with it.
         """
         opened = set(self._open)
         wholes: dict[str, Tensor] = {}
@@ -302,6 +310,8 @@ class Weights:
                     gather(wholes[bucket.name], master, bucket.name)
                 elif self._masters[bucket.flat] is not None:
                     wholes[bucket.name] = master
+                elif self._shared and edits:
+                    wholes[bucket.name] = self.whole(bucket).clone()
         for index in self.swapped:
             bucket = self._bucket_of[index]
             whole = wholes.get(bucket.name)
@@ -316,7 +326,7 @@ class Weights:
                         size = bucket.numel // self._shards
                         if self._shards > 1:
                             self.master(bucket).copy_(whole[self._index * size : (self._index + 1) * size])
-                        if not self._sharded:
+                        if not self._sharded and not self._shared:
                             self.whole(bucket).copy_(whole)
             if self._sharded or self._low:
                 self.updated()

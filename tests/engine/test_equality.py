@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -112,12 +113,15 @@ STRATEGIES = {
     "tiny buckets, overlapped": Strategy(bucket_mb=0.0005),
     "zero 1": Strategy(zero=1, bucket_mb=0.0005),
     "zero 2": Strategy(zero=2, bucket_mb=0.0005),
+    "zero 1, one copy": Strategy(zero=1, bucket_mb=0.0005, share_parameters=True),
+    "zero 2, one copy": Strategy(zero=2, bucket_mb=0.0005, share_parameters=True),
     "zero 3": Strategy(zero=3),
     "zero 3, deferred": Strategy(zero=3, accumulation="defer"),
     "zero 3, held": Strategy(zero=3, accumulation="hold"),
 }
 
 HYBRID = {f"zero {stage}, 2 x 2": Strategy(zero=stage, shard=2, bucket_mb=0.0005) for stage in (1, 2, 3)}  # type: ignore[arg-type]
+HYBRID["zero 1, 2 x 2, one copy a group"] = Strategy(zero=1, shard=2, bucket_mb=0.0005, share_parameters=True)
 
 
 @pytest.mark.parametrize(("n", "accumulation"), [(1, 3), (2, 1), (2, 3), (3, 1), (4, 3)])
@@ -139,12 +143,30 @@ def test_groups_that_shard_and_replicate_equal_one_process_too(ranks, system: st
         assert_executed_as_planned(result, rank)
 
 
-@pytest.mark.parametrize("system", {**STRATEGIES, **HYBRID})
-def test_over_gloo_n_ranks_equal_one_process_too(ranks, system: str) -> None:
+def as_two_hosts(strategy: Strategy, accumulation: int) -> dict[str, Any]:
+    rank = pl.init().rank
+    with patch("paceline.comm.world._host", lambda: f"host {rank // 2}"):
+        return rank_main(strategy, accumulation)
+
+
+@pytest.mark.parametrize("system", ["buckets, overlapped", "zero 1", "zero 2", "zero 3", *HYBRID])
+def test_ranks_of_two_hosts_equal_one_process_too(ranks, system: str) -> None:
+    expected = reference()
+    for rank, result in enumerate(ranks(4, as_two_hosts, {**STRATEGIES, **HYBRID}[system], 3)):
+        assert_close(result, expected)
+        # Groups of two are within a host.
+        assert result["transport"] == ("shared memory" if system in HYBRID else "shared memory and tcp")
+        assert_executed_as_planned(result, rank)
+
+
+SEPARATE = {name: s for name, s in {**STRATEGIES, **HYBRID}.items() if not s.share_parameters}
+
+
+@pytest.mark.parametrize("system", SEPARATE)
+def test_over_sockets_n_ranks_equal_one_process_too(ranks, system: str) -> None:
     expected = reference()
     n = 4 if system in HYBRID else 3
-    strategy = {**STRATEGIES, **HYBRID}[system]
-    for rank, result in enumerate(ranks(n, rank_main, strategy, 3, transport="tcp")):
+    for rank, result in enumerate(ranks(n, rank_main, SEPARATE[system], 3, transport="tcp")):
         assert_close(result, expected)
         assert result["transport"] == "tcp"
         assert_executed_as_planned(result, rank)
