@@ -8,12 +8,14 @@ from typing import Annotated
 import tyro
 
 from paceline.bench import events, model, strategies, trainer
+from paceline.bench.comm import command as comm
 
 Benchmarks = (
     Annotated[strategies.StrategiesBench, tyro.conf.subcommand("strategies")]
     | Annotated[model.ModelBench, tyro.conf.subcommand("model")]
     | Annotated[trainer.TrainerBench, tyro.conf.subcommand("trainer")]
     | Annotated[events.EventsBench, tyro.conf.subcommand("events")]
+    | Annotated[comm.CommBench, tyro.conf.subcommand("comm")]
 )
 
 
@@ -26,6 +28,8 @@ def main(arguments: Sequence[str]) -> int:
         model.main(options)
     elif isinstance(options, trainer.TrainerBench):
         trainer.main(options)
+    elif isinstance(options, comm.CommBench):
+        comm.main(options)
     else:
         events.main(options)
     return 0
