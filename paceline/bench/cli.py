@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from paceline.bench import events, model, strategies, trainer
+from paceline.bench import events, model, network, strategies, trainer
 from paceline.bench.comm import command as comm
 
 Benchmarks = (
@@ -16,6 +16,7 @@ Benchmarks = (
     | Annotated[trainer.TrainerBench, tyro.conf.subcommand("trainer")]
     | Annotated[events.EventsBench, tyro.conf.subcommand("events")]
     | Annotated[comm.CommBench, tyro.conf.subcommand("comm")]
+    | Annotated[network.NetworkBench, tyro.conf.subcommand("network")]
 )
 
 
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         trainer.main(options)
     elif isinstance(options, comm.CommBench):
         comm.main(options)
+    elif isinstance(options, network.NetworkBench):
+        return network.main(options)
     else:
         events.main(options)
     return 0

@@ -1,0 +1,163 @@
+"""The experiments between slow hosts, as each rank runs them under torchrun.
+
+Rank 0 writes JSON lines to its output: {"progress": words}, and what was timed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import paceline as pl
+from paceline.bench.cases import ADAMW, Case, Precision, System, Training
+from paceline.bench.network_rows import wire_seconds
+from paceline.bench.network_turns import Contestant, Timed, say, take_turns
+from paceline.bench.peers import loop, one_process, peers
+from paceline.comm.world import open_transport
+from paceline.models.config import ModelConfig
+from paceline.models.flops import parameter_count
+from paceline.strategy import SYSTEMS, Strategy
+
+SIZES = {"100 KiB": 100 << 10, "1 MiB": 1 << 20, "10 MiB": 10 << 20, "25 MiB": 25 << 20}
+"""Bytes of the buffers that are all-reduced."""
+
+TURN_SECONDS = 0.1
+"""How long the calls of one turn should keep the wire busy at least: a single short one is hard to time."""
+
+DDP = "torch DDP: views, static graph"
+"""Which of the settings of torch's DDP runs beside; its bucket is 25 MiB."""
+
+BUCKETS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
+"""Sizes of the sweep in MiB."""
+
+SHAPES = tuple(
+    ModelConfig(layers=6, width=width, heads=width // 64, context=16, vocabulary=2048) for width in range(64, 513, 64)
+)
+"""The models to choose from: the largest takes 5 GB for all systems of two ranks."""
+
+SILENCE_SECONDS = 120.0
+"""After which a rank gives its peers up."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of one job do."""
+
+    experiment: str
+    """Key of EXPERIMENTS."""
+    hosts: int
+    ranks_per_host: int
+    rate: float
+    """Bytes a second that a link was measured to carry each way."""
+    rounds: int
+    step_seconds: float = 0.6
+    """About how long the gradients of a training step should keep the wire busy; the model is chosen for it."""
+
+
+def all_reduces(job: Job, world: pl.World, collectives: Sequence[str]) -> list[Timed]:
+    """All-reduces of every size: Gloo's, and paceline's by each name in `collectives`."""
+    transport = open_transport(world)
+    found = []
+    for name, size in SIZES.items():
+        say(world, f"{name}")
+        theirs, ours = torch.zeros(size // 4), transport.allocate(size // 4, torch.float32)
+        contestants = [Contestant("Gloo", "dist.all_reduce", size, partial(dist.all_reduce, theirs))]
+        check(contestants[0], theirs, world)
+        for collective in collectives:
+            run = partial(transport.run, collective, ours, name)
+            contestants.append(Contestant("paceline", f"{collective} over {transport.name}", size, run))
+            check(contestants[-1], ours, world)
+        calls = max(1, round(TURN_SECONDS / wire_seconds(job.hosts, size, job.rate)))
+        found += take_turns(world, name, contestants, job.rounds, calls)
+    transport.close()
+    return found
+
+
+def check(contestant: Contestant, buffer: torch.Tensor, world: pl.World) -> None:
+    """Sees that a call adds up; it warms up too, and leaves zeros, which stay what they are.
+
+    Raises:
+        AssertionError: It does not.
+    """
+    buffer.fill_(world.rank + 1)
+    contestant.call()
+    expected = world.world_size * (world.world_size + 1) / 2
+    if not bool((buffer == expected).all()):
+        raise AssertionError(f"{contestant.system}, {contestant.setting}: expected {expected} everywhere, got {buffer}")
+    buffer.zero_()
+
+
+def trainings(job: Job, world: pl.World, strategies: Mapping[str, Strategy], beside_ddp: bool = False) -> list[Timed]:
+    """Steps of a model whose computing and wire time are about equal, with each strategy; computing alone first."""
+    case = balanced_case(job, world)
+    size = 4 * parameter_count(case.model)
+    alone = Contestant("one process", "no communication", 0, one_process(case, world, "float32").step)
+    systems = [System("paceline", name, partial(parallel, strategy), ()) for name, strategy in strategies.items()]
+    systems += [peer for peer in peers("float32") if beside_ddp and peer.label == DDP]
+    contestants = [
+        alone,
+        *(Contestant(one.name, one.setting, size, one.build(case, world, "float32").step) for one in systems),
+    ]
+    timed = take_turns(world, case.name, contestants, job.rounds, calls=2, progress=True)
+    return [replace(one, compute=timed[0].seconds) for one in timed]
+
+
+def parallel(strategy: Strategy, case: Case, world: pl.World, _: Precision) -> Training:
+    """The case, trained with a strategy, in float32."""
+    model = pl.parallelize(case.build(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return Training(model, loop(model, optimizer, case, world, autocast=False))
+
+
+def balanced_case(job: Job, world: pl.World) -> Case:
+    """The model of SHAPES whose gradients take closest to `job.step_seconds` on the wire, with as much to compute.
+
+    Computing takes a + b x batch: both are measured, while all ranks are at work.
+    """
+    each = wire_seconds(job.hosts, 1, job.rate)
+    model = min(SHAPES, key=lambda shape: abs(4 * parameter_count(shape) * each - job.step_seconds))
+    wire = 4 * parameter_count(model) * each
+    batches = (8, 24)
+    alone = [
+        Contestant("", str(batch), 0, one_process(Case("", model, batch), world, "float32").step) for batch in batches
+    ]
+    few, many = (statistics.median(timed.seconds) for timed in take_turns(world, "", alone, rounds=5, calls=1))
+    slope = (many - few) / (batches[1] - batches[0])
+    batch = max(1, round(batches[0] + (wire - few) / slope)) if slope > 0 else batches[0]
+    return Case(
+        f"{parameter_count(model) / 1e6:.1f} M parameters, {batch} x {model.context} tokens a rank", model, batch
+    )
+
+
+EXPERIMENTS: dict[str, Callable[[Job, pl.World], list[Timed]]] = {
+    "all-reduce": partial(all_reduces, collectives=["all_reduce"]),
+    "systems": partial(trainings, strategies=SYSTEMS, beside_ddp=True),
+    "buckets": partial(trainings, strategies={f"{size:g} MiB": Strategy(bucket_mb=size) for size in BUCKETS}),
+    "hierarchical": partial(
+        all_reduces, collectives=["all_reduce/direct", "all_reduce/ring", "all_reduce/hierarchical"]
+    ),
+}
+"""What the ranks do in each experiment."""
+
+
+@record
+def main(job: Job) -> None:
+    """Joins torchrun's job, runs its experiment and lets rank 0 write what was timed; torchrun reports an error."""
+    world = pl.init("cpu", timeout=SILENCE_SECONDS)
+    timed = EXPERIMENTS[job.experiment](job, world)
+    if world.rank == 0:
+        for one in timed:
+            print(json.dumps(asdict(one)), flush=True)
+    pl.shutdown()
+
+
+if __name__ == "__main__":
+    main(Job(**json.loads(sys.argv[1])))
