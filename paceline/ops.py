@@ -66,7 +66,7 @@ class Op:
     bytes: int = 0
     """Size of the buffer that is communicated."""
     sent: int = 0
-    """Bytes this rank sends."""
+    """Bytes this rank sends, before `Strategy.wire` makes fewer of them."""
     received: int = 0
     """Bytes this rank receives."""
 

@@ -64,6 +64,10 @@ class Strategy:
     bucket_mb: float = 25.0
     """Size of a bucket in MiB, used with packing=bucket. A larger parameter gets a bucket of its own."""
 
+    wire: Literal["full", "bfloat16", "int8"] = "full"
+    """What fp32 gradients are sent as between hosts, for slow links between CPUs: full, rounded to bf16, or as blocks
+    of 8-bit integers whose rounding errors are added to what is sent in the next step. Sums are in fp32 either way."""
+
     collective: Literal["all_reduce", "parameter_server"] = "all_reduce"
     """all_reduce: every rank gets the reduced gradients and updates its replica. parameter_server:
     gradients are reduced to rank 0, which alone updates and broadcasts the weights back."""
@@ -86,6 +90,7 @@ class Strategy:
             "packing": ("bucket", "parameter", "flat"),
             "collective": ("all_reduce", "parameter_server"),
             "gradients": ("mean", "sum"),
+            "wire": ("full", "bfloat16", "int8"),
             "precision": ("float32", "bfloat16", "float16"),
             "accumulation": ("auto", "each", "defer", "hold"),
             "recompute": ("none", "unit", "keep_attention"),
@@ -138,6 +143,11 @@ class Strategy:
                 self.share_parameters and self.stage not in (1, 2),
                 "share_parameters lets each rank update its shard of a whole copy that all compute with, which "
                 f"zero={self.stage} does not have: set zero to 1 or 2, or leave share_parameters out",
+            ),
+            (
+                self.wire != "full" and self.low and not self.reduce_in_float32,
+                f"wire={self.wire} is about fp32 gradients, but reduce_in_float32 is off, which sends them in "
+                f"{self.precision}: set reduce_in_float32, or wire to full",
             ),
             (
                 self.accumulation == "hold" and self.stage != 3,

@@ -27,6 +27,8 @@ OURS: dict[str, Strategy] = {
     "zero 0": Strategy(),
     "zero 1": Strategy(zero=1),
     "zero 2": Strategy(zero=2),
+    "zero 1, one copy": Strategy(zero=1, share_parameters=True),
+    "zero 2, one copy": Strategy(zero=2, share_parameters=True),
     "zero 3": Strategy(zero=3),
 }
 """paceline's rows in every precision; in float32 the historical systems are others."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.algorithms import ROOTED
+from paceline.comm.codecs import Codec
 from paceline.comm.plan import Part, Plan, Round, Traffic, shard
 from paceline.comm.signals import text_of
 from paceline.comm.sums import CHUNK, Work, accumulation_dtype, summing
@@ -34,6 +35,8 @@ class Step:
     """(peer, stage): who still reads what this round overwrites, until when."""
     sources: tuple[int, ...]
     work: list[Work]
+    packs: list[Work] = field(default_factory=list)
+    """What puts messages together."""
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
     finish: list[Work] = field(default_factory=list)
@@ -89,6 +92,7 @@ def prepare(
     scale: float,
     out: Tensor | None,
     room: Room,
+    codec: Codec | None = None,
 ) -> Call:
     """Makes a plan ready.
 
@@ -103,8 +107,9 @@ def prepare(
         scale: Factor for sums that are complete.
         out: Where a complete sum goes, if not to its place in the buffer.
         room: Scratch memory.
+        codec: What messages to other hosts are sent as, if not as they are.
     """
-    builder = _Builder(rank, own, near, scale, out, room)
+    builder = _Builder(rank, own, near, scale, out, room, codec)
     builder.shard = shard(rank, world_size, own.numel())
     rounds = plan(rank, world_size, own.numel())
     number = 0
@@ -126,9 +131,18 @@ def prepare(
 
 class _Builder:
     def __init__(
-        self, rank: int, own: Tensor, near: Mapping[int, Tensor], scale: float, out: Tensor | None, room: Room
+        self,
+        rank: int,
+        own: Tensor,
+        near: Mapping[int, Tensor],
+        scale: float,
+        out: Tensor | None,
+        room: Room,
+        codec: Codec | None,
     ) -> None:
         self._rank, self._own, self._near, self._scale, self._out, self._room = rank, own, near, scale, out, room
+        self._codec = codec
+        self._messages = 0
         self._wide = accumulation_dtype(own.dtype)
         self.shard: Range = (0, 0)
         self.steps: list[Step] = []
@@ -185,9 +199,15 @@ class _Builder:
         step = Step(begun, bool(readers) or number == 0, before, sources, [], readers=readers, confirms=bool(sources))
         # What peers take in this round must stay until they have it.
         aside = any(_meets((part.start, part.stop), writes) for part in sends)
+        self._messages = 0
+        messages: dict[Range, memoryview] = {}
         for part in sends:
             if part.peer not in self._near:
-                step.sends.append((part.peer, as_bytes(self._own[part.start : part.stop])))
+                span = part.start, part.stop
+                if span not in messages:
+                    # What all get is what this rank goes on with, too.
+                    messages[span] = self._message(step, self._own[slice(*span)], turn.combine == "replace")
+                step.sends.append((part.peer, messages[span]))
         if turn.combine == "add":
             self._add(step, receives, turn.complete, aside)
         else:
@@ -210,7 +230,7 @@ class _Builder:
             if part.peer in self._near:
                 step.work.append(copying(target, self._near[part.peer][slice(*source)]))
             else:
-                step.receives.append((part.peer, as_bytes(target)))
+                self._receive(step, part.peer, target)
 
     def _add(self, step: Step, receives: Sequence[Part], complete: bool, aside: bool) -> None:
         spans: dict[Range, list[Part]] = {}
@@ -230,7 +250,7 @@ class _Builder:
                     tensors[part.peer] = self._near[part.peer][start:stop]
                 else:
                     tensors[part.peer] = arrived[taken : taken + size]
-                    step.receives.append((part.peer, as_bytes(tensors[part.peer])))
+                    self._receive(step, part.peer, tensors[part.peer])
                     taken += size
             target = self._out if complete and self._out is not None else final
             if spare is not None and target is final:
@@ -239,6 +259,29 @@ class _Builder:
                 offset += size
             ordered = [tensors[rank] for rank in sorted(tensors)]
             step.work.append(summing(target, ordered, self._room.take("sum", CHUNK, self._wide), scale))
+
+    def _message(self, step: Step, source: Tensor, keeps: bool) -> memoryview:
+        """The bytes of a message, which the step puts together if they are not the source's own."""
+        if self._codec is None:
+            return as_bytes(source)
+        data = self._data(source.numel())
+        step.packs.append(self._codec.encoding(source, data, source if keeps else None))
+        return as_bytes(data)
+
+    def _receive(self, step: Step, peer: int, target: Tensor) -> None:
+        """Adds the receipt of a message."""
+        if self._codec is None:
+            step.receives.append((peer, as_bytes(target)))
+            return
+        data = self._data(target.numel())
+        step.receives.append((peer, as_bytes(data)))
+        step.work.append(self._codec.decoding(data, target))
+
+    def _data(self, numel: int) -> Tensor:
+        """Room for one more encoded message of a round."""
+        assert self._codec is not None
+        self._messages += 1
+        return self._room.take(f"message {self._messages}", self._codec.size(numel), torch.uint8)
 
     def acknowledge(self, rounds: Sequence[Round]) -> None:
         """Lets ranks of other hosts answer what they received.

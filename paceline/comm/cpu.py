@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.comm.algorithms import LEAST, SUMS, find_plan
 from paceline.comm.calls import Call, Room, copying, prepare, prepare_gather
 from paceline.comm.choice import Choice, Topology, choose
+from paceline.comm.codecs import CODECS, Wire
 from paceline.comm.measure import measure
 from paceline.comm.plan import Plan, Traffic, shard
 from paceline.comm.shared_memory import SharedBuffers
@@ -41,6 +42,7 @@ class CpuTransport:
         channels: dict[int, socket.socket],
         sockets: dict[int, socket.socket],
         timeout: float,
+        wire: Wire = "full",
     ) -> None:
         """Takes over connected sockets. A collective call.
 
@@ -50,7 +52,9 @@ class CpuTransport:
             channels: Unix sockets to the other ranks of this host (`unix_sockets.connect`).
             sockets: TCP sockets to all other ranks (`tcp.connect`).
             timeout: Seconds after which a silent peer is given up.
+            wire: What fp32 elements are sent as between hosts where they are summed.
         """
+        self._codec = CODECS[wire] if wire != "full" else None
         self._rank = rank
         self._world_size = len(hosts)
         self.hosts = tuple(hosts)
@@ -169,6 +173,9 @@ class CpuTransport:
         precision, where the default rounds a sum only once.
         """
         name, _, algorithm = collective.partition("/")
+        if not algorithm and self._encodes(collective, buffer) and name in LEAST:
+            # In one hop between hosts, so that nothing is rounded twice.
+            return f"{name}/hierarchical" if self.ranks_per_host > 1 else collective
         if algorithm == "auto":
             return f"{name}/{self.why(name, buffer.nbytes).algorithm}"
         rounds = name in SUMS and accumulation_dtype(buffer.dtype) != buffer.dtype
@@ -188,12 +195,20 @@ class CpuTransport:
         plan = find_plan(name, self.ranks_per_host)
         near = self._buffers.views(buffer) or {self._rank: buffer}
         out = None if gathers else beside
-        call = prepare(collective, label, plan, self._rank, self._world_size, buffer, near, scale, out, self._room)
+        codec = self._codec if self._encodes(collective, buffer) else None
+        call = prepare(
+            collective, label, plan, self._rank, self._world_size, buffer, near, scale, out, self._room, codec
+        )
         if gathers:
             assert beside is not None
             start, stop = shard(self._rank, self._world_size, buffer.numel())
             call.first = copying(buffer[start:stop], beside)
         return call
+
+    def _encodes(self, collective: str, buffer: Tensor) -> bool:
+        """Whether what a collective sends between hosts is encoded."""
+        sums = collective.partition("/")[0] in SUMS
+        return self._codec is not None and self._links is not None and sums and buffer.dtype == torch.float32
 
     def _run_staged(self, collective: str, buffer: Tensor, label: str, scale: float, beside: Tensor | None) -> Traffic:
         """Runs a collective of a buffer that peers cannot read, by way of one that they can."""
@@ -237,6 +252,8 @@ class CpuTransport:
             links.begin(call.digest, call.text)
         if signals is None:
             for step in call.steps:
+                for pack in step.packs:
+                    pack()
                 if links is not None:
                     links.exchange(step.begun, step.sends, step.receives, _nothing)
                 for work in (*step.work, *step.finish):
@@ -248,6 +265,8 @@ class CpuTransport:
                 signals.publish(step.begun)
             for peer, stage in step.before:
                 signals.wait(peer, stage)
+            for pack in step.packs:
+                pack()
             if links is not None and (step.sends or step.receives):
                 links.exchange(step.begun, step.sends, step.receives, signals.check)
             for peer in step.sources:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from paceline.comm import tcp, unix_sockets
+from paceline.comm.codecs import Wire
 from paceline.comm.cpu import CpuTransport
 from paceline.comm.nccl import NcclTransport
 from paceline.comm.signals import MOST_RANKS
@@ -132,7 +133,9 @@ def barrier() -> None:
     all_gather_json(None)
 
 
-def open_transport(world: World, groups: Sequence[Sequence[int]] | None = None, kind: str | None = None) -> Transport:
+def open_transport(
+    world: World, groups: Sequence[Sequence[int]] | None = None, kind: str | None = None, wire: Wire = "full"
+) -> Transport:
     """A transport between the ranks of a group, the fastest that their hosts and devices allow. A collective call.
 
     Args:
@@ -141,13 +144,16 @@ def open_transport(world: World, groups: Sequence[Sequence[int]] | None = None, 
             group with this rank, in which it is numbered by its position. By default one group of all.
         kind: "auto": shared memory inside a host, sockets between hosts; "tcp": sockets between all ranks. By default
             what PACELINE_TRANSPORT says, else "auto".
+        wire: What fp32 elements are sent as between hosts where they are summed.
 
     Raises:
-        UserError: There is no such kind of transport.
+        UserError: There is no such kind of transport, or GPUs are asked to send fewer bytes.
     """
     groups = [list(range(world.world_size))] if groups is None else [list(group) for group in groups]
     mine = next(group for group in groups if world.rank in group)
     if world.backend == "nccl":
+        if wire != "full":
+            raise UserError("strategy.wire: NCCL sends gradients as they are; leave wire at full")
         return NcclTransport(_open_groups(groups, mine, "nccl", timedelta(seconds=world.timeout)), world.device)
     kind = kind or os.environ.get("PACELINE_TRANSPORT", "auto")
     if kind not in ("auto", "tcp"):
@@ -164,7 +170,8 @@ def open_transport(world: World, groups: Sequence[Sequence[int]] | None = None, 
     sockets: dict[int, socket.socket] = {}
     if len(set(hosts)) > 1:
         sockets = tcp.connect(world.rank, mine, far, all_gather_json, world.timeout)
-    return CpuTransport(mine.index(world.rank), [hosts[rank] for rank in mine], channels, sockets, world.timeout)
+    places = [hosts[rank] for rank in mine]
+    return CpuTransport(mine.index(world.rank), places, channels, sockets, world.timeout, wire)
 
 
 def _hosts(world: World, kind: str) -> list[str]:

@@ -33,6 +33,7 @@ class Synchronizer:
         # What a barrier passes round.
         self._token = torch.zeros(1, dtype=torch.float64, device=world.device)
         self._scale = 1 / world.world_size if strategy.gradients == "mean" else 1.0
+        self._wire = strategy.wire
         ranks, shards = range(world.world_size), strategy.shards(world.world_size)
         everyone = [list(ranks)]
         self._groups = {"counts": everyone, "reduce": everyone}
@@ -50,7 +51,10 @@ class Synchronizer:
         self._open(self.transports)
 
     def _open(self, before: dict[str, Transport]) -> None:
-        self.transports = {name: open_transport(self._world, groups) for name, groups in self._groups.items()}
+        self.transports = {
+            name: open_transport(self._world, groups, wire=self._wire if name in ("reduce", "replicate") else "full")
+            for name, groups in self._groups.items()
+        }
         for name, transport in before.items():
             self.transports[name].inherit(transport)
         self.streams: dict[str, CommStream] = {name: open_stream(self._world, name) for name in self._groups}
