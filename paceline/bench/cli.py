@@ -7,8 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from paceline.bench import events, model, network, strategies, trainer
+from paceline.bench import events, model, strategies, trainer
 from paceline.bench.comm import command as comm
+from paceline.bench.network import command as network
 
 Benchmarks = (
     Annotated[strategies.StrategiesBench, tyro.conf.subcommand("strategies")]

@@ -10,8 +10,8 @@ from typing import get_args
 import pytest
 
 from paceline.bench import cli
-from paceline.bench.network import Experiment
-from paceline.bench.network_rank import EXPERIMENTS
+from paceline.bench.network.command import Experiment
+from paceline.bench.network.rank import EXPERIMENTS
 from paceline.errors import UserError
 
 
@@ -32,7 +32,7 @@ def test_root_is_asked_for() -> None:
     # As a user without rights, whoever runs this.
     script = """
 import os
-from paceline.bench.network_hosts import missing
+from paceline.bench.network.hosts import missing
 if os.geteuid() == 0:
     os.setuid(65534)
 print(missing())

@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib.figure
 from matplotlib.axes import Axes
 
-from paceline.bench.network_rows import NetworkRow
+from paceline.bench.network.rows import NetworkRow
 
 COMPUTE, EXPOSED, WIRE = "#3b6ea8", "#d0573f", "#333333"
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from paceline.bench import cli
-from paceline.bench.network_hosts import Hosts
-from paceline.bench.network_jobs import JobFailed, run_job
-from paceline.bench.network_rank import DDP, SHAPES, SIZES, Job
-from paceline.bench.network_turns import Timed
+from paceline.bench.network.hosts import Hosts
+from paceline.bench.network.jobs import JobFailed, run_job
+from paceline.bench.network.rank import DDP, SHAPES, SIZES, Job
+from paceline.bench.network.turns import Timed
 from paceline.models.flops import parameter_count
 from paceline.strategy import SYSTEMS
-from tests.bench.test_network_hosts import marked, needs_hosts
+from tests.bench.network.test_hosts import marked, needs_hosts
 
 __all__ = ["needs_hosts"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.network_hosts import Hosts, NetworkUnavailable
-from paceline.bench.network_jobs import measure_link
+from paceline.bench.network.hosts import Hosts, NetworkUnavailable
+from paceline.bench.network.jobs import measure_link
 
 MARK = "PACELINE_TEST_MARK"
 
@@ -89,7 +89,7 @@ def test_closing_ends_what_runs_on_the_hosts() -> None:
 
 PROGRAM = """
 import signal
-from paceline.bench.network_hosts import Hosts
+from paceline.bench.network.hosts import Hosts
 hosts = Hosts(3, 1.0)
 for host in range(3):
     hosts.start(host, ["sh", "-c", "setsid sleep 600 & touch $TMPDIR/file; echo ready; sleep 600"]).stdout.readline()

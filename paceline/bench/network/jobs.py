@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.bench.network_hosts import INTERFACE, Hosts, address
-from paceline.bench.network_rank import Job
+from paceline.bench.network.hosts import INTERFACE, Hosts, address
+from paceline.bench.network.rank import Job
 from paceline.train.launch import threads_per_rank
 
 PORT = 29500
@@ -45,7 +45,7 @@ def measure_link(hosts: Hosts, gbit: float) -> Link:
         JobFailed: A probe failed.
     """
     size = round(gbit * 1e9 / 8 * PROBE_SECONDS)
-    program = [sys.executable, "-m", "paceline.bench.network_probe"]
+    program = [sys.executable, "-m", "paceline.bench.network.probe"]
     probes = [
         hosts.start(host, [*program, str(host), str(hosts.count), str(size)], _environment(), stderr=subprocess.PIPE)
         for host in range(hosts.count)
@@ -68,7 +68,7 @@ def run_job(hosts: Hosts, job: Job, show: Callable[[str], None]) -> list[dict[st
         show: Gets a line now and then.
 
     Returns:
-        What rank 0 found; see `network_rank`.
+        What rank 0 found; see `network.rank`.
 
     Raises:
         JobFailed: A rank or agent ended with an error.
@@ -83,7 +83,7 @@ def run_job(hosts: Hosts, job: Job, show: Callable[[str], None]) -> list[dict[st
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts.count)]
             command += ["--nproc-per-node", str(job.ranks_per_host), "--node-rank", str(host)]
             command += ["--master-addr", address(0), "--master-port", str(PORT), "--local-addr", address(host)]
-            command += ["-m", "paceline.bench.network_rank", json.dumps(asdict(job))]
+            command += ["-m", "paceline.bench.network.rank", json.dumps(asdict(job))]
             agents.append(hosts.start(host, command, environment, subprocess.PIPE if host == 0 else log, log))
         results: list[dict[str, Any]] = []
         assert agents[0].stdout is not None

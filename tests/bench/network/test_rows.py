@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.network_rows import make_row, table, wire_seconds
-from paceline.bench.network_turns import Timed
+from paceline.bench.network.rows import make_row, table, wire_seconds
+from paceline.bench.network.turns import Timed
 
 GBIT = 125e6
 

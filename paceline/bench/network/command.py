@@ -10,15 +10,15 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 import tyro
 
-from paceline.bench.network_hosts import MOST_HOSTS, Hosts, NetworkUnavailable
-from paceline.bench.network_jobs import JobFailed, Link, measure_link, run_job
-from paceline.bench.network_rank import Job
-from paceline.bench.network_rows import NetworkRow, make_row, table
-from paceline.bench.network_turns import Timed
+from paceline.bench.network.hosts import MOST_HOSTS, Hosts, NetworkUnavailable
+from paceline.bench.network.jobs import JobFailed, Link, measure_link, run_job
+from paceline.bench.network.rank import Job
+from paceline.bench.network.rows import NetworkRow, make_row, table
+from paceline.bench.network.turns import Timed
 from paceline.bench.results import write_json
 from paceline.errors import UserError
 
-Experiment = Literal["all-reduce", "systems", "buckets", "hierarchical"]
+Experiment = Literal["all-reduce", "systems", "buckets", "wire", "hierarchical"]
 
 DRAWN = ("systems", "buckets")
 """Experiments that the picture shows."""
@@ -48,7 +48,8 @@ class NetworkBench:
     experiments: tuple[Experiment, ...] = get_args(Experiment)
     """all-reduce: by size, Gloo's beside. systems: those that data parallelism went through, and torch's DDP, on a
     model that computes for as long as its gradients are on the wire. buckets: their size, on the same model.
-    hierarchical: inside the hosts and then between them, against flat."""
+    wire: gradients sent in full, as bf16 or as int8. hierarchical: inside the hosts and then between them, against
+    flat."""
     rounds: int = 5
     """Rounds; in each, every system runs in turn."""
     json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
@@ -88,7 +89,7 @@ def main(options: NetworkBench) -> int:
                 extra["failures"] = failures
             write_json(options.json, cast(Any, rows), extra)
         if options.plot and any(row.experiment in DRAWN for row in rows):
-            from paceline.bench.network_picture import draw
+            from paceline.bench.network.picture import draw
 
             draw(rows, Path(options.plot))
     return FAILED if failures else 0

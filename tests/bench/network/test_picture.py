@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.network_rows import NetworkRow
+from paceline.bench.network.rows import NetworkRow
 
 pytest.importorskip("matplotlib")
 
@@ -23,7 +23,7 @@ BUCKETS = [
 def test_the_picture_shows_the_experiments_that_were_run(rows: list[NetworkRow], tmp_path: Path) -> None:
     import matplotlib
 
-    from paceline.bench.network_picture import draw
+    from paceline.bench.network.picture import draw
 
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         draw(rows, tmp_path / "steps.svg")

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.bench.network_turns import Timed
+from paceline.bench.network.turns import Timed
 from paceline.bench.results import half_spread
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paceline as pl
-from paceline.bench.network_hosts import INTERFACE
+from paceline.bench.network.hosts import INTERFACE
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import paceline as pl
 from paceline.bench.cases import ADAMW, Case, Precision, System, Training
-from paceline.bench.network_rows import wire_seconds
-from paceline.bench.network_turns import Contestant, Timed, say, take_turns
+from paceline.bench.network.rows import wire_seconds
+from paceline.bench.network.turns import Contestant, Timed, say, take_turns
 from paceline.bench.peers import loop, one_process, peers
+from paceline.comm.codecs import BLOCK, CODECS
 from paceline.comm.world import open_transport
 from paceline.models.config import ModelConfig
 from paceline.models.flops import parameter_count
@@ -99,15 +100,26 @@ def trainings(job: Job, world: pl.World, strategies: Mapping[str, Strategy], bes
     """Steps of a model whose computing and wire time are about equal, with each strategy; computing alone first."""
     case = balanced_case(job, world)
     size = 4 * parameter_count(case.model)
+    on_wire = {name: size * wire_share(strategy) for name, strategy in strategies.items()}
     alone = Contestant("one process", "no communication", 0, one_process(case, world, "float32").step)
     systems = [System("paceline", name, partial(parallel, strategy), ()) for name, strategy in strategies.items()]
     systems += [peer for peer in peers("float32") if beside_ddp and peer.label == DDP]
     contestants = [
         alone,
-        *(Contestant(one.name, one.setting, size, one.build(case, world, "float32").step) for one in systems),
+        *(
+            Contestant(one.name, one.setting, on_wire.get(one.setting, size), one.build(case, world, "float32").step)
+            for one in systems
+        ),
     ]
-    timed = take_turns(world, case.name, contestants, job.rounds, calls=2, progress=True)
+    # Several steps a turn, as what follows an update runs into the next one.
+    timed = take_turns(world, case.name, contestants, job.rounds, calls=4, progress=True)
     return [replace(one, compute=timed[0].seconds) for one in timed]
+
+
+def wire_share(strategy: Strategy) -> float:
+    """Bytes of a step on the wire, as a share of an fp32 all-reduce's: gradients one way, sums or weights the other."""
+    share = {"full": 1.0, "bfloat16": 0.5, "int8": CODECS["int8"].size(BLOCK) / (4 * BLOCK)}[strategy.wire]
+    return share if strategy.stage == 0 else (share + 1) / 2
 
 
 def parallel(strategy: Strategy, case: Case, world: pl.World, _: Precision) -> Training:
@@ -141,6 +153,14 @@ EXPERIMENTS: dict[str, Callable[[Job, pl.World], list[Timed]]] = {
     "all-reduce": partial(all_reduces, collectives=["all_reduce"]),
     "systems": partial(trainings, strategies=SYSTEMS, beside_ddp=True),
     "buckets": partial(trainings, strategies={f"{size:g} MiB": Strategy(bucket_mb=size) for size in BUCKETS}),
+    "wire": partial(
+        trainings,
+        strategies={
+            f"zero {stage}, {wire} wire": Strategy(zero=stage, wire=wire)  # type: ignore[arg-type]
+            for stage in (0, 1)
+            for wire in ("full", *CODECS)
+        },
+    ),
     "hierarchical": partial(
         all_reduces, collectives=["all_reduce/direct", "all_reduce/ring", "all_reduce/hierarchical"]
     ),

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from paceline.bench.network_hosts import address
+from paceline.bench.network.hosts import address
 
 PORT = 29400
 PINGS = 200
