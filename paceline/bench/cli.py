@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from paceline.bench import events, model, strategies, trainer
+from paceline.bench import events, model, overhead, strategies, trainer
 from paceline.bench.comm import command as comm
 from paceline.bench.network import command as network
 
@@ -16,6 +16,7 @@ Benchmarks = (
     | Annotated[model.ModelBench, tyro.conf.subcommand("model")]
     | Annotated[trainer.TrainerBench, tyro.conf.subcommand("trainer")]
     | Annotated[events.EventsBench, tyro.conf.subcommand("events")]
+    | Annotated[overhead.OverheadBench, tyro.conf.subcommand("overhead")]
     | Annotated[comm.CommBench, tyro.conf.subcommand("comm")]
     | Annotated[network.NetworkBench, tyro.conf.subcommand("network")]
 )
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         model.main(options)
     elif isinstance(options, trainer.TrainerBench):
         trainer.main(options)
+    elif isinstance(options, overhead.OverheadBench):
+        overhead.main(options)
     elif isinstance(options, comm.CommBench):
         comm.main(options)
     elif isinstance(options, network.NetworkBench):

@@ -92,20 +92,20 @@ class Synchronizer:
             return lambda: transport.run(op.kind, counts.buffer, op.target)
         if op.kind == "barrier":
             return lambda: self.barrier(op.target)
-        bucket = weights.buckets[op.target]
+        bucket, label = weights.buckets[op.target], weights.labels[op.target]
         if op.kind == "broadcast":
-            return lambda: transport.run(op.kind, weights.whole(bucket), op.target)
+            return lambda: transport.run(op.kind, weights.whole(bucket), label)
         if op.kind == "all_gather":
             whole, shard = weights.gathering(bucket)
-            return lambda: transport.run(op.kind, whole, op.target, shard=shard)
+            return lambda: transport.run(op.kind, whole, label, shard=shard)
         assert gradients is not None
         if op.stream == "replicate":
             reduced = gradients.reduced(bucket)
-            return lambda: transport.run(op.kind, reduced, op.target)
+            return lambda: transport.run(op.kind, reduced, label)
         whole, shard, then = gradients.whole(bucket), gradients.shard(bucket), gradients.after_reduction(bucket)
 
         def reduce() -> Traffic:
-            traffic = transport.run(op.kind, whole, op.target, self._scale, shard)
+            traffic = transport.run(op.kind, whole, label, self._scale, shard)
             then()
             return traffic
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.engine.progress import EngineError
-from paceline.layout import ALIGNMENT, Bucket, Slot
+from paceline.layout import ALIGNMENT, Bucket, Layout, Slot
 from paceline.schedule import Schedule
 
 Allocate = Callable[[int, torch.dtype], Tensor]
@@ -38,6 +38,7 @@ class Weights:
         swapped: Indices of the slots whose data changes between whole and piece.
         layout: Where they lie.
         buckets: By name.
+        labels: What a bucket is called in errors, by name: with the parameters that it holds.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Weights:
         self._shards, self._index = schedule.shards, schedule.rank % schedule.shards
         self.layout = layout = schedule.layout
         self.buckets = {bucket.name: bucket for bucket in layout.buckets}
+        self.labels = {bucket.name: _label(bucket, layout) for bucket in layout.buckets}
         self._sharded = schedule.gathers_units
         self._shared = schedule.shares
         self._low = schedule.strategy.low
@@ -333,6 +335,11 @@ class Weights:
             self.rest()
             self.seal()
             self.show_whole(() if self._sharded else opened)
+
+
+def _label(bucket: Bucket, layout: Layout) -> str:
+    names = [layout.slots[index].spec.name for index in bucket.slots]
+    return f"{bucket.name} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})" if names else bucket.name
 
 
 def _view(flat: Tensor, slot: Slot, bucket: Bucket) -> Tensor:

@@ -1,0 +1,146 @@
+"""docs/collectives.md shows every algorithm as it is: its picture, its formula, its measured times, its example."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+from paceline.comm.algorithms import ALGORITHMS, HIERARCHICAL, SUMS
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGE = DOCS / "collectives.md"
+NAMES = {f"{collective}/{name}" for collective, known in ALGORITHMS.items() for name in known}
+NAMES |= {f"{collective}/hierarchical" for collective in HIERARCHICAL}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def drawing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("draw_collectives")
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("collective_tables")
+
+
+def shown(name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", PAGE.read_text(), re.S)
+    assert found, name
+    return found[1]
+
+
+def test_the_pictures_are_of_the_plans_as_they_are(drawing: ModuleType) -> None:
+    drawn = {f"{name}.svg": drawing.picture(columns) for name, columns in drawing.PICTURES.items()}
+    kept = {path.name: path.read_text() for path in drawing.IMAGES.iterdir()}
+    assert drawn == kept, "run docs/draw_collectives.py"
+    for name, text in drawn.items():
+        assert ElementTree.fromstring(text).tag.endswith("svg")
+        assert len(text) < 100_000
+        assert f"](images/collectives/{name})" in PAGE.read_text()
+
+
+def test_every_algorithm_has_a_picture(drawing: ModuleType) -> None:
+    panels = [panel for columns in drawing.PICTURES.values() for column in columns for panel in column]
+    assert {panel.name for panel in panels} == NAMES
+
+
+def test_what_a_picture_leaves_dark_at_the_end_is_the_result(drawing: ModuleType) -> None:
+    for panel in (panel for columns in drawing.PICTURES.values() for column in columns for panel in column):
+        drawn = drawing.Drawing(panel)
+        collective = drawn.collective
+        everyone = frozenset(range(panel.ranks))
+        for rank, (buffer, needed) in enumerate(zip(drawn.states[-1], drawn.needs[-1], strict=True)):
+            dark = {place for place in range(drawn.numel) if needed[place]}
+            own, root_alone = collective in ("scatter", "reduce_scatter"), collective in ("reduce", "gather")
+            assert dark == ({rank} if own else set() if root_alone and rank else set(range(drawn.numel))), panel.name
+            for place in dark:
+                if collective in (*SUMS, "barrier"):
+                    assert buffer[place].ranks == everyone, panel.name
+                elif collective == "all_to_all":
+                    assert (buffer[place].shard, buffer[place].ranks) == (rank, {place})
+                else:
+                    giver = 0 if collective in ("broadcast", "scatter") else place
+                    assert (buffer[place].shard, buffer[place].ranks) == (place, {giver}), panel.name
+
+
+def test_the_rounds_of_a_picture_cost_what_its_formula_says(drawing: ModuleType, tables: ModuleType) -> None:
+    for panel in (panel for columns in drawing.PICTURES.values() for column in columns for panel in column):
+        drawn = drawing.Drawing(panel)
+        formula = tables.formula_of(panel.name)
+        costs = re.findall(r">α(?: \+ (\S+) β)?(?: \+ (\S+) M β)?<", "".join(drawn.draw()).replace("+ M β", "+ 1 M β"))
+        costs = costs[-len(drawn.turns) :]
+        assert len(drawn.turns) == tables.value(formula.rounds, panel.ranks) == len(costs), panel.name
+        if drawn.collective != "barrier":
+            moved = sum(tables.Fraction(share) for _, share in costs)
+            assert moved == tables.value(formula.terms[2], panel.ranks), panel.name
+
+
+def test_the_tables_are_what_the_plans_and_measurements_give(tables: ModuleType) -> None:
+    found = tables.tables()
+    assert len(found) == 2
+    for name, table in found.items():
+        assert shown(name) == table, "run docs/make_tables.py"
+    measured = json.loads((DOCS / "results" / "comm.json").read_text())
+    assert shown("comm") == tables.measured(measured), "run docs/make_tables.py"
+
+
+@pytest.mark.parametrize("wrong", [("2 L", "L"), ("2 (N-1)", "N-1"), ("2 (N-1)", "2 (N-1)/N", "N-1")])
+def test_a_wrong_formula_is_not_written(tables: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong) -> None:
+    tables.check()
+    monkeypatch.setitem(tables.FORMULAS, ("all_reduce/ring",), tables.Formula(*wrong))
+    with pytest.raises(ValueError, match="all_reduce/ring, .* is not what the plan counts"):
+        tables.tables()
+
+
+def test_an_algorithm_without_a_formula_is_named(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(tables.FORMULAS, ("all_reduce/tree",))
+    with pytest.raises(ValueError, match="all_reduce/tree"):
+        tables.tables()
+
+
+@pytest.mark.parametrize(
+    ("term", "said"), [("1", "M"), ("N-1", "(N-1) M"), ("2 (N-1)/N", "2 (N-1)/N M"), ("F+2 X", "(F+2 X) M")]
+)
+def test_terms_are_multiplied_as_one_writes_it(tables: ModuleType, term: str, said: str) -> None:
+    assert tables.times(term, "M") == said
+
+
+def test_what_was_not_measured_leaves_its_place_empty(tables: ModuleType) -> None:
+    def row(transport: str, algorithm: str, size: int, time_us: float) -> dict[str, object]:
+        return {
+            **{"op": "all_reduce", "ranks": 2, "dtype": "float32", "bytes": size, "time_us": time_us},
+            **{"transport": transport, "algorithm": algorithm},
+        }
+
+    rows = [row("tcp", "ring", 65536, 150.0), row("tcp", "ring", 26214400, 24000.0), row("tcp", "tree", 65536, 100.0)]
+    rows.append(row("gloo", "own", 26214400, 30123.0))
+    machine = {"cores": 2, "cpu": "a processor", "torch": "2.13"}
+    text = tables.measured({"machine": machine, "rounds": 3, "rows": rows})
+    lines = text.splitlines()
+    assert "| all_reduce | ring | 2 (N-1) α + 2 (N-1)/N M β | 2 α + M β | 0.15 / 24 |" in lines
+    assert "| all_reduce | tree | 2 L α + 2 L M β | 2 α + 2 M β | 0.10 /  |" in lines
+    assert "| all_reduce | 0.10 / 24 |  / 30 |  |" in lines
+    assert "64 KiB / 25 MiB" in lines[0]
+
+
+def test_the_example_runs_and_is_the_one_in_the_page() -> None:
+    example = ROOT / "examples" / "collectives.py"
+    body = example.read_text().split('"""\n\n', 1)[1].split("\nif ")[0]
+    assert f"```python\n{body}```" in PAGE.read_text()
+    for command, ranks, total, sent in (([sys.executable], 1, 1, 0), (TORCHRUN, 2, 3, 4_000_000)):
+        done = subprocess.run([*command, str(example)], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert f"{ranks} ranks, sum {total}, {sent} bytes sent\nall_reduce of 4,000,000 bytes" in done.stdout
+        assert done.stdout.count("<- chosen") == 1
