@@ -1,6 +1,7 @@
 """Writes the tables of the documentation: python docs/make_tables.py.
 
-Those of benchmarks.md and README.md come from docs/results/*.json, those of strategies.md from the schedules.
+Those of benchmarks.md and README.md come from docs/results/*.json, those of strategies.md from the schedules, those of
+collectives.md from the plans and docs/results/comm.json.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import collective_tables
 import strategy_tables
 
 DOCS = Path(__file__).parent
@@ -120,3 +122,8 @@ if __name__ == "__main__":
     for name, table in strategy_tables.tables().items():
         page = replace(page, name, table)
     path.write_text(page)
+    path = DOCS / "collectives.md"
+    page = path.read_text()
+    for name, table in collective_tables.tables().items():
+        page = replace(page, name, table)
+    path.write_text(replace(page, "comm", collective_tables.measured(results("comm"))))
