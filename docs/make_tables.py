@@ -86,6 +86,67 @@ def plain(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def collectives(rows: list[dict[str, Any]]) -> str:
+    """A line per collective and size: each library's fastest, and paceline's time as a share of others'."""
+    libraries = [name for name in dict.fromkeys(row["transport"] for row in rows) if name != "tcp"]
+    lines = [
+        "| collective | bytes | " + " | ".join(f"{name}, us" for name in libraries) + " | of the best MPI | of Gloo |",
+        "|---|---:|" + "---:|" * (len(libraries) + 2),
+    ]
+    for op, size in dict.fromkeys((row["op"], row["bytes"]) for row in rows):
+        best = {
+            name: min((r for r in rows if (r["op"], r["bytes"], r["transport"]) == (op, size, name)), key=_time)
+            for name in libraries
+        }
+        ours = _time(best["shared memory"])
+        mpi = min(_time(row) for name, row in best.items() if "MPI" in name)
+        cells = " | ".join(f"{_time(best[name]):,.1f} ± {best[name]['spread_us']:,.1f}" for name in libraries)
+        lines.append(f"| {op} | {size:,} | {cells} | {ours / mpi:.2f} | {ours / _time(best['gloo']):.3f} |")
+    return "\n".join(lines)
+
+
+def _time(row: dict[str, Any]) -> float:
+    return float(row["time_us"])
+
+
+def network(rows: list[dict[str, Any]]) -> str:
+    """A table for each experiment, a line per system."""
+    tables = []
+    for experiment in dict.fromkeys(row["experiment"] for row in rows):
+        chosen = [row for row in rows if row["experiment"] == experiment]
+        first = chosen[0]
+        where = f"{first['hosts']} hosts, {first['ranks_per_host']} rank{'s' * (first['ranks_per_host'] > 1)} on each"
+        lines = [
+            f"**{experiment}**, {where}, {first['gbit']:.2f} Gbit/s:",
+            "",
+            "| case | system | ms | computing alone, ms | wire's least, ms | ratio to the larger | sent, MB |",
+            "|---|---|---:|---:|---:|---:|---:|",
+        ]
+        for row in chosen:
+            time = f"{row['median_ms']:.1f} ± {row['spread_ms']:.1f}"
+            alone = f"{row['compute_ms']:.0f}" if row["compute_ms"] else ""
+            lines.append(
+                f"| {row['case']} | {row['system']}: {row['setting']} | {time} | {alone} | {row['wire_ms']:.1f} | "
+                f"{_ratio(row)} | {row['sent_bytes'] / 1e6:.2f} |"
+            )
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def overhead(figures: dict[str, float]) -> str:
+    """A line per strategy, a column per number of ranks."""
+    ranks = list(dict.fromkeys(name.rpartition(", ")[2] for name in figures))
+    lines = [
+        "| strategy | " + " | ".join(f"{count}, us a unit" for count in ranks) + " |",
+        "|---|" + "---:|" * len(ranks),
+    ]
+    lines += [
+        f"| {name} | " + " | ".join(f"{figures[f'{name}, {count}']:.0f}" for count in ranks) + " |"
+        for name in dict.fromkeys(name.rpartition(", ")[0] for name in figures)
+    ]
+    return "\n".join(lines)
+
+
 def events(figures: dict[str, float]) -> str:
     """One sentence."""
     return (
@@ -110,13 +171,17 @@ if __name__ == "__main__":
     path = DOCS / "benchmarks.md"
     page = path.read_text()
     page = replace(page, "strategies", strategies(results("strategies")["rows"]))
-    page = replace(page, "systems", strategies(results("systems")["rows"]))
+    page = replace(page, "bfloat16", strategies(results("strategies-bf16")["rows"]))
+    page = replace(page, "four", strategies(results("strategies-4")["rows"]))
+    page = replace(page, "collectives", collectives(results("comm-targets")["rows"]))
+    page = replace(page, "network", network(results("network")["rows"]))
+    page = replace(page, "overhead", overhead(results("overhead")["figures"]))
     page = replace(page, "trainer", plain(results("trainer")["rows"]))
     page = replace(page, "model", plain(results("model")["rows"]))
     page = replace(page, "events", events(results("events")["figures"]))
     path.write_text(page)
     readme = DOCS.parent / "README.md"
-    readme.write_text(replace(readme.read_text(), "summary", summary(results("systems")["rows"])))
+    readme.write_text(replace(readme.read_text(), "summary", summary(results("strategies")["rows"])))
     path = DOCS / "strategies.md"
     page = path.read_text()
     for name, table in strategy_tables.tables().items():

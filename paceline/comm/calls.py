@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.comm.algorithms import ROOTED
 from paceline.comm.codecs import Codec
 from paceline.comm.plan import Part, Plan, Round, Traffic, shard
+from paceline.comm.scratch import Room
 from paceline.comm.signals import text_of
 from paceline.comm.sums import CHUNK, Work, accumulation_dtype, summing
 from paceline.comm.tcp import Message
@@ -63,22 +64,6 @@ class Call:
     traffic: Traffic
     first: Work | None = None
     """What puts this rank's elements in place."""
-
-
-class Room:
-    """Scratch memory that calls of one transport share, as they run one after another."""
-
-    def __init__(self) -> None:
-        """Takes nothing yet."""
-        self._rooms: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def take(self, what: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """`numel` elements, the same memory for every call that asks for the same `what`."""
-        room = self._rooms.get((what, dtype))
-        if room is None or room.numel() < numel:
-            room = torch.empty(1 << max(10, (numel - 1).bit_length()), dtype=dtype)
-            self._rooms[what, dtype] = room
-        return room[:numel]
 
 
 def prepare(

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from paceline.comm.algorithms import LEAST, SUMS, find_plan
-from paceline.comm.calls import Call, Room, copying, prepare, prepare_gather
+from paceline.comm.calls import Call, copying, prepare, prepare_gather
 from paceline.comm.choice import Choice, Topology, choose
 from paceline.comm.codecs import CODECS, Wire
 from paceline.comm.measure import measure
 from paceline.comm.plan import Plan, Traffic, shard
+from paceline.comm.scratch import Room
 from paceline.comm.shared_memory import SharedBuffers
 from paceline.comm.signals import Signals
 from paceline.comm.sums import accumulation_dtype

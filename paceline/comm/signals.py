@@ -148,10 +148,11 @@ class Signals:
         try:
             while True:
                 words[flag] = 1
+                # Before the last look at its progress: what this takes from the bell may have told of it.
+                self._look(peer, target)
                 with self._fence:
                     if words[_PROGRESS] >= target:
                         return
-                self._look(peer, target)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self._silent(peer)

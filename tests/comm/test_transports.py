@@ -402,3 +402,19 @@ def test_nothing_holds_the_process_group_when_the_job_has_ended() -> None:
         assert alone(2, left_after_shutdown) == [False, False]
     finally:
         alone.close()
+
+
+def many_small_calls() -> None:
+    world = pl.init()
+    # Asleep at once, and not looking up by itself: what is not woken stays asleep until the test's time limit.
+    with patch("paceline.comm.signals.SPINS", 1), patch("paceline.comm.signals._LOOK_SECONDS", 60.0):
+        transport = open_transport(world)
+        buffer = transport.allocate(64, torch.float32)
+        for _ in range(3000):
+            transport.run("all_reduce", buffer, "test")
+        transport.close()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_who_sleeps_is_always_woken(ranks, n) -> None:
+    ranks(n, many_small_calls, timeout=30)
