@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
+from paceline.comm.transport import CommunicationError
 from paceline.engine.progress import EngineError
 from paceline.strategy import Strategy
 from tests.engine.models import (
@@ -328,3 +329,26 @@ def test_ranks_that_failed_in_different_places_go_on_after_reset(ranks, strategy
         optimizer.zero_grad()
     for state in ranks(2, fail_at_different_places, strategy):
         assert_same(state, snapshot(model))
+
+
+def calls_something_else() -> str:
+    world = pl.init()
+    model = pl.parallelize(make())
+    x, y = (shares(part) for part in data(0, 8))
+    F.mse_loss(model(x), y).backward()
+    transport = pl.engine_of(model).running.synchronizer.transports["reduce"]
+    buffer = transport.allocate(1, torch.float32)
+    try:
+        if world.rank == 1:
+            transport.run("barrier", buffer, "a stray")
+        else:
+            F.mse_loss(model(x), y).backward()
+    except CommunicationError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_communicate_different_things_are_told_which_parameters_it_is_about(ranks) -> None:
+    for message in ranks(2, calls_something_else):
+        assert "ranks disagree" in message and "barrier a stray 1 float32" in message
+        assert "all_reduce bucket 0 (head.weight to inner.bias) " in message
