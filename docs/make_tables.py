@@ -173,7 +173,7 @@ if __name__ == "__main__":
     page = replace(page, "strategies", strategies(results("strategies")["rows"]))
     page = replace(page, "bfloat16", strategies(results("strategies-bf16")["rows"]))
     page = replace(page, "four", strategies(results("strategies-4")["rows"]))
-    page = replace(page, "collectives", collectives(results("comm-targets")["rows"]))
+    page = replace(page, "collectives", collectives(results("comm")["rows"]))
     page = replace(page, "network", network(results("network")["rows"]))
     page = replace(page, "overhead", overhead(results("overhead")["figures"]))
     page = replace(page, "trainer", plain(results("trainer")["rows"]))
