@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from paceline.comm.plan import Traffic
 from paceline.comm.streams import CommStream
-from paceline.comm.transport import Transport
+from paceline.comm.transport import CommunicationError, Transport
 from paceline.comm.world import World, open_stream, open_transport
 from paceline.engine.counts import Counts
 from paceline.engine.gradients import Gradients
@@ -86,26 +87,30 @@ class Synchronizer:
     # ---- the schedule's
 
     def work(self, op: Op, weights: Weights, gradients: Gradients | None, counts: Counts) -> Callable[[], Traffic]:
-        """The function that performs one op of the schedule."""
+        """The function that performs one op of the schedule; what it raises names the parameters that it is about."""
+        perform, contents = self._work(op, weights, gradients, counts), weights.contents.get(op.target)
+        return perform if contents is None else partial(_naming, perform, contents)
+
+    def _work(self, op: Op, weights: Weights, gradients: Gradients | None, counts: Counts) -> Callable[[], Traffic]:
         transport = self.transports[op.stream]
         if op.target == COUNTS:
             return lambda: transport.run(op.kind, counts.buffer, op.target)
         if op.kind == "barrier":
             return lambda: self.barrier(op.target)
-        bucket, label = weights.buckets[op.target], weights.labels[op.target]
+        bucket = weights.buckets[op.target]
         if op.kind == "broadcast":
-            return lambda: transport.run(op.kind, weights.whole(bucket), label)
+            return lambda: transport.run(op.kind, weights.whole(bucket), op.target)
         if op.kind == "all_gather":
             whole, shard = weights.gathering(bucket)
-            return lambda: transport.run(op.kind, whole, label, shard=shard)
+            return lambda: transport.run(op.kind, whole, op.target, shard=shard)
         assert gradients is not None
         if op.stream == "replicate":
             reduced = gradients.reduced(bucket)
-            return lambda: transport.run(op.kind, reduced, label)
+            return lambda: transport.run(op.kind, reduced, op.target)
         whole, shard, then = gradients.whole(bucket), gradients.shard(bucket), gradients.after_reduction(bucket)
 
         def reduce() -> Traffic:
-            traffic = transport.run(op.kind, whole, label, self._scale, shard)
+            traffic = transport.run(op.kind, whole, op.target, self._scale, shard)
             then()
             return traffic
 
@@ -140,6 +145,13 @@ class Synchronizer:
             return traffic
 
         return reduce_and_add
+
+
+def _naming(perform: Callable[[], Traffic], contents: str) -> Traffic:
+    try:
+        return perform()
+    except CommunicationError as error:
+        raise CommunicationError(f"{error}; {contents}") from error
 
 
 def _close(streams: Sequence[CommStream], transports: Sequence[Transport]) -> None:

@@ -38,7 +38,7 @@ class Weights:
         swapped: Indices of the slots whose data changes between whole and piece.
         layout: Where they lie.
         buckets: By name.
-        labels: What a bucket is called in errors, by name: with the parameters that it holds.
+        contents: Which parameters a bucket holds, in words, by its name.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Weights:
         self._shards, self._index = schedule.shards, schedule.rank % schedule.shards
         self.layout = layout = schedule.layout
         self.buckets = {bucket.name: bucket for bucket in layout.buckets}
-        self.labels = {bucket.name: _label(bucket, layout) for bucket in layout.buckets}
+        self.contents = {bucket.name: _contents(bucket, layout) for bucket in layout.buckets}
         self._sharded = schedule.gathers_units
         self._shared = schedule.shares
         self._low = schedule.strategy.low
@@ -337,9 +337,9 @@ class Weights:
             self.show_whole(() if self._sharded else opened)
 
 
-def _label(bucket: Bucket, layout: Layout) -> str:
+def _contents(bucket: Bucket, layout: Layout) -> str:
     names = [layout.slots[index].spec.name for index in bucket.slots]
-    return f"{bucket.name} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})" if names else bucket.name
+    return f"{bucket.name} holds {' to '.join(dict.fromkeys((*names[:1], *names[-1:])))}"
 
 
 def _view(flat: Tensor, slot: Slot, bucket: Bucket) -> Tensor:
