@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,6 +52,7 @@ class World:
 
 
 _world: World | None = None
+_LETTING_GO_SECONDS = 0.005
 
 
 def init(device: str | None = None, timeout: float = 600.0) -> World:
@@ -108,6 +110,9 @@ def shutdown() -> None:
     """Leaves the job. Safe to call twice."""
     global _world
     if dist.is_initialized():
+        # A thread of Gloo's lets go of the last collective's tensors under the interpreter's lock. Some holders of a
+        # process group, such as DDP, end it with that lock held and wait for the thread: it gets the lock before.
+        time.sleep(_LETTING_GO_SECONDS)
         dist.destroy_process_group()
     _world = None
 
