@@ -29,7 +29,7 @@ commands:
   plan     what a model costs on N devices: memory and bytes sent, at each stage of ZeRO
   verify   compare N ranks with one process, for your own model and every stage of ZeRO
   trace    write one step of a run as a timeline for ui.perfetto.dev
-  bench    time ways of synchronising gradients against each other
+  bench    time strategies, collectives and slow links beside their peers
   version  print the version
   help     print this
 
