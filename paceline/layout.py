@@ -191,14 +191,14 @@ def build_layout(
         align = ALIGNMENT // min(flat.itemsize, flat.gradient_itemsize)
         packs = _pack(members, strategy, flat.gradient_itemsize, align, resident)
         offset = 0
-        for pack in packs if trainable or strategy.stage == 3 else [members]:
+        for pack in packs if trainable or strategy.gathers else [members]:
             start, indices = offset, []
             for spec in pack:
                 indices.append(len(slots))
                 slots.append(Slot(spec, len(flats), offset))
                 offset = _round_up(offset + spec.numel, align)
             offset = start + _round_up(offset - start, align * world_size)
-            if offset > start and (trainable or strategy.stage == 3):
+            if offset > start and (trainable or strategy.gathers):
                 in_bucket = tuple(sorted({spec.unit for spec in pack}, key=position.__getitem__))
                 buckets.append(
                     Bucket(
@@ -219,7 +219,7 @@ def build_layout(
 
     # A bucket is complete when the earliest of its units has gone backward.
     buckets.sort(key=lambda bucket: (bucket.resident, -position[bucket.units[0]]))
-    if strategy.stage < 3:
+    if not strategy.gathers:
         # There a bucket may hold several units, or a part of one.
         buckets = [replace(bucket, name=f"bucket {index}") for index, bucket in enumerate(buckets)]
     return Layout(tuple(units), tuple(slots), tuple(flats), tuple(buckets))
@@ -231,7 +231,7 @@ def _resident_units(parameters: Sequence[ParameterSpec], strategy: Strategy) -> 
     A collective costs its latency however small it is, so units are kept that together are at most an eighth of the
     largest.
     """
-    if strategy.stage < 3:
+    if not strategy.gathers:
         return frozenset()
     sizes: dict[str, int] = {}
     for spec in parameters:
@@ -276,8 +276,8 @@ def _pack(
         size = sum(_round_up(spec.numel, align) for spec in pieces) * itemsize
         unit = pieces[0].unit
         # A unit's parameters are gathered for it alone.
-        apart = strategy.stage == 3 and not (unit in resident and last in resident)
-        if not packs or apart or (strategy.stage < 3 and filled + size > strategy.bucket_bytes):
+        apart = strategy.gathers and not (unit in resident and last in resident)
+        if not packs or apart or (not strategy.gathers and filled + size > strategy.bucket_bytes):
             packs.append([])
             filled = 0
         packs[-1] += pieces

@@ -63,7 +63,7 @@ class Schedule:
     @cached_property
     def gathers_units(self) -> bool:
         """Whether parameters are sharded, hence gathered for each unit's computing."""
-        return self.strategy.stage == 3 and self.shards > 1
+        return self.strategy.gathers and self.shards > 1
 
     @property
     def lets_go(self) -> bool:

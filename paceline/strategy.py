@@ -31,8 +31,9 @@ class Strategy:
     ranks form a group and the groups are replicas of each other (hybrid sharding)."""
 
     share_parameters: bool = False
-    """With zero 1 or 2 on the CPU: the ranks of a group, all on one host, compute with one copy of the parameters
-    between them, in memory that they share. Each updates its shard in place, and nothing is gathered after it."""
+    """With zero 1 to 3 on the CPU: the ranks of a group, all on one host, compute with one copy of the parameters
+    between them, in memory that they share. Each updates its shard in place, and nothing is gathered. A rank's part of
+    that copy is the shard that it would hold at zero 3, where this differs from zero 2 in nothing else."""
 
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """What parameters and gradients are computed in. float32 leaves the model as it is; with the others each rank
@@ -140,9 +141,9 @@ class Strategy:
                 "units: leave packing at bucket and synchronize at overlap, or set zero to 1",
             ),
             (
-                self.share_parameters and self.stage not in (1, 2),
-                "share_parameters lets each rank update its shard of a whole copy that all compute with, which "
-                f"zero={self.stage} does not have: set zero to 1 or 2, or leave share_parameters out",
+                self.share_parameters and self.stage == 0,
+                "share_parameters lets each rank update its shard of a copy that all compute with, but zero=0 has no "
+                "shards: set zero to 1, 2 or 3, or leave share_parameters out",
             ),
             (
                 self.wire != "full" and self.low and not self.reduce_in_float32,
@@ -153,6 +154,11 @@ class Strategy:
                 self.accumulation == "hold" and self.stage != 3,
                 f"accumulation=hold keeps gathered parameters, which zero={self.stage} never lets go: set zero to 3, "
                 "or accumulation to each or defer",
+            ),
+            (
+                self.accumulation == "hold" and self.share_parameters,
+                "accumulation=hold keeps gathered parameters, but with share_parameters none are gathered: leave "
+                "accumulation at auto",
             ),
             (
                 self.accumulation == "defer" and self.low and not self.reduce_in_float32,
@@ -170,6 +176,11 @@ class Strategy:
         zero: Any = self.zero
         stage: Stage = SHARDING.get(zero, zero)
         return stage
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks hold shards of the parameters alone, and gather a unit's for its computing."""
+        return self.stage == 3 and not self.share_parameters
 
     @property
     def low(self) -> bool:

@@ -26,6 +26,8 @@ _HEADER = struct.Struct("<QQIIQ")
 _TEXT = 448
 _DATA, _GAVE_UP = 0, 1
 _LOOK_SECONDS = 0.1
+_AT_ONCE = 1 << 18
+"""Bytes of a message that are worth waking up for: waking for each packet would take a core from computing."""
 _SIOCGIFADDR = 0x8915
 _CONNECT_SECONDS = 5.0
 
@@ -51,6 +53,7 @@ class TcpLinks:
         self._digest = 0
         self._text = b""
         self._in_message: set[int] = set()
+        self._wakes_for: dict[int, int] = {}
         self.sent_bytes = 0
         """Bytes handed to the sockets so far, headers included."""
         for connection in sockets.values():
@@ -92,6 +95,8 @@ class TcpLinks:
         quiet_since = time.monotonic()
         for descriptor, peer in by_number.items():
             wanted[peer] = self._wants(peer, outgoing, incoming)
+            if peer in incoming:
+                self._wake_for(peer, len(incoming[peer][0]))
             poll.register(descriptor, wanted[peer])
         while outgoing or incoming:
             ready = poll.poll(1000 * _LOOK_SECONDS)
@@ -167,6 +172,7 @@ class TcpLinks:
             try:
                 count = self._sockets[peer].recv_into(queue[0]) if len(queue[0]) else 0
             except BlockingIOError:
+                self._wake_for(peer, len(queue[0]))
                 return
             except OSError as error:
                 raise self._gone(peer) from error
@@ -181,6 +187,13 @@ class TcpLinks:
             elif queue:
                 heads[peer] = queue[0]
         del incoming[peer]
+
+    def _wake_for(self, peer: int, size: int) -> None:
+        """Counts a peer as ready once so much of what it sends is there: no more than its message will bring."""
+        size = min(size, _AT_ONCE)
+        if self._wakes_for.get(peer) != size:
+            self._wakes_for[peer] = size
+            self._sockets[peer].setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _verify(self, peer: int, number: int, head: memoryview, size: int) -> None:
         call, digest, theirs, kind, follows = _HEADER.unpack(head[: _HEADER.size])

@@ -115,6 +115,7 @@ STRATEGIES = {
     "zero 2": Strategy(zero=2, bucket_mb=0.0005),
     "zero 1, one copy": Strategy(zero=1, bucket_mb=0.0005, share_parameters=True),
     "zero 2, one copy": Strategy(zero=2, bucket_mb=0.0005, share_parameters=True),
+    "zero 3, one copy": Strategy(zero=3, bucket_mb=0.0005, share_parameters=True),
     "zero 3": Strategy(zero=3),
     "zero 3, deferred": Strategy(zero=3, accumulation="defer"),
     "zero 3, held": Strategy(zero=3, accumulation="hold"),
