@@ -37,9 +37,10 @@ def meta_model(name: str) -> nn.Module:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Skips drawing initial weights where there is no memory for them.
+    """Skips drawing initial weights where there is no memory for them, and what torch has no quick way for there.
 
-    On the meta device the first draw makes torch import its compiler, which takes longer than the plan.
+    On the meta device the first draw, and the first `empty_like`, make torch import its compiler, which takes longer
+    than the plan.
     """
 
     def __torch_function__(
@@ -54,6 +55,10 @@ class _Undrawn(TorchFunctionMode):
             tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
+        if func is torch.empty_like and args and args[0].is_meta and kwargs.keys() <= {"device"}:
+            if torch.device(kwargs.get("device") or "meta").type == "meta":
+                like = args[0]
+                return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
         return func(*args, **kwargs)
 
 

@@ -26,8 +26,9 @@ from paceline.comm.world import open_transport
 from tests.ranks import RankError, RankPool
 
 SIZES = (0, 1, 7, 1000, CHUNK + 5)
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 4e-6, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+MOST_CORES = 4
 NAMES = [f"{collective}/{algorithm}" for collective, known in ALGORITHMS.items() for algorithm in known]
 
 
@@ -65,6 +66,9 @@ def run_all(owned: bool, dtypes: tuple[torch.dtype, ...]) -> list[str]:
     problems = []
     rooms = {dtype: transport.allocate(max(SIZES), dtype) for dtype in dtypes}
     for dtype, size, name in itertools.product(dtypes, SIZES, NAMES):
+        if n > MOST_CORES and dtype != torch.float32 and size not in (7, 1000):
+            # Ranks that take turns on a core are slow.
+            continue
         collective = name.partition("/")[0]
         numel = size - size % n if collective == "all_to_all" else size
         inputs = [values(peer, numel, dtype) for peer in range(n)]
@@ -91,13 +95,13 @@ def run_all(owned: bool, dtypes: tuple[torch.dtype, ...]) -> list[str]:
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("owned", [True, False])
 def test_every_algorithm_equals_the_reference_and_moves_its_plans_bytes(ranks, transport, n, owned) -> None:
-    assert ranks(n, run_all, owned, DTYPES if owned and n == 3 else DTYPES[1:2], transport=transport) == [[]] * n
+    assert ranks(n, run_all, owned, DTYPES if owned else DTYPES[:1], transport=transport) == [[]] * n
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("n", [5, 6, 7, 8])
 def test_and_so_it_does_with_more_ranks_than_cores(ranks, transport, n) -> None:
-    assert ranks(n, run_all, True, DTYPES[1:2], transport=transport) == [[]] * n
+    assert ranks(n, run_all, True, DTYPES, transport=transport) == [[]] * n
 
 
 def cut_differently(collective: str) -> bool:
@@ -328,7 +332,7 @@ def die_and_leave_a_child() -> None:
     pl.barrier()
     if world.rank == 1:
         if os.fork() == 0:
-            time.sleep(8)
+            time.sleep(3)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()

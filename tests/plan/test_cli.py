@@ -73,6 +73,17 @@ finally:
     assert "usage: paceline plan" in told.stdout
 
 
+def test_a_plan_does_without_what_takes_longer_to_import_than_to_plan() -> None:
+    script = """
+import sys
+from paceline.cli import main
+main(["plan", "--model", "llama-70b", "--devices", "1024"])
+print({"sympy", "torch._inductor", "torch._dynamo"} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
 def test_the_output_in_the_documentation_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     command, output = re.search(
         r"```bash\n(paceline plan .*?)\n```\n\n```text\n(.*?)```", PAGE.read_text(), re.S
