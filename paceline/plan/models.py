@@ -36,6 +36,9 @@ def meta_model(name: str) -> nn.Module:
     return model
 
 
+_META: dict[str, Any] = {"device": torch.device("meta")}
+
+
 class _Undrawn(TorchFunctionMode):
     """Skips drawing initial weights where there is no memory for them, and what torch has no quick way for there.
 
@@ -55,10 +58,8 @@ class _Undrawn(TorchFunctionMode):
             tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
-        if func is torch.empty_like and args and args[0].is_meta and kwargs.keys() <= {"device"}:
-            if torch.device(kwargs.get("device") or "meta").type == "meta":
-                like = args[0]
-                return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        if func is torch.empty_like and len(args) == 1 and args[0].is_meta and kwargs in ({}, _META):
+            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, **_META)
         return func(*args, **kwargs)
 
 

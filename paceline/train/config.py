@@ -159,11 +159,6 @@ class TrainConfig:
                 "strategy.gradients: the trainer divides the sum over all ranks by the batch's tokens, so it must be "
                 f"sum, got {self.strategy.gradients}"
             )
-        if self.strategy.precision == "float16":
-            raise UserError(
-                "strategy.precision: in float16 small gradients vanish unless the loss is scaled, which the trainer "
-                "does not do; use bfloat16, or pl.GradScaler in a loop of your own"
-            )
         if self.workers is not None:
             check_shares(self.batch, self.workers)
 

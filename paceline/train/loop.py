@@ -15,6 +15,7 @@ from paceline.models.flops import flops_per_token, peak_flops
 from paceline.models.transformer import Transformer
 from paceline.train.config import TrainConfig, check_shares
 from paceline.train.launch import threads_per_rank
+from paceline.train.loss_scale import LossScale
 from paceline.train.meter import Meter, Readback
 from paceline.train.optim import Update, learning_rate
 from paceline.train.outputs import Outputs
@@ -129,7 +130,9 @@ def _steps(
 ) -> tuple[int, int]:
     """Trains; returns how many steps were done, and the exit status if a stop was asked for."""
     engine, world, log = pl.engine_of(model), outputs.world, config.log
-    update = Update(model, config.optim, config.steps, world.device)
+    low, tokens = config.strategy.precision == "float16", config.micro_batch * model.config.context
+    loss_scale = LossScale(tokens, world.device) if low else None
+    update = Update(model, config.optim, config.steps, world.device, loss_scale)
     readback = Readback()
     peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
     meter = Meter(engine, config.steps, flops_per_token(model.config, model.config.context), peak)
@@ -138,7 +141,7 @@ def _steps(
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
             engine.count(batch.tokens, loss, *stop.flags())
-            loss.backward()
+            loss.backward(None if loss_scale is None else loss_scale.value)
         counts = engine.counts()
         norm = update(step - 1, counts[0], engine.reduced_norm())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)
@@ -149,7 +152,7 @@ def _steps(
             skipped = int(skips)
             outputs.say(
                 f"step {at}: the gradient is not finite (its norm is {at_norm}), so all ranks left this update out; "
-                f"{skipped} so far"
+                f"{skipped} so far{'' if loss_scale is None else '; the loss scale is halved'}"
             )
         if skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
             raise UserError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.train.config import OptimConfig
+from paceline.train.loss_scale import LossScale
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -38,7 +39,14 @@ class Update:
             a row up to the latest one.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, steps: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        steps: int,
+        device: torch.device,
+        loss_scale: LossScale | None = None,
+    ) -> None:
         """Makes the optimizer.
 
         Args:
@@ -46,8 +54,9 @@ class Update:
             config: Rates.
             steps: Length of the training in optimizer steps.
             device: Where the model is.
+            loss_scale: What losses are multiplied by before backward, if anything.
         """
-        self._config, self._steps = config, steps
+        self._config, self._steps, self._loss_scale = config, steps, loss_scale
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         groups = [
             {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -68,15 +77,15 @@ class Update:
         Args:
             step: Number of the optimizer step, from 0.
             tokens: Target tokens in the global batch, 0-dim.
-            norm: Norm of the gradients summed over them, 0-dim.
+            norm: Norm of the gradients summed over them, of scaled losses where there is a loss scale; 0-dim.
 
         Returns:
             Norm of the gradient of the mean loss per token before clipping, fp32, 0-dim.
         """
-        tokens = tokens.float()
-        norm = norm.float() / tokens
+        divisor = tokens.float() if self._loss_scale is None else tokens.float() * self._loss_scale.value
+        norm = norm.float() / divisor
         unusable = (~torch.isfinite(norm)).float()
-        scale = tokens * (norm / self._config.clip).clamp(min=1.0) if self._config.clip else tokens
+        scale = divisor * (norm / self._config.clip).clamp(min=1.0) if self._config.clip else divisor
         # The fused kernel divides gradients by the one and does nothing where the other is 1: no pass of our own.
         self._optimizer.grad_scale = scale  # type: ignore[attr-defined]
         self._optimizer.found_inf = unusable  # type: ignore[attr-defined]
@@ -86,4 +95,6 @@ class Update:
         self._optimizer.zero_grad()
         self.skips += unusable
         self.skips[1] *= unusable
+        if self._loss_scale is not None:
+            self._loss_scale.update(unusable)
         return norm

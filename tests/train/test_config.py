@@ -141,7 +141,6 @@ def test_a_wrong_flag_is_named_with_status_2(
         (["--model.width", "130"], "width must be a multiple of heads"),
         (["--optim.clip", "-1"], "optim.clip"),
         (["--strategy.gradients", "mean"], "strategy.gradients"),
-        (["--strategy.precision", "float16"], "strategy.precision"),
         (["missing.yaml"], "missing.yaml: cannot be read: No such file"),
         (["no-such-thing"], "no-such-thing: cannot be read"),
     ],

@@ -132,6 +132,21 @@ def test_torchrun_joins_and_gives_the_same_curve(run: tuple[Path, str], nano: li
     same_curve(run[0], tmp_path / "runs" / "latest")
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_low_precision_gives_nearly_the_curve_of_float32(
+    run: tuple[Path, str], nano: list[str], tmp_path: Path, precision: str
+) -> None:
+    flags = ["--workers", "2", "--strategy.zero", "2", "--strategy.precision", precision]
+    status, _, err = finished(paceline("train", *nano, *SHORT, *flags), tmp_path)
+    assert (status, err) == (0, "")
+    for line, other in zip(metrics(run[0]), metrics(tmp_path / "runs" / "latest"), strict=True):
+        for key in ("train/loss", "val/loss"):
+            if key in line:
+                assert other[key] == pytest.approx(line[key], rel=5e-3), (line["step"], key)
+        if "train/grad_norm" in line:
+            assert other["train/grad_norm"] == pytest.approx(line["train/grad_norm"], rel=0.05)
+
+
 def test_a_port_in_use_is_one_clear_message(nano: list[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         job = {
