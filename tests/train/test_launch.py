@@ -114,9 +114,12 @@ def test_the_first_traceback_stands_last_and_alone_when_a_worker_raises(tmp_path
 def test_a_rank_that_lost_its_peer_is_not_the_first_failure_even_if_it_reports_earlier(tmp_path: Path) -> None:
     body = """
     if rank == 0:
+        while not Path("deaf").exists():
+            time.sleep(0.01)
         Path("lost").touch()
         raise RuntimeError("rank 1 is gone: rank 0 waited for it in all-reduce")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path("deaf").touch()
     while not Path("lost").exists():
         time.sleep(0.01)
     time.sleep(0.2)
