@@ -15,7 +15,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-SPAWN = multiprocessing.get_context("spawn")
+FORKS = multiprocessing.get_context("forkserver")
+# A rank that a test has ended is made anew without importing torch again.
+FORKS.set_forkserver_preload(["torch"])
 
 
 class RankError(AssertionError):
@@ -64,8 +66,8 @@ class RankPool:
         self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 60, transport: str = "auto"
     ) -> list[Any]:
         while len(self._workers) < n:
-            ours, theirs = SPAWN.Pipe()
-            process = SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = FORKS.Pipe()
+            process = FORKS.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
