@@ -7,6 +7,8 @@ import os
 import re
 import socket
 import struct
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,22 +17,42 @@ TCP_INFO = 11
 BYTES_SENT = 200
 """Where Linux's struct tcp_info (include/uapi/linux/tcp.h) keeps tcpi_bytes_sent, a u64."""
 
-
-def resident_bytes(device: torch.device) -> int:
-    """Memory this process holds: resident on a CPU, allocated by torch on a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return _status("VmRSS")
+_LOOK_SECONDS = 0.004
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The most that `resident_bytes` has been since the process began.
+def held_bytes(device: torch.device) -> int:
+    """Memory this process holds: its proportional set size without files on a CPU, what torch allocated on a GPU.
 
-    Not getrusage's ru_maxrss: that starts at the size of the process that started this one.
+    A page that several processes map counts in parts in each, so that the sum over ranks is what the host gives.
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return _status("VmHWM")
+        return torch.cuda.memory_allocated(device)
+    found = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
+    assert len(found) == 2, "needs Linux 5.4"
+    return sum(map(int, found)) * 1024
+
+
+@contextlib.contextmanager
+def watching_memory(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yields a function that tells the most that `held_bytes` was inside; on a CPU looked at every few ms."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: torch.cuda.max_memory_allocated(device)
+        return
+    peak, over = held_bytes(device), threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.wait(_LOOK_SECONDS):
+            peak = max(peak, held_bytes(device))
+
+    watcher = threading.Thread(target=watch, name="paceline bench memory", daemon=True)
+    watcher.start()
+    try:
+        yield lambda: peak
+    finally:
+        over.set()
+        watcher.join()
 
 
 def sent_bytes() -> int:
@@ -47,9 +69,3 @@ def sent_bytes() -> int:
                     borrowed.detach()
                 total += struct.unpack_from("Q", info, BYTES_SENT)[0]
     return total
-
-
-def _status(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    assert found, name
-    return int(found[1]) * 1024

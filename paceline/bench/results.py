@@ -32,7 +32,7 @@ class Row:
     ratio_spread: float
     """Half the distance between the quartiles of that."""
     peak_bytes: int
-    """Peak resident memory of a rank (allocated memory on a GPU)."""
+    """The most memory that a rank held, pages that ranks share counted in parts (see `meters.held_bytes`)."""
     wire_bytes: int
     """Bytes that a rank sends in one step."""
     precision: str = "float32"

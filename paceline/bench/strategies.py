@@ -15,7 +15,7 @@ import tyro
 
 import paceline as pl
 from paceline.bench.cases import ADAMW, CASES, GROUPS, Case, Precision, System, Training
-from paceline.bench.meters import peak_bytes, resident_bytes, sent_bytes
+from paceline.bench.meters import held_bytes, sent_bytes, watching_memory
 from paceline.bench.peers import loop, one_process, peers
 from paceline.bench.ranks import run_ranks
 from paceline.bench.results import Row, make_row, print_rows, write_json
@@ -211,20 +211,24 @@ def _measure(case: Case, precision: Precision, system: System) -> Measured:
     world = pl.init()
     # Once, as torch imports much when it is first used.
     one_process(Case("warm-up", preset("nano"), batch=1), world, precision).step()
-    base = resident_bytes(world.device)
-    training = system.build(case, world, precision)
-    for _ in range(3):
-        training.step()
+    pl.barrier()
+    base = held_bytes(world.device)
+    with watching_memory(world.device) as peak:
+        training = system.build(case, world, precision)
+        for _ in range(4):
+            training.step()
+        # All ranks' peaks belong to the time in which all share what they share.
+        pl.barrier()
+        most = peak()
     pl.barrier()
     before = sent_bytes()
     training.step()
     sent = sent_bytes() - before
     if system.name == "paceline":
         # Shared memory has no sockets; the engine counts what crosses it.
-        sent = sum(event.sent for event in pl.engine_of(training.model).drain_events() if event.step == 2)
+        sent = sum(event.sent for event in pl.engine_of(training.model).drain_events() if event.step == 3)
     elif world.device.type == "cuda":
         # NCCL does not tell.
         sent = 0
-    peak = peak_bytes(world.device)
     pl.shutdown()
-    return Measured(base, peak, sent)
+    return Measured(base, most, sent)
