@@ -8,146 +8,28 @@ same list.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from paceline.comm.algorithms import traffic
-from paceline.layout import Bucket, Layout
+from paceline.layout import Bucket
 from paceline.ops import COUNTS, PREVIOUS, READ, WRITTEN, Key, Kind, Op, Phase, Stream
-from paceline.strategy import Strategy
-
-DEPTH = 2
-"""Units whose sharded parameters or gradients are held whole at a time: one computes, one is on its way."""
+from paceline.placement import Placement
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The ops of one rank's optimizer step.
+class Schedule(Placement):
+    """The ops of one rank's optimizer step; with a parameter server, ranks differ in what they send.
 
     Attributes:
-        layout: Units and buckets.
-        strategy: What is sharded, and what is synchronised when.
-        world_size: Number of ranks. With one rank nothing is communicated.
-        rank: Whose ops: with a parameter server, ranks differ in what they send.
-        order: Units whose module runs, in the order of the forward pass. A unit that is not in it (parameters
-            held directly by a container) has no compute op of its own.
-        late: Units whose gradients may still change after their backward op (seen by the engine, for example
-            parameters used in two reentrant checkpoints); they are collected after the whole backward.
         counts: How many fp64 numbers the ranks agree on in each synchronised micro-batch.
     """
 
-    layout: Layout
-    strategy: Strategy
-    world_size: int
-    rank: int
-    order: tuple[str, ...]
-    late: frozenset[str] = field(default=frozenset())
     counts: int = 0
     _passes: dict[tuple[str, int, bool], tuple[Op, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
-    # ---- who moves what with whom
-
-    @cached_property
-    def shards(self) -> int:
-        """Ranks that hold one copy between them; 1 where nothing is sharded."""
-        return self.strategy.shards(self.world_size)
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the model, whole or sharded."""
-        return self.world_size // self.shards
-
-    @cached_property
-    def gathers_units(self) -> bool:
-        """Whether parameters are sharded, hence gathered for each unit's computing."""
-        return self.strategy.gathers and self.shards > 1
-
-    @property
-    def lets_go(self) -> bool:
-        """Whether a gathered unit's parameters may be overwritten between its forward and its backward."""
-        return self.gathers_units and self.strategy.accumulation != "hold"
-
-    @cached_property
-    def collects(self) -> bool:
-        """Whether gradients are moved into buckets: to be communicated, or held in another precision."""
-        return self.world_size > 1 or self.strategy.low
-
-    @cached_property
-    def residents(self) -> tuple[Bucket, ...]:
-        """Buckets that are gathered once a step: resident ones, and those of units whose module never runs."""
-        ran = set(self.order)
-        return tuple(
-            bucket
-            for bucket in self.layout.buckets
-            if self.gathers_units and (bucket.resident or ran.isdisjoint(bucket.units))
-        )
-
-    @cached_property
-    def depth(self) -> int:
-        """Number of places for gathered units."""
-        return max(1, len(self.gathered)) if self.strategy.accumulation == "hold" else DEPTH
-
-    @cached_property
-    def gathered(self) -> tuple[str, ...]:
-        """Units that are gathered for computing and then let go, in the order of the forward pass."""
-        if not self.gathers_units:
-            return ()
-        kept = set(self.residents)
-        return tuple(unit for unit in self.order if not kept.issuperset(self.buckets_of.get(unit, ())))
-
-    @cached_property
-    def moving(self) -> Mapping[str, tuple[Bucket, ...]]:
-        """The buckets of each gathered unit that are gathered and let go with it."""
-        kept = set(self.residents)
-        return {unit: tuple(b for b in self.buckets_of[unit] if b not in kept) for unit in self.gathered}
-
-    @cached_property
-    def place(self) -> Mapping[str, int]:
-        """Which of the `depth` places a gathered unit's parameters take, the same in forward and backward."""
-        return {unit: index % self.depth for index, unit in enumerate(self.gathered)}
-
-    @cached_property
-    def buckets_of(self) -> Mapping[str, tuple[Bucket, ...]]:
-        """The buckets that hold a unit's parameters, by unit."""
-        found: dict[str, tuple[Bucket, ...]] = {}
-        for bucket in self.layout.buckets:
-            for unit in bucket.units:
-                found[unit] = (*found.get(unit, ()), bucket)
-        return found
-
-    @cached_property
-    def reduced(self) -> tuple[Bucket, ...]:
-        """Buckets of gradients in the order in which backward completes them."""
-        last = {unit: index for index, unit in enumerate(self.collected)}
-        trainable = (bucket for bucket in self.layout.buckets if bucket.trainable)
-        return tuple(sorted(trainable, key=lambda bucket: max(last[unit] for unit in bucket.units)))
-
-    @cached_property
-    def collected(self) -> tuple[str, ...]:
-        """Units with trainable parameters, in the order in which their gradients are collected."""
-        trained = {unit for bucket in self.layout.buckets if bucket.trainable for unit in bucket.units}
-        return tuple(unit for unit in (*reversed(self.on_time), *self._at_end) if unit in trained)
-
-    @cached_property
-    def rotates(self) -> bool:
-        """Whether whole gradients live only from their collection to their reduction."""
-        return self.strategy.stage >= 2 and self.shards > 1 and self.strategy.reduces_each
-
-    @cached_property
-    def on_time(self) -> tuple[str, ...]:
-        """Units that are collected as soon as their backward is over, in the order of the forward pass."""
-        return tuple(u for u in self.order if u not in self.late and self.strategy.synchronize == "overlap")
-
-    @cached_property
-    def _at_end(self) -> tuple[str, ...]:
-        """Units that are collected after the whole backward, in the order in which they are."""
-        early = set(self.on_time)
-        return tuple(unit for unit in reversed(self.layout.units) if unit not in early)
-
-    # ---- the ops
 
     def step(self, micro_batches: int) -> tuple[Op, ...]:
         """All ops of a step of `micro_batches` micro-batches, of which the last synchronises.
@@ -185,9 +67,9 @@ class Schedule:
             ops += [self.gather(bucket, 0, "forward") for bucket in self.residents]
         needed: dict[str, tuple[Key, ...]] = {}
         first = tuple(op.key for op in ops)
-        if (self.gathers_after_update or self._serves or self.shares) and index == 0:
+        if (self.gathers_after_update or self.serves or self.shares) and index == 0:
             needed, first = self.sent_before
-        held = {} if index == 0 else self._held(self.gathered[: self.depth])
+        held = {} if index == 0 else self.held(self.gathered[: self.depth])
         walk = _Walk(self, "forward", index, self.order, held)
         for unit in self.order:
             ops += walk.ahead()
@@ -205,29 +87,29 @@ class Schedule:
         # What must be reduced before gradients are collected where it lies.
         lent: dict[int | str, Key] = {}
         if index > 0 and self.world_size > 1 and self.strategy.reduces_each:
-            lent = {self._collected_in(b): self.reduce(b, index - 1, False)[0].key for b in self.reduced}
+            lent = {self.collected_in(b): self.reduce(b, index - 1, False)[0].key for b in self.reduced}
 
         def collect(unit: str) -> None:
             mine = [bucket for bucket in self.buckets_of.get(unit, ()) if bucket.trainable]
             if not self.collects or not mine:
                 return
-            waits = tuple(lent[place] for place in dict.fromkeys(map(self._collected_in, mine)) if place in lent)
+            waits = tuple(lent[place] for place in dict.fromkeys(map(self.collected_in, mine)) if place in lent)
             ops.append(Op("collect", unit, index, "backward", "compute", waits))
             collected.add(unit)
             while reduces and collected.issuperset(reduces[0].units):
                 bucket = reduces.pop(0)
                 reduction = self.reduce(bucket, index, synchronise)
                 ops.extend(reduction)
-                lent[self._collected_in(bucket)] = reduction[0].key
+                lent[self.collected_in(bucket)] = reduction[0].key
 
-        walk = _Walk(self, "backward", index, self.order[::-1], self._held(self.gathered[-self.depth :]))
+        walk = _Walk(self, "backward", index, self.order[::-1], self.held(self.gathered[-self.depth :]))
         for unit in reversed(self.order):
             ops += walk.ahead()
             ops.append(Op("backward", unit, index, "backward", "compute", walk.needs(unit)))
             walk.ran(unit)
             if unit in self.on_time:
                 collect(unit)
-        for unit in self._at_end:
+        for unit in self.at_end:
             collect(unit)
         if synchronise and self.world_size > 1:
             # What ranks agree on includes the norm, which each knows of its shard once that is reduced.
@@ -249,7 +131,7 @@ class Schedule:
             after = (ops[0].key,)
         ops.append(Op("update", "optimizer", micro_batch, "update", "compute", after))
         updated = (ops[-1].key,)
-        if self._serves:
+        if self.serves:
             ops += [
                 self._communicate("broadcast", b.name, micro_batch, "update", "reduce", updated, b.numel, b.itemsize)
                 for b in self.reduced
@@ -273,7 +155,7 @@ class Schedule:
         Replicas of a shard are reduced only where the micro-batch synchronises.
         """
         after = tuple(Key("collect", unit, index, "backward") for unit in bucket.units)
-        first: Kind = "reduce" if self._serves else "reduce_scatter" if self.shards > 1 else "all_reduce"
+        first: Kind = "reduce" if self.serves else "reduce_scatter" if self.shards > 1 else "all_reduce"
         item = bucket.gradient_itemsize
         ops = [self._communicate(first, bucket.name, index, "backward", "reduce", after, bucket.numel, item)]
         if synchronise and 1 < self.shards < self.world_size:
@@ -285,46 +167,6 @@ class Schedule:
         return tuple(ops)
 
     @cached_property
-    def gradient_place(self) -> Mapping[str, int]:
-        """Which place a bucket's whole gradients take where these rotate: `DEPTH` places in turn.
-
-        There are more only where units of different buckets run in between each other.
-        """
-        places: dict[str, int] = {}
-        free: deque[int] = deque()
-        opened = 0
-        collected: set[str] = set()
-        for unit in self.collected:
-            mine = [bucket for bucket in self.buckets_of.get(unit, ()) if bucket.trainable]
-            for name in (bucket.name for bucket in mine if bucket.name not in places):
-                if opened < DEPTH or not free:
-                    places[name] = opened
-                    opened += 1
-                else:
-                    places[name] = free.popleft()
-            collected.add(unit)
-            free.extend(places[bucket.name] for bucket in mine if collected.issuperset(bucket.units))
-        return places
-
-    def _collected_in(self, bucket: Bucket) -> int | str:
-        """Where a bucket's whole gradients lie: a place that others take too, or its own."""
-        return self.gradient_place[bucket.name] if self.rotates else bucket.name
-
-    @property
-    def _serves(self) -> bool:
-        return self.strategy.collective == "parameter_server" and self.world_size > 1
-
-    @property
-    def gathers_after_update(self) -> bool:
-        """Whether every rank keeps whole parameters, but updates a shard."""
-        return self.shards > 1 and self.strategy.stage in (1, 2) and not self.shares
-
-    @cached_property
-    def shares(self) -> bool:
-        """Whether ranks keep one copy of the parameters between them, each updating its shard of it."""
-        return self.shards > 1 and self.strategy.share_parameters
-
-    @cached_property
     def sent_before(self) -> tuple[dict[str, tuple[Key, ...]], tuple[Key, ...]]:
         """What the step before sends after its update: ops that units wait for, and those that the first waits for."""
         ran = set(self.order)
@@ -333,16 +175,13 @@ class Schedule:
         if self.shares:
             return needed, (Key("barrier", WRITTEN, PREVIOUS, "update"),)
         for bucket in self.reduced:
-            key = Key("broadcast" if self._serves else "all_gather", bucket.name, PREVIOUS, "update")
+            key = Key("broadcast" if self.serves else "all_gather", bucket.name, PREVIOUS, "update")
             for unit in bucket.units:
                 if unit in ran:
                     needed[unit] = (*needed.get(unit, ()), key)
                 else:
                     first = (*first, key)
         return needed, first
-
-    def _held(self, units: Iterable[str]) -> dict[int, str]:
-        return {self.place[unit]: unit for unit in units}
 
     def _communicate(
         self,

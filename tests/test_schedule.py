@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.layout import Layout, build_layout
 from paceline.ops import COMPUTE, COUNTS, PREVIOUS, STREAMS, Key, Op
-from paceline.schedule import DEPTH, Schedule
+from paceline.placement import DEPTH
+from paceline.schedule import Schedule
 from paceline.strategy import SYSTEMS, Strategy
 from tests.drawn import schedules, spec
 

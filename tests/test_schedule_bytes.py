@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from paceline.layout import Bucket
 from paceline.ops import COMPUTE, COUNTS
-from paceline.schedule import DEPTH, Schedule
+from paceline.placement import DEPTH
+from paceline.schedule import Schedule
 from paceline.strategy import SYSTEMS, Strategy
 from tests.drawn import schedules
 from tests.test_schedule import SIZE, micro_batch_counts, schedule

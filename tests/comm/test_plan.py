@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.algorithms import ALGORITHMS, HIERARCHICAL, find_plan, traffic
+from paceline.comm.algorithms import HIERARCHICAL, find_plan, traffic
 from paceline.comm.plan import Plan, exchanged, seconds, shard
+from tests.comm.reference import NAMES, expected
 
 MB = 1_000_000
-NAMES = [f"{collective}/{algorithm}" for collective, known in ALGORITHMS.items() for algorithm in known]
 CROSSED = [name for name in NAMES if name.startswith("all_to_all")]
 BARRIERS = [name for name in NAMES if name.startswith("barrier")]
 
@@ -35,34 +36,13 @@ def simulate(plan: Plan, buffers: list[list[float]]) -> int:
     return len(plans[0])
 
 
-def expected(collective: str, rank: int, inputs: list[list[float]]) -> tuple[list[float], slice]:
-    """What a collective leaves in a rank's buffer, and where that can be relied on."""
-    n, numel = len(inputs), len(inputs[0])
-    own = slice(*shard(rank, n, numel))
-    everywhere, nowhere = slice(0, numel), slice(0, 0)
-    total = [sum(column) for column in zip(*inputs, strict=True)]
-    gathered = [x for peer in range(n) for x in inputs[peer][slice(*shard(peer, n, numel))]]
-    crossed = [x for peer in range(n) for x in inputs[peer][own]]
-    return {
-        "broadcast": (inputs[0], everywhere),
-        "reduce": (total, nowhere if rank else everywhere),
-        "scatter": (inputs[0], own),
-        "gather": (gathered, nowhere if rank else everywhere),
-        "all_gather": (gathered, everywhere),
-        "reduce_scatter": (total, own),
-        "all_reduce": (total, everywhere),
-        "all_to_all": (crossed, everywhere),
-        "barrier": (inputs[rank], nowhere),
-    }[collective]
-
-
 def check(plan: Plan, collective: str, n: int, numel: int) -> None:
     inputs = [[float(10**rank * (i + 1)) for i in range(numel)] for rank in range(n)]
     buffers = [list(values) for values in inputs]
     simulate(plan, buffers)
     for rank, buffer in enumerate(buffers):
-        values, where = expected(collective, rank, inputs)
-        assert buffer[where] == values[where]
+        values, where = expected(collective, rank, [torch.tensor(given, dtype=torch.float64) for given in inputs])
+        assert buffer[where] == values[where].tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
