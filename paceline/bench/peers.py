@@ -10,17 +10,17 @@ import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
 from paceline.bench.cases import ADAMW, GROUPS, Case, Precision, System, Training
+from paceline.bench.loops import loop, one_process
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default and paceline's; DeepSpeed's own default, 2 GB, was slower in every case."""
@@ -51,30 +51,6 @@ def peers(precision: Precision) -> list[System]:
             build = partial(_deepspeed, settings, reduced)
             found.append(System("DeepSpeed", name + ending, build, (group,), ("deepspeed",)))
     return found
-
-
-def loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, world: pl.World, autocast: bool
-) -> Callable[[], Tensor]:
-    """The plain training loop's step; with `autocast`, forward computes in bfloat16 from float32 weights."""
-    inputs, targets = case.data(world.rank, world.device)
-
-    def step() -> Tensor:
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=autocast):
-            loss: Tensor = model(inputs, targets) / targets.numel()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def one_process(case: Case, world: pl.World, precision: Precision) -> Training:
-    """Trains without communication, each rank for itself: what nothing can beat."""
-    model = case.build().to(world.device)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return Training(model, loop(model, optimizer, case, world, precision == "bfloat16"))
 
 
 def _ddp(settings: dict[str, Any], case: Case, world: pl.World, precision: Precision) -> Training:

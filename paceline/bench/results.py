@@ -11,7 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_json(path: str, rows: Sequence[Row], extra: dict[str, Any] | None = None) -> None:
+def write_json(path: str, rows: Sequence[DataclassInstance], extra: dict[str, Any] | None = None) -> None:
     """Writes machine, versions, command and rows."""
     result = {
         "machine": machine(),

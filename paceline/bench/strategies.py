@@ -14,9 +14,10 @@ import torch
 import tyro
 
 import paceline as pl
-from paceline.bench.cases import ADAMW, CASES, GROUPS, Case, Precision, System, Training
+from paceline.bench.cases import CASES, GROUPS, Case, Precision, System, Training
+from paceline.bench.loops import one_process, parallel
 from paceline.bench.meters import held_bytes, sent_bytes, watching_memory
-from paceline.bench.peers import loop, one_process, peers
+from paceline.bench.peers import peers
 from paceline.bench.ranks import run_ranks
 from paceline.bench.results import Row, make_row, print_rows, write_json
 from paceline.errors import UserError
@@ -101,7 +102,7 @@ def systems(precision: Precision) -> list[System]:
             strategies[f"{name}, reduced in {precision}"] = replace(low, reduce_in_float32=False)
             strategies[f"{name}, reduced in float32"] = low
     ours = [
-        System("paceline", name, partial(_paceline, strategy), (GROUPS[(0, 1, 1, 2)[strategy.stage]],))
+        System("paceline", name, partial(parallel, strategy), (GROUPS[(0, 1, 1, 2)[strategy.stage]],))
         for name, strategy in strategies.items()
     ]
     return peers(precision) + ours
@@ -167,12 +168,6 @@ def run_case(
             rows.append(replace(row, precision=precision, group=group, base_bytes=need.base))
         print_rows([row for row in rows if row.group == group], best.label)
     return rows
-
-
-def _paceline(strategy: Strategy, case: Case, world: pl.World, precision: Precision) -> Training:
-    model = pl.parallelize(case.build(), strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return Training(model, loop(model, optimizer, case, world, autocast=False))
 
 
 def _time_systems(

@@ -17,6 +17,7 @@ from paceline.train.config import TrainConfig, check_shares
 from paceline.train.launch import threads_per_rank
 from paceline.train.loss_scale import LossScale
 from paceline.train.meter import Meter, Readback
+from paceline.train.not_finite import marks, whose
 from paceline.train.optim import Update, learning_rate
 from paceline.train.outputs import Outputs
 from paceline.train.run_folder import EVENTS, WEIGHTS, choose_run_folder, create_run_folder
@@ -140,19 +141,19 @@ def _steps(
     for step, batches in zip(range(1, config.steps + 1), loader, strict=False):
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
-            engine.count(batch.tokens, loss, *stop.flags())
+            engine.count(batch.tokens, loss, *stop.flags(), *marks(loss, world.rank))
             loss.backward(None if loss_scale is None else loss_scale.value)
         counts = engine.counts()
         norm = update(step - 1, counts[0], engine.reduced_norm())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)
 
         state = torch.cat([counts[2:], update.skips.to(counts.dtype), norm.to(counts.dtype).reshape(1)])
-        at, (interrupts, terminations, skips, skips_in_a_row, at_norm) = readback.exchange(step, state)
+        at, (interrupts, terminations, *marked, skips, skips_in_a_row, at_norm) = readback.exchange(step, state)
         if skips > skipped:
             skipped = int(skips)
             outputs.say(
-                f"step {at}: the gradient is not finite (its norm is {at_norm}), so all ranks left this update out; "
-                f"{skipped} so far{'' if loss_scale is None else '; the loss scale is halved'}"
+                f"step {at}: the gradient is not finite (its norm is {at_norm}; {whose(*marked)}), so all ranks left "
+                f"this update out; {skipped} so far{'; the loss scale is halved' if loss_scale is not None else ''}"
             )
         if skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
             raise UserError(

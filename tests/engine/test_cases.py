@@ -13,21 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import paceline as pl
-from paceline.engine.progress import EngineError
 from paceline.strategy import SYSTEMS, Strategy
 from tests.engine.models import (
     Stack,
     assert_same,
     data,
-    every_way,
-    fail_in_backward,
     gradients,
     make,
     shares,
     snapshot,
     stages,
 )
-from tests.ranks import RankError
 
 # ---- gradient descent by hand
 
@@ -176,131 +172,6 @@ def test_ranks_with_more_or_fewer_micro_batches_or_none_wait_for_nobody(ranks, s
         assert_same(state, snapshot(model))
 
 
-# ---- several backwards, several forwards
-
-
-def two_backwards(strategy: Strategy, set_to_none: bool) -> dict:
-    model = pl.parallelize(make(), strategy)
-    for seed in (0, 1):
-        x, y = (shares(part) for part in data(seed, 8))
-        F.mse_loss(model(x), y).backward()
-    first = gradients(model)
-    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=set_to_none)
-    x, y = (shares(part) for part in data(2, 8))
-    F.mse_loss(model(x), y).backward()
-    second = gradients(model)
-    pl.release(model)
-    return {"first": first, "second": second}
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@every_way
-def test_two_backwards_before_a_step_both_count(ranks, strategy, set_to_none) -> None:
-    model = make()
-    for seed in (0, 1):
-        x, y = data(seed, 8)
-        F.mse_loss(model(x), y).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    x, y = data(2, 8)
-    F.mse_loss(model(x), y).backward()
-    second = gradients(model)
-    for rank, result in enumerate(ranks(2, two_backwards, strategy, set_to_none)):
-        if rank == 0 or strategy.collective == "all_reduce":
-            assert_same(result["first"], expected)
-            assert_same(result["second"], second)
-
-
-def two_forwards(strategy: Strategy, both: bool) -> dict:
-    model = pl.parallelize(make(), strategy)
-    for step in range(2):
-        (x0, y0), (x1, y1) = ([shares(part) for part in data(2 * step + i, 8)] for i in (0, 1))
-        model.zero_grad()
-        first, second = model(x0), model(x1)
-        loss = F.mse_loss(second, y1)
-        (F.mse_loss(first, y0) + loss if both else loss).backward()
-    found = gradients(model)
-    pl.release(model)
-    return found
-
-
-@stages
-@pytest.mark.parametrize("both", [True, False])
-def test_two_forwards_then_one_backward(ranks, strategy, both) -> None:
-    model = make()
-    (x0, y0), (x1, y1) = data(2, 8), data(3, 8)
-    loss = F.mse_loss(model(x1), y1)
-    (F.mse_loss(model(x0), y0) + loss if both else loss).backward()
-    for result in ranks(2, two_forwards, strategy, both):
-        assert_same(result, gradients(model))
-
-
-class TwoHeads(Stack):
-    """Returns a mapping of two outputs, of which a loss may use one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(6, 2)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.inner(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return {"a": self.head(x), "b": self.other(x)}
-
-
-def one_output(strategy: Strategy, which: tuple[str, ...]) -> list[dict]:
-    world = pl.init()
-    model = pl.parallelize(make(TwoHeads), strategy)
-    found = []
-    for step in range(3):
-        x, y = (shares(part) for part in data(step, 8))
-        model.zero_grad()
-        F.mse_loss(model(x)[which[world.rank]], y).backward()
-        found.append(gradients(model))
-    pl.release(model)
-    return found
-
-
-@stages
-@pytest.mark.parametrize("which", [("a", "a"), ("a", "b")])
-def test_a_loss_on_some_outputs_completes_and_unused_parameters_keep_no_gradient(ranks, strategy, which) -> None:
-    results = ranks(2, one_output, strategy, which)
-    for step in range(3):
-        expected = make(TwoHeads)
-        x, y = data(step, 8)
-        for rank, name in enumerate(which):
-            (F.mse_loss(expected(x[rank::2])[name], y[rank::2]) / 2).backward()
-        for found in results:
-            assert_same(found[step], gradients(expected))
-
-
-def evaluated_between(strategy: Strategy, grad: bool) -> dict:
-    model = pl.parallelize(make(), strategy)
-    for step in range(2):
-        model.zero_grad()
-        x, y = (shares(part) for part in data(step, 8))
-        loss = F.mse_loss(model(x), y)
-        model.eval()
-        with torch.set_grad_enabled(grad):
-            model(data(9, 3)[0])
-        model.train()
-        loss.backward()
-    found = gradients(model)
-    pl.release(model)
-    return found
-
-
-@stages
-@pytest.mark.parametrize("grad", [False, True])
-def test_an_evaluation_between_forward_and_backward_changes_nothing(ranks, strategy, grad) -> None:
-    model = make()
-    x, y = data(1, 8)
-    F.mse_loss(model(x), y).backward()
-    for result in ranks(2, evaluated_between, strategy, grad):
-        assert_same(result, gradients(model))
-
-
 # ---- recomputation
 
 
@@ -397,137 +268,6 @@ def test_odd_parameters_keep_shape_and_strides(ranks, strategy) -> None:
         assert_same(found, expected)
         assert_same(state, snapshot(model))
         assert checks == [True, True]
-
-
-# ---- errors, and going on after them
-
-
-def step_between(strategy: Strategy) -> str:
-    model = pl.parallelize(make(), strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = (shares(part) for part in data(0, 8))
-    F.mse_loss(model(x), y).backward()
-    loss = F.mse_loss(model(x), y)
-    optimizer.step()
-    with pytest.raises(EngineError) as caught:
-        loss.backward()
-    pl.reset(model)
-    optimizer.zero_grad()
-    F.mse_loss(model(x), y).backward()
-    pl.release(model)
-    return str(caught.value)
-
-
-@stages
-@pytest.mark.parametrize("n", [1, 2])
-def test_an_optimizer_step_between_forward_and_backward_is_an_error_that_says_what_to_do(ranks, strategy, n) -> None:
-    for message in ranks(n, step_between, strategy):
-        assert "stepped between this forward and its backward" in message
-        assert "call backward before optimizer.step()" in message
-
-
-def unsynchronised_step(strategy: Strategy) -> str:
-    model = pl.parallelize(make(), strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = (shares(part) for part in data(0, 8))
-    with model.no_sync():
-        F.mse_loss(model(x), y).backward()
-    with pytest.raises(EngineError) as caught:
-        optimizer.step()
-    pl.release(model)
-    return str(caught.value)
-
-
-@stages
-def test_a_step_on_gradients_that_were_never_reduced_is_an_error(ranks, strategy) -> None:
-    assert all("replicas would drift apart" in message for message in ranks(2, unsynchronised_step, strategy))
-
-
-class Fragile(Stack):
-    """Raises in the middle of backward when told to."""
-
-    fail = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for index, block in enumerate(self.blocks):
-            x = x + block(x)
-            if index == 0 and self.fail:
-                x.register_hook(fail_in_backward)
-        return self.head(x)
-
-
-def fail_and_go_on(strategy: Strategy, where: str) -> dict:
-    model = pl.parallelize(make(Fragile), strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        x, y = (shares(part) for part in data(step, 8))
-        if step == 2:
-            model.fail = where == "backward"
-            with pytest.raises(ValueError, match="middle"):
-                for half in pl.accumulate(model, [slice(0, 2), slice(2, 4)]):
-                    loss = F.mse_loss(model(x[half]), y[half])
-                    if where == "loop":
-                        raise ValueError("in the middle of the loop")
-                    loss.backward()
-            model.fail = False
-            if where == "backward":
-                with pytest.raises(EngineError, match=r"call pl\.reset"):
-                    model(x)
-            pl.reset(model)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = snapshot(model)
-    pl.release(model)
-    return state
-
-
-@stages
-@pytest.mark.parametrize("where", ["backward", "loop"])
-def test_after_an_exception_and_reset_the_next_step_equals_a_clean_run(ranks, strategy, where) -> None:
-    model = make(Fragile)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        x, y = data(step, 8)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for state in ranks(2, fail_and_go_on, strategy, where):
-        assert_same(state, snapshot(model))
-
-
-def different_models() -> str:
-    world = pl.init()
-    model = Stack(width=6 if world.rank != 1 else 8)
-    with pytest.raises(pl.UserError) as caught:
-        pl.parallelize(model)
-    return str(caught.value)
-
-
-def test_ranks_that_built_different_models_are_named_with_the_parameter(ranks) -> None:
-    for message in ranks(3, different_models):
-        assert 'rank 0, 2: ["inner.weight", [6, 4]' in message
-        assert 'rank 1: ["inner.weight", [8, 4]' in message
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 3, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table(x)
-
-
-def sparse_gradients() -> None:
-    model = pl.parallelize(Sparse())
-    model(torch.tensor([1, 2])).sum().backward()
-
-
-def test_sparse_gradients_are_refused_by_name(ranks) -> None:
-    with pytest.raises(RankError, match=r"table\.weight has a sparse gradient.*sparse=False"):
-        ranks(2, sparse_gradients)
 
 
 def copied() -> bool:

@@ -84,6 +84,12 @@ def program(command: Sequence[str], folder: Path, environment: Mapping[str, str]
         started.process.communicate()
 
 
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    """The command that starts so many ranks of `arguments` on this host."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*agent, *arguments]
+
+
 def paceline(*arguments: str) -> list[str]:
     """The command line of `paceline ...`."""
     return [sys.executable, "-m", "paceline", *arguments]

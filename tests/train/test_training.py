@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import yaml
 
 from paceline.cli import main
-from tests.train.processes import finished, metrics, paceline, program, wait_for_step
+from tests.train.processes import finished, metrics, paceline, program, torchrun, wait_for_step
 
 SHORT = ("--steps", "12", "--log.every", "5", "--log.validate_every", "6", "--log.validate_batches", "1")
 LONG = ("--steps", "1000000", "--log.every", "1", "--log.validate_every", "0")
@@ -125,8 +124,7 @@ def test_three_workers_give_the_curve_of_two(run: tuple[Path, str], nano: list[s
 
 
 def test_torchrun_joins_and_gives_the_same_curve(run: tuple[Path, str], nano: list[str], tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    status, out, err = finished([*torchrun, "-m", "paceline", "train", *nano, *SHORT], tmp_path)
+    status, out, err = finished(torchrun(2, "-m", "paceline", "train", *nano, *SHORT), tmp_path)
     assert status == 0, err
     assert "ranks: 2 (2 on this host)" in out
     same_curve(run[0], tmp_path / "runs" / "latest")
@@ -212,8 +210,8 @@ def test_a_worker_killed_while_training_ends_everything_in_5_seconds(nano: list[
 
 
 def test_ctrl_c_under_torchrun_saves_the_weights(nano: list[str], tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with program([*torchrun, "-m", "paceline", "train", *nano, *LONG, "--folder", "stopped"], tmp_path) as started:
+    command = torchrun(2, "-m", "paceline", "train", *nano, *LONG, "--folder", "stopped")
+    with program(command, tmp_path) as started:
         wait_for_step(started, tmp_path / "stopped", 2)
         # A terminal interrupts the whole group: torchrun and its workers.
         os.killpg(started.process.pid, signal.SIGINT)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -45,7 +45,7 @@ OWN = ("shared memory", "tcp", "nccl")
 class CommBench:
     """Time, bandwidth and correctness of collectives: every transport and algorithm beside Gloo, NCCL and MPI."""
 
-    ops: tuple[Op, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+    op: tuple[Op, ...] = ("all_reduce", "reduce_scatter", "all_gather")
     """Collectives to measure."""
     min: str = "1k"
     """Smallest size, in powers of 1024: 4096, 1k, 25M."""
@@ -53,7 +53,7 @@ class CommBench:
     """Largest size."""
     factor: int = 4
     """Each size is so many times the one before."""
-    algorithms: tuple[str, ...] = ()
+    algorithm: tuple[str, ...] = ()
     """Which of paceline's algorithms to run, such as ring; default: all."""
     ranks: int = 2
     """Number of ranks, on this machine."""
@@ -93,8 +93,8 @@ def main(options: CommBench) -> list[CommRow]:
         for name, reason in missing.items():
             report("")
             print(f"skipped {name}: {reason}", file=sys.stderr)
-        for op in options.ops:
-            systems = systems_for(op, groups, options.algorithms)
+        for op in options.op:
+            systems = systems_for(op, groups, options.algorithm)
             for numel in counts:
                 size = numel * dtype.itemsize
 
@@ -154,10 +154,10 @@ def _checked(options: CommBench) -> list[int]:
     ):
         if value < least:
             raise UserError(f"--{name}: expected {least} or more, got {value}")
-    known = dict.fromkeys(name for op in options.ops for name in ALGORITHMS[op])
-    for name in options.algorithms:
+    known = dict.fromkeys(name for op in options.op for name in ALGORITHMS[op])
+    for name in options.algorithm:
         if name not in known:
-            raise UserError(f"--algorithms: expected some of {', '.join(known)}; got {name!r}")
+            raise UserError(f"--algorithm: expected some of {', '.join(known)}; got {name!r}")
     smallest, largest = parse_size(options.min, "--min"), parse_size(options.max, "--max")
     if smallest > largest:
         raise UserError(f"--min: expected at most --max {options.max}, got {options.min}")
@@ -207,7 +207,7 @@ def _write(options: CommBench, rows: Sequence[CommRow], copies: Sequence[CopyRow
         "copies": [asdict(copy) for copy in copies],
         "fits": [asdict(row) for row in fit_rows(rows)],
     }
-    write_json(options.json, cast(Any, rows), extra)
+    write_json(options.json, rows, extra)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -87,7 +87,7 @@ def main(options: NetworkBench) -> int:
             extra: dict[str, Any] = {"links": {name: asdict(link) for name, link in links.items()}}
             if failures:
                 extra["failures"] = failures
-            write_json(options.json, cast(Any, rows), extra)
+            write_json(options.json, rows, extra)
         if options.plot and any(row.experiment in DRAWN for row in rows):
             from paceline.bench.network.picture import draw
 

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import paceline as pl
-from paceline.bench.cases import ADAMW, Case, Precision, System, Training
+from paceline.bench.cases import Case, System
+from paceline.bench.loops import one_process, parallel
 from paceline.bench.network.rows import wire_seconds
 from paceline.bench.network.turns import Contestant, Timed, say, take_turns
-from paceline.bench.peers import loop, one_process, peers
+from paceline.bench.peers import peers
 from paceline.comm.codecs import BLOCK, CODECS
 from paceline.comm.world import open_transport
 from paceline.models.config import ModelConfig
@@ -120,13 +121,6 @@ def wire_share(strategy: Strategy) -> float:
     """Bytes of a step on the wire, as a share of an fp32 all-reduce's: gradients one way, sums or weights the other."""
     share = {"full": 1.0, "bfloat16": 0.5, "int8": CODECS["int8"].size(BLOCK) / (4 * BLOCK)}[strategy.wire]
     return share if strategy.stage == 0 else (share + 1) / 2
-
-
-def parallel(strategy: Strategy, case: Case, world: pl.World, _: Precision) -> Training:
-    """The case, trained with a strategy, in float32."""
-    model = pl.parallelize(case.build(), strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return Training(model, loop(model, optimizer, case, world, autocast=False))
 
 
 def balanced_case(job: Job, world: pl.World) -> Case:

@@ -48,7 +48,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         # What is tested is that it runs, not that its times are good.
         patch.setattr(measure, "TURN_SECONDS", 1e-3)
         patch.setattr(measure, "FEWEST", 2)
-        main(CommBench(ops=OPS, max="16k", rounds=2, **files))
+        main(CommBench(op=OPS, max="16k", rounds=2, **files))
     result = json.loads((folder / "json.json").read_text())
     return Done(folder, printed.getvalue(), progress.getvalue(), result)
 
@@ -121,8 +121,8 @@ def test_the_chart_shows_every_collective(done: Done) -> None:
         (CommBench(factor=1), "--factor: expected 2 or more, got 1"),
         (CommBench(ranks=1), "--ranks: expected 2 or more, got 1"),
         (CommBench(rounds=0), "--rounds: expected 1 or more, got 0"),
-        (CommBench(algorithms=("rign",)), r"--algorithms: expected some of direct, ring, .*; got 'rign'"),
-        (CommBench(ops=("scatter",), algorithms=("ring",)), r"expected some of server, tree; got 'ring'"),
+        (CommBench(algorithm=("rign",)), r"--algorithm: expected some of direct, ring, .*; got 'rign'"),
+        (CommBench(op=("scatter",), algorithm=("ring",)), r"expected some of server, tree; got 'ring'"),
         (CommBench(plot="out.pdf"), r"--plot: expected a file that ends in \.svg or \.png, got 'out\.pdf'"),
         (CommBench(json="none/out.json"), "none/out.json: expected a file in a folder that exists; make none first"),
         (CommBench(mpi=("none",)), "--mpi: expected a folder with bin/mpiexec"),

@@ -1,0 +1,43 @@
+"""The plain training loop, in one process alone and with paceline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import paceline as pl
+from paceline.bench.cases import ADAMW, Case, Precision, Training
+from paceline.strategy import Strategy
+
+
+def loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, world: pl.World, autocast: bool
+) -> Callable[[], Tensor]:
+    """The plain training loop's step; with `autocast`, forward computes in bfloat16 from float32 weights."""
+    inputs, targets = case.data(world.rank, world.device)
+
+    def step() -> Tensor:
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=autocast):
+            loss: Tensor = model(inputs, targets) / targets.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def one_process(case: Case, world: pl.World, precision: Precision) -> Training:
+    """Trains without communication, each rank for itself: what nothing can beat."""
+    model = case.build().to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return Training(model, loop(model, optimizer, case, world, precision == "bfloat16"))
+
+
+def parallel(strategy: Strategy, case: Case, world: pl.World, _: Precision) -> Training:
+    """Trains with a strategy, which says in what precision."""
+    model = pl.parallelize(case.build(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return Training(model, loop(model, optimizer, case, world, autocast=False))

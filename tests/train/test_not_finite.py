@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.train.not_finite import marks, whose
+from tests.train.processes import finished, metrics, torchrun
+
+FAILS_ON_RANK_1 = """
+import os, sys, torch
+from paceline.cli import main
+from paceline.models.transformer import Transformer
+
+forward, calls = Transformer.forward, 0
+
+def spoilt(self, *args):
+    global calls
+    calls += self.training
+    loss = forward(self, *args)
+    return loss * torch.nan if os.environ["RANK"] == "1" and self.training and calls == 3 else loss
+
+Transformer.forward = spoilt
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([1.5, torch.nan, torch.inf, -torch.inf])), max_size=9))
+def test_one_rank_is_named_and_several_are_counted(losses: list[tuple[int, float]]) -> None:
+    rows = [(0, 0, 0), *(marks(torch.tensor(loss), rank) for rank, loss in losses)]
+    told = whose(*(float(sum(column)) for column in zip(*rows, strict=True)))
+    bad = [rank for rank, loss in losses if loss != 1.5]
+    if not bad:
+        assert told == "the losses of all ranks were finite"
+    elif len(set(bad)) == 1:
+        assert told == f"the loss of rank {bad[0]} was not finite"
+    else:
+        assert told == f"the losses of {len(bad)} micro-batches of several ranks were not finite"
+
+
+@pytest.mark.parametrize("zero", ["0", "2"])
+def test_nan_on_one_rank_makes_all_skip_that_update_and_names_it(nano: list[str], tmp_path: Path, zero: str) -> None:
+    (tmp_path / "spoilt.py").write_text(FAILS_ON_RANK_1)
+    flags = ["--steps", "5", "--log.every", "1", "--log.validate_every", "0", "--strategy.zero", zero]
+    status, out, err = finished(torchrun(2, "spoilt.py", "train", *nano, *flags), tmp_path)
+    assert status == 0, err
+    message = "the gradient is not finite (its norm is nan; the loss of rank 1 was not finite), so all ranks left this"
+    assert out.count(message) == 1
+    assert message.join(("step 3: ", " update out; 1 so far")) in out
+    training = [line for line in metrics(tmp_path / "runs" / "latest") if "train/loss" in line]
+    assert [line["train/skipped_steps"] for line in training] == [0, 0, 1, 1, 1]
+    assert training[-1]["train/loss"] < training[0]["train/loss"]
