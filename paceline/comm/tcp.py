@@ -193,7 +193,9 @@ class TcpLinks:
         size = min(size, _AT_ONCE)
         if self._wakes_for.get(peer) != size:
             self._wakes_for[peer] = size
-            self._sockets[peer].setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+            # Where the kernel does not know it, as some sandboxes' do not, it wakes for each packet.
+            with contextlib.suppress(OSError):
+                self._sockets[peer].setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _verify(self, peer: int, number: int, head: memoryview, size: int) -> None:
         call, digest, theirs, kind, follows = _HEADER.unpack(head[: _HEADER.size])
