@@ -31,6 +31,7 @@ OURS: dict[str, Strategy] = {
     "zero 1, one copy": Strategy(zero=1, share_parameters=True),
     "zero 2, one copy": Strategy(zero=2, share_parameters=True),
     "zero 3": Strategy(zero=3),
+    "zero 3, parameters kept": Strategy(zero=3, accumulation="hold"),
     "zero 3, one copy": Strategy(zero=3, share_parameters=True),
 }
 """paceline's rows in every precision; in float32 the historical systems are others."""
