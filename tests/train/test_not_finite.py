@@ -17,10 +17,10 @@ from paceline.models.transformer import Transformer
 
 forward, calls = Transformer.forward, 0
 
-def spoilt(self, *args):
+def spoilt(self, *args, **kwargs):
     global calls
     calls += self.training
-    loss = forward(self, *args)
+    loss = forward(self, *args, **kwargs)
     return loss * torch.nan if os.environ["RANK"] == "1" and self.training and calls == 3 else loss
 
 Transformer.forward = spoilt

@@ -137,7 +137,7 @@ def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["comm", "--help"])
     shown = capsys.readouterr().out
-    assert all(f"--{name}" in shown for name in ("ops", "min", "max", "factor", "algorithms", "profile", "mpi"))
+    assert all(f"--{name}" in shown for name in ("op", "min", "max", "factor", "algorithm", "profile", "mpi"))
 
 
 def with_mark(mark: str) -> list[int]:
