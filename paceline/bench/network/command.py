@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -140,7 +141,8 @@ def run_experiment(experiment: Experiment, options: NetworkBench) -> tuple[Link,
         )
         job = Job(experiment, options.hosts, ranks_per_host, link.rate, options.rounds)
         found = run_job(hosts, job, lambda words: show(f"{experiment}: {words}"))
-    return link, [make_row(experiment, Timed(**one), options.hosts, ranks_per_host, link.rate) for one in found]
+    hosts_and_links = (options.hosts, ranks_per_host, link.rate, len(os.sched_getaffinity(0)))
+    return link, [make_row(experiment, Timed(**one), *hosts_and_links) for one in found]
 
 
 def show(words: str) -> None:

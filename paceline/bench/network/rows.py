@@ -49,6 +49,8 @@ class NetworkRow:
     """Half the distance between the quartiles of that."""
     sent_bytes: float
     """Bytes that the busiest host sent in one, headers included."""
+    cores_ms: float
+    """Processor time of all ranks over the cores of this machine, which they share: no less can it take here."""
 
     @property
     def where(self) -> str:
@@ -57,8 +59,8 @@ class NetworkRow:
         return f"{self.hosts} hosts with {ranks} each, {self.gbit:.2f} Gbit/s"
 
 
-def make_row(experiment: str, timed: Timed, hosts: int, ranks_per_host: int, rate: float) -> NetworkRow:
-    """A row of what was timed, over links that carry `rate` bytes a second each way."""
+def make_row(experiment: str, timed: Timed, hosts: int, ranks_per_host: int, rate: float, cores: int) -> NetworkRow:
+    """A row of what was timed, over links that carry `rate` bytes a second each way, by ranks that share `cores`."""
     wire = wire_seconds(hosts, timed.size, rate)
     compute = timed.compute or (0.0,) * len(timed.seconds)
     ratios = [mine / max(alone, wire) for mine, alone in zip(timed.seconds, compute, strict=True)]
@@ -77,6 +79,7 @@ def make_row(experiment: str, timed: Timed, hosts: int, ranks_per_host: int, rat
         statistics.median(ratios),
         half_spread(ratios),
         timed.sent,
+        timed.processor / cores * 1e3,
     )
 
 
@@ -86,7 +89,7 @@ def table(rows: Sequence[NetworkRow]) -> str:
     bound = "the larger of computing alone and the wire's least" if first.compute_ms else "the wire's least"
     names = {row: f"  {row.system}: {row.setting}" for row in rows}
     width = max(map(len, (*names.values(), *(row.case for row in rows))))
-    columns = f"{'ms':>9} {'±':>7} {'compute':>8} {'wire':>8} {'ratio':>7} {'±':>6} {'sent MB':>8}"
+    columns = f"{'ms':>9} {'±':>7} {'compute':>8} {'wire':>8} {'cores':>8} {'ratio':>7} {'±':>6} {'sent MB':>8}"
     lines = [
         f"{first.experiment}, {first.where}; ratio to {bound}, ± half the quartile distance",
         " " * width + columns,
@@ -95,7 +98,7 @@ def table(rows: Sequence[NetworkRow]) -> str:
         lines.append(case)
         lines += [
             f"{names[row]:<{width}}{row.median_ms:9.2f} {row.spread_ms:7.2f} {row.compute_ms:8.2f} {row.wire_ms:8.2f} "
-            f"{row.ratio:7.3f} {row.ratio_spread:6.3f} {row.sent_bytes / 1e6:8.2f}"
+            f"{row.cores_ms:8.2f} {row.ratio:7.3f} {row.ratio_spread:6.3f} {row.sent_bytes / 1e6:8.2f}"
             for row in rows
             if row.case == case
         ]

@@ -36,6 +36,8 @@ class Timed:
     """Of one call, in each round."""
     sent: float
     """Bytes that the busiest host sent in one call, headers and repetitions included."""
+    processor: float
+    """Seconds of processor time that all ranks took together for one call, the kernel's work for them included."""
     compute: tuple[float, ...] = ()
     """Seconds of computing alone in each round, where there is any."""
 
@@ -55,6 +57,7 @@ def take_turns(
     """
     seconds: list[list[float]] = [[] for _ in contestants]
     sent: list[list[float]] = [[] for _ in contestants]
+    processor: list[list[float]] = [[] for _ in contestants]
     order = list(range(len(contestants)))
     for number in range(rounds + 1):
         if progress:
@@ -62,17 +65,27 @@ def take_turns(
         first = number % len(order)
         for index in order[first:] + order[:first]:
             pl.barrier()
-            before, start = sent_bytes(), time.perf_counter()
+            before, busy, start = sent_bytes(), time.process_time(), time.perf_counter()
             for _ in range(calls):
                 contestants[index].call()
             elapsed = (time.perf_counter() - start) / calls
+            busy = (time.process_time() - busy) / calls
             pl.barrier()
-            ranks = pl.all_gather_json([elapsed, (sent_bytes() - before) / calls])
+            ranks = pl.all_gather_json([elapsed, (sent_bytes() - before) / calls, busy])
             if number:
                 seconds[index].append(max(rank[0] for rank in ranks))
                 sent[index].append(max(rank[1] for rank in ranks))
+                processor[index].append(sum(rank[2] for rank in ranks))
     return [
-        Timed(case, one.system, one.setting, one.size, tuple(seconds[index]), statistics.median(sent[index]))
+        Timed(
+            case,
+            one.system,
+            one.setting,
+            one.size,
+            tuple(seconds[index]),
+            statistics.median(sent[index]),
+            statistics.median(processor[index]),
+        )
         for index, one in enumerate(contestants)
     ]
 

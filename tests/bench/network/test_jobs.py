@@ -61,6 +61,8 @@ def test_systems_train_a_model_chosen_for_the_wire() -> None:
     assert [one.size for one in timed] == [0] + [size] * (len(timed) - 1)
     for one in timed[1:]:
         assert size < one.sent < 1.2 * size, one.setting
+        # Two ranks, each of which takes a core at most for its computing, and some for its messages.
+        assert timed[0].processor / 2 < one.processor < 4 * max(one.seconds), one.setting
 
 
 def test_a_job_that_fails_shows_why() -> None:

@@ -10,7 +10,7 @@ from paceline.bench.network.rows import NetworkRow
 
 pytest.importorskip("matplotlib")
 
-ROW = NetworkRow("systems", "1 M parameters", "paceline", "manual", 2, 1, 1.0, 1500, 20, 600, 640, 2.3, 0.1, 80e6)
+ROW = NetworkRow("systems", "1 M parameters", "paceline", "manual", 2, 1, 1.0, 1500, 20, 600, 640, 2.3, 0.1, 80e6, 700)
 ALONE = dataclasses.replace(ROW, system="one process", setting="no communication", wire_ms=0, median_ms=600)
 SYSTEMS = [ALONE, ROW, dataclasses.replace(ROW, setting="buckets, overlapped", median_ms=900)]
 BUCKETS = [
