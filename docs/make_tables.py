@@ -119,7 +119,7 @@ def network(rows: list[dict[str, Any]]) -> str:
         lines = [
             f"**{experiment}**, {where}, {first['gbit']:.2f} Gbit/s:",
             "",
-            "| case | system | ms | computing alone, ms | wire's least, ms | cores' least, ms | ratio | sent, MB |",
+            "| case | system | ms | computing alone, ms | wire's least, ms | cores busy, ms | ratio | sent, MB |",
             "|---|---|---:|---:|---:|---:|---:|---:|",
         ]
         for row in chosen:

@@ -65,8 +65,8 @@ class Placement:
 
     @property
     def serves(self) -> bool:
-        """Whether rank 0, a parameter server, updates the one copy and sends it to the others."""
-        return self.strategy.collective == "parameter_server" and self.world_size > 1
+        """See `Strategy.serves`."""
+        return self.strategy.serves(self.world_size)
 
     @property
     def gathers_after_update(self) -> bool:

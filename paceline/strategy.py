@@ -151,14 +151,19 @@ class Strategy:
                 f"{self.precision}: set reduce_in_float32, or wire to full",
             ),
             (
+                self.accumulation == "hold" and self.share_parameters,
+                "accumulation=hold keeps gathered parameters, but with share_parameters none are gathered: leave "
+                "accumulation at auto",
+            ),
+            (
                 self.accumulation == "hold" and self.stage != 3,
                 f"accumulation=hold keeps gathered parameters, which zero={self.stage} never lets go: set zero to 3, "
                 "or accumulation to each or defer",
             ),
             (
-                self.accumulation == "hold" and self.share_parameters,
-                "accumulation=hold keeps gathered parameters, but with share_parameters none are gathered: leave "
-                "accumulation at auto",
+                self.wire == "int8" and self.precision == "float16",
+                "wire=int8 adds what rounding took off to the next step's gradients, which float16 scales by another "
+                "factor: set wire to bfloat16, or precision to bfloat16",
             ),
             (
                 self.accumulation == "defer" and self.low and not self.reduce_in_float32,
@@ -193,6 +198,10 @@ class Strategy:
         if self.accumulation == "auto":
             return self.stage >= 2 or (self.low and not self.reduce_in_float32)
         return self.accumulation != "defer"
+
+    def serves(self, world_size: int) -> bool:
+        """Whether rank 0, a parameter server, updates the one copy and sends it to the others."""
+        return self.collective == "parameter_server" and world_size > 1
 
     def shards(self, world_size: int) -> int:
         """Number of ranks that hold one copy between them: 1 where nothing is sharded.

@@ -71,7 +71,9 @@ def strategies(draw: st.DrawFn, world_size: int = 1, **fixed: Any) -> Strategy:
     accumulations = ["auto", "each"]
     if chosen["precision"] == "float32" or chosen["reduce_in_float32"]:
         accumulations.append("defer")
-    if zero == 3:
+    if zero:
+        chosen["share_parameters"] = fixed.get("share_parameters", draw(st.booleans()))
+    if zero == 3 and not chosen["share_parameters"]:
         accumulations.append("hold")
     chosen["accumulation"] = draw(st.sampled_from(accumulations))
     if zero < 2:

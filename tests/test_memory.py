@@ -108,6 +108,11 @@ NUMEL, BYTES = 4 * 64, 4 * 64 * 4
             Memory(5 * BYTES // 2, 5 * BYTES // 2, 10 * BYTES // 2, 2 * BYTES, 2 * BYTES),
         ),
         (Strategy(zero=1, shard=2), 1, Memory(5 * BYTES, 5 * BYTES * 3 // 2, 10 * BYTES // 2, 0, 0)),
+        (
+            Strategy(zero=1, share_parameters=True),
+            1,
+            Memory(5 * BYTES // 4, 5 * BYTES, 10 * BYTES // 4, 0, 0),
+        ),
     ],
 )
 def test_five_equal_units_on_four_ranks(strategy: Strategy, micro_batches: int, expected: Memory) -> None:
@@ -158,10 +163,13 @@ def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, 
     engine = engine_of(model)
     weights, gradients, rotates = engine.running.weights, engine.running.gradients, engine.schedule.rotates
     whole = storage_bytes(gradients._whole.values())
+    masters = [master for master in weights._masters if master is not None]
     held = Memory(
-        parameters=storage_bytes(weights._flats),
+        # One copy between the ranks of a group takes each of them its part.
+        parameters=storage_bytes(weights._flats) // (engine.schedule.shards if engine.schedule.shares else 1),
         gradients=storage_bytes(gradients._sums.values()) + (0 if rotates else whole),
-        optimizer=sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
+        optimizer=storage_bytes(masters)
+        + sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
         buckets=whole if rotates else 0,
         gathered=storage_bytes(weights._gathered.values()) if engine.schedule.gathers_units else 0,
     )
@@ -185,6 +193,12 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
         (2, Strategy(zero=3, accumulation="defer"), 2),
         (4, Strategy(zero=1, shard=2), 1),
         (4, Strategy(zero=3, shard=2), 2),
+        (2, Strategy(precision="bfloat16"), 1),
+        (2, Strategy(zero=1, precision="bfloat16", reduce_in_float32=False), 2),
+        (2, Strategy(zero=2, precision="bfloat16", bucket_mb=0.01), 1),
+        (2, Strategy(zero=3, precision="bfloat16"), 2),
+        (2, Strategy(zero=1, share_parameters=True), 2),
+        (2, Strategy(zero=3, share_parameters=True, precision="bfloat16"), 1),
     ],
 )
 def test_a_rank_holds_what_is_predicted_to_the_byte(ranks, n: int, strategy: Strategy, micro_batches: int) -> None:
@@ -199,7 +213,7 @@ def test_nothing_is_held_beyond_the_whole_model(plan: Schedule, micro_batches: i
     assert min(held.parameters, held.gradients, held.optimizer, held.buckets, held.gathered) >= 0
     whole = sum(flat.numel * flat.itemsize for flat in plan.layout.flats)
     largest = max((bucket.bytes for bucket in plan.layout.buckets), default=0)
-    assert held.parameters * (plan.shards if plan.gathers_units else 1) == whole
+    assert held.parameters * (plan.shards if plan.gathers_units or plan.shares else 1) == whole
     assert (largest <= held.gathered <= whole) if plan.gathers_units else held.gathered == 0
     gradients = sum(flat.numel * flat.gradient_itemsize for flat in plan.layout.flats if flat.trainable)
     assert held.buckets <= gradients * plan.rotates

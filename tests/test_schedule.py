@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.layout import Layout, build_layout
-from paceline.ops import COMPUTE, COUNTS, PREVIOUS, STREAMS, Key, Op
+from paceline.memory import memory
+from paceline.ops import COMPUTE, COUNTS, PREVIOUS, READ, STREAMS, WRITTEN, Key, Op
 from paceline.placement import DEPTH
 from paceline.schedule import Schedule
 from paceline.strategy import SYSTEMS, Strategy
+from tests import drawn
 from tests.drawn import schedules, spec
 
 UNITS = tuple(f"u{i}" for i in range(4))
@@ -276,7 +278,7 @@ class TwoSteps:
 
 
 @settings(max_examples=200)
-@given(schedules(zero=3), micro_batch_counts)
+@given(schedules(zero=3, share_parameters=False), micro_batch_counts)
 def test_a_unit_computes_with_parameters_of_its_step_that_nothing_overwrites(plan, micro_batches: int) -> None:
     run = TwoSteps(plan, micro_batches)
     gathers = run.select("all_gather")
@@ -327,12 +329,14 @@ def test_the_update_has_all_gradients_and_the_next_forward_what_it_made_of_them(
     for index, (step, op) in enumerate(run.ops):
         if op.phase != "update":
             assert run.over(index, updates[step]) or op.kind == "all_gather"
+        elif op.target == READ:
+            assert run.over(index, updates[step]), "nobody overwrites what another still computes with"
         elif op.kind != "update":
             assert run.over(updates[step], index)
     for forward, step, op in run.select("forward"):
-        for index, when, sent in run.select("all_gather", "broadcast"):
+        for index, when, sent in run.select("all_gather", "broadcast", "barrier"):
             if step == 1 and when == 0 and sent.phase == "update":
-                mine = {bucket.name for bucket in plan.buckets_of.get(op.target, ())}
+                mine = {WRITTEN, *(bucket.name for bucket in plan.buckets_of.get(op.target, ()))}
                 idle = {b.name for b in plan.layout.buckets if not set(b.units) <= set(plan.order)}
                 assert sent.target not in mine | idle or run.over(index, forward)
 
@@ -357,3 +361,17 @@ def test_two_places_are_enough_for_units_that_run_in_their_order(zero: int, micr
     assert set(plan.place.values()) == ({0, 1} if zero == 3 else set())
     waits = [op.after for op in plan.step(micro_batches) if op.kind == "collect"]
     assert sum(not after for after in waits) == DEPTH, "all but the first two wait for a place"
+
+
+@given(st.data(), st.sampled_from([1, 2, 4, 6]), micro_batch_counts)
+def test_with_one_copy_zero_3_does_what_zero_2_does(data: st.DataObject, world_size: int, micro_batches: int) -> None:
+    specs = data.draw(drawn.models())
+    plans = []
+    for zero in (2, 3):
+        strategy = Strategy(zero=zero, share_parameters=True, bucket_mb=2e-4)  # type: ignore[arg-type]
+        found = build_layout(specs, drawn.UNITS, strategy, world_size)
+        plans.append(Schedule(found, strategy, world_size, 0, drawn.UNITS[1:], counts=9))
+    assert plans[0].layout == plans[1].layout
+    if world_size > 1:
+        assert plans[0].step(micro_batches) == plans[1].step(micro_batches)
+        assert memory(plans[0], micro_batches) == memory(plans[1], micro_batches)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from paceline.errors import UserError
+
 TCP_INFO = 11
 BYTES_SENT = 200
 """Where Linux's struct tcp_info (include/uapi/linux/tcp.h) keeps tcpi_bytes_sent, a u64."""
@@ -28,13 +30,20 @@ def held_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     found = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
-    assert len(found) == 2, "needs Linux 5.4"
+    if len(found) != 2:
+        raise UserError(
+            "this kernel does not tell what memory processes share (Pss_Shmem): Linux 5.4 or newer is needed"
+        )
     return sum(map(int, found)) * 1024
 
 
 @contextlib.contextmanager
 def watching_memory(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Yields a function that tells the most that `held_bytes` was inside; on a CPU looked at every few ms."""
+    """Yields a function that tells the most that `held_bytes` was inside; on a CPU looked at every few ms.
+
+    Raises:
+        UserError: The kernel does not tell.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield lambda: torch.cuda.max_memory_allocated(device)

@@ -35,7 +35,7 @@ class Row:
     ratio_spread: float
     """Half the distance between the quartiles of that."""
     peak_bytes: int
-    """The most memory that a rank held, pages that ranks share counted in parts (see `meters.held_bytes`)."""
+    """The most memory that a rank held: with strategies `meters.held_bytes`, elsewhere as the benchmark says."""
     wire_bytes: int
     """Bytes that a rank sends in one step."""
     precision: str = "float32"

@@ -333,6 +333,24 @@ def prepare_gather(name: str, label: str, rank: int, buffer: Tensor, shards: Map
     return Call(digest, words, [step], tuple((peer, step.done) for peer in peers), traffic)
 
 
+def meeting(name: str, label: str, rank: int, buffer: Tensor, near: Iterable[int], far: Iterable[int]) -> Call:
+    """A call that moves nothing, for ranks to see that all are about to do the same.
+
+    Args:
+        name: The collective to come, with its algorithm.
+        label: Names the op in errors.
+        rank: This rank.
+        buffer: What the collective is to be run on.
+        near: The other ranks of this host.
+        far: Those of other hosts.
+    """
+    words, digest = _named(f"room for {name}", label, buffer)
+    step = Step(1, True, (), tuple(peer for peer in near if peer != rank), [])
+    nothing = memoryview(b"")
+    step.sends = step.receives = [(peer, nothing) for peer in far]
+    return Call(digest, words, [step], (), Traffic(0, 0))
+
+
 def _named(name: str, label: str, buffer: Tensor) -> tuple[bytes, int]:
     words = f"{name} {label} {buffer.numel()} {str(buffer.dtype).removeprefix('torch.')}"
     return text_of(words), int.from_bytes(hashlib.blake2b(words.encode(), digest_size=7).digest(), "little")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.algorithms import LEAST, SUMS, find_plan
-from paceline.comm.calls import Call, copying, prepare, prepare_gather
+from paceline.comm.calls import Call, copying, meeting, prepare, prepare_gather
 from paceline.comm.choice import Choice, Topology, choose
 from paceline.comm.codecs import CODECS, Wire
 from paceline.comm.measure import measure
@@ -67,11 +67,12 @@ class CpuTransport:
             channel.settimeout(timeout)
         self._signals = Signals(rank, channels, timeout) if channels else None
         self._buffers = SharedBuffers(rank, channels)
+        self._far = tuple(sockets)
         self._links = TcpLinks(rank, sockets, timeout) if sockets else None
         self.name = " and ".join(["shared memory"] * bool(channels) + ["tcp"] * bool(sockets)) or "alone"
         self._calls: dict[tuple[object, ...], Call] = {}
         self._room = Room()
-        self._staging: dict[torch.dtype, Tensor] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8)
         self._failure: str | None = None
         self._topology: Topology | None = None
         _open.add(self)
@@ -213,16 +214,17 @@ class CpuTransport:
 
     def _run_staged(self, collective: str, buffer: Tensor, label: str, scale: float, beside: Tensor | None) -> Traffic:
         """Runs a collective of a buffer that peers cannot read, by way of one that they can."""
-        room = _STAGING_BYTES // buffer.itemsize
+        size = _STAGING_BYTES
         if collective.partition("/")[0] not in _ELEMENTWISE:
             # Its shards are those of the whole buffer.
-            room = max(room, 1 << (buffer.numel() - 1).bit_length())
-        staging = self._staging.get(buffer.dtype)
-        if staging is None or staging.numel() < room:
-            staging = self._staging[buffer.dtype] = self.allocate(room, buffer.dtype)
+            size = max(size, 1 << (buffer.nbytes - 1).bit_length())
+        if self._staging.numel() < size:
+            # Ranks that call something else, and need no more room, would not take part.
+            self._execute(meeting(collective, label, self._rank, buffer, self._channels.keys(), self._far))
+            self._staging = self.allocate(size, torch.uint8)
         sent = received = 0
-        for piece in buffer.split(room):
-            staged = staging[: piece.numel()]
+        for piece in buffer.split(size // buffer.itemsize):
+            staged = self._staging[: piece.nbytes].view(buffer.dtype)
             staged.copy_(piece)
             traffic = self.run(collective, staged, label, scale, beside)
             piece.copy_(staged)

@@ -56,6 +56,7 @@ class TcpLinks:
         self._wakes_for: dict[int, int] = {}
         self.sent_bytes = 0
         """Bytes handed to the sockets so far, headers included."""
+        self._received_bytes = 0
         for connection in sockets.values():
             connection.setblocking(False)
 
@@ -99,13 +100,11 @@ class TcpLinks:
                 self._wake_for(peer, len(incoming[peer][0]))
             poll.register(descriptor, wanted[peer])
         while outgoing or incoming:
-            ready = poll.poll(1000 * _LOOK_SECONDS)
+            ready, moved = poll.poll(1000 * _LOOK_SECONDS), self.sent_bytes + self._received_bytes
             if not ready:
                 look()
-                if time.monotonic() - quiet_since > self._timeout:
-                    raise self._silent(sorted({*outgoing, *incoming})[0])
-                continue
-            quiet_since = time.monotonic()
+                # Fewer bytes than are worth waking up for show that a peer is there, too.
+                ready = [(each, select.POLLIN) for each, peer in by_number.items() if peer in incoming]
             for descriptor, events in ready:
                 peer = by_number[descriptor]
                 if peer in outgoing and events & (select.POLLOUT | select.POLLERR | select.POLLHUP):
@@ -119,6 +118,10 @@ class TcpLinks:
                         poll.modify(descriptor, wants)
                     else:
                         poll.unregister(descriptor)
+            if self.sent_bytes + self._received_bytes > moved:
+                quiet_since = time.monotonic()
+            elif time.monotonic() - quiet_since > self._timeout:
+                raise self._silent(sorted({*outgoing, *incoming})[0])
 
     def give_up(self, why: str) -> None:
         """Tells peers that this rank will not go on, where no message is half sent, and ends the connections."""
@@ -178,6 +181,7 @@ class TcpLinks:
                 raise self._gone(peer) from error
             if not count and len(queue[0]):
                 raise self._gone(peer)
+            self._received_bytes += count
             if count < len(queue[0]):
                 queue[0] = queue[0][count:]
                 continue

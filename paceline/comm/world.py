@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -167,7 +168,8 @@ def open_transport(
     near = [rank for rank in mine if hosts[rank] == hosts[world.rank]]
     channels = unix_sockets.connect(world.rank, near, all_gather_json, world.timeout)
     if channels is None:
-        # Some ranks cannot reach others that seem to be on their host.
+        if world.rank == 0:
+            _warn_of_sockets("some ranks of a host cannot reach each other over a Unix socket")
         channels, hosts, near = {}, [str(rank) for rank in range(world.world_size)], [world.rank]
     # By position in the group, not among the neighbours.
     channels = {mine.index(near[index]): channel for index, channel in channels.items()}
@@ -181,10 +183,26 @@ def open_transport(
 
 def _hosts(world: World, kind: str) -> list[str]:
     """The host of each rank: a name that those share who can share memory."""
-    possible = kind == "auto" and hasattr(os, "memfd_create")
+    possible = kind == "auto" and _has_memory()
+    if kind == "auto" and not possible:
+        _warn_of_sockets("the kernel, or a sandbox, gives no memory to share (memfd_create)")
     hosts: list[str] = all_gather_json(_host() if possible else f"rank {world.rank}")
     crowded = {host for host in hosts if hosts.count(host) > MOST_RANKS}
+    if crowded and world.rank == 0:
+        _warn_of_sockets(f"more than {MOST_RANKS} ranks are on a host")
     return [f"rank {rank}" if host in crowded else host for rank, host in enumerate(hosts)]
+
+
+def _has_memory() -> bool:
+    try:
+        os.close(os.memfd_create("paceline"))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _warn_of_sockets(why: str) -> None:
+    warnings.warn(f"ranks of one host talk over sockets, which are slower than shared memory: {why}", stacklevel=3)
 
 
 def _open_groups(

@@ -241,6 +241,7 @@ class Engine:
         running.require_reduced("optimizer.step()")
         if running.weights.swapped:
             running.executor.settle()
+            running.weights.require_sealed()
             running.weights.rest_in_pieces()
             if self.schedule.shards > 1:
                 prepare_optimizer(optimizer, running.weights, self.strategy)

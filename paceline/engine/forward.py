@@ -167,6 +167,7 @@ class ForwardPass:
             yield
             return
         self._running.executor.settle()
+        self._running.weights.require_sealed()
         self.is_full = True
         synchronizer = self._running.synchronizer
         try:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.engine.clipping import guard_clipping, mark_piece
+from paceline.engine.pieces import guard_pieces, mark_piece
+from paceline.engine.progress import EngineError
 from paceline.engine.weights import Allocate, Weights
 from paceline.errors import UserError
 from paceline.layout import Bucket
@@ -44,7 +45,7 @@ class Gradients:
         self._allocate_sums = allocate_sums
         self._buckets = schedule.reduced
         if self._shards > 1:
-            guard_clipping()
+            guard_pieces()
         self._whole = self._allocate_whole(schedule, allocate)
         self._views: dict[int, Tensor] = {}
         self._bucket_of: dict[int, Bucket] = {}
@@ -165,6 +166,12 @@ class Gradients:
                         raise UserError(
                             f"{self._layout.slots[index].spec.name} has a sparse gradient; flat buffers "
                             "hold dense ones: build the embedding with sparse=False"
+                        )
+                    if gradient.shape != view.shape:
+                        raise EngineError(
+                            f"{self._layout.slots[index].spec.name} has changed its shape from {tuple(view.shape)} to "
+                            f"{tuple(gradient.shape)} after pl.parallelize: call pl.release(model) before, and "
+                            "pl.parallelize(model) again"
                         )
                     if index in self._filled:
                         added.append((view, gradient))

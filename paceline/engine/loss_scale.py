@@ -18,6 +18,9 @@ class GradScaler(torch.amp.GradScaler):
     its own would skip other steps than the rest. Unscaling waits for the host.
     """
 
+    agrees = True
+    """Ranks decide together, so pieces of gradients may be given to it (see `pieces`)."""
+
     def __init__(self, **options: Any) -> None:
         """Takes the options of `torch.amp.GradScaler`; the device is the job's."""
         super().__init__(current_world().device.type, **options)

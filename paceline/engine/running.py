@@ -131,5 +131,5 @@ class Running:
 
     @property
     def served(self) -> bool:
-        """Whether rank 0 alone gets gradients and updates."""
-        return self.strategy.collective == "parameter_server" and self.world.world_size > 1
+        """See `Strategy.serves`."""
+        return self.strategy.serves(self.world.world_size)

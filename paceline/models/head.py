@@ -53,6 +53,10 @@ class Head(nn.Linear):
         return loss
 
 
+_ROOM = 2.0**10
+"""Factor of logits' gradients in float16, all of which are below 1 and most so small that they would vanish."""
+
+
 class _SummedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of softmax(x weight^T), summed over the targets that count."""
 
@@ -68,6 +72,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         total = work.sub_(highest).exp_().sum(1, keepdim=True)
         loss = total.log() + highest - target_logit
         work.div_(total).scatter_add_(1, index, torch.full_like(target_logit, -1.0))
+        if logits.dtype == torch.float16:
+            work.mul_(_ROOM)
         ctx.save_for_backward(x, weight, work.to(logits.dtype), counted.unsqueeze(1))
         return torch.where(counted.unsqueeze(1), loss, 0.0).sum()
 
@@ -77,7 +83,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         x, weight, grad_logits, counted = ctx.saved_tensors
         # Scaling the rows of x and of its gradient, not grad_logits, spares a pass over the vocabulary.
         # The scale stays in float32: rounded to half precision it would bend every gradient alike.
-        scale = grad_loss * counted
+        scale = grad_loss * counted / (_ROOM if grad_logits.dtype == torch.float16 else 1.0)
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_x = (grad_logits @ weight).mul_(scale) if needs_x else None
         grad_weight = grad_logits.t() @ (x * scale).to(x.dtype) if needs_weight else None

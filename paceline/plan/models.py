@@ -58,8 +58,10 @@ class _Undrawn(TorchFunctionMode):
             tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
-        if func is torch.empty_like and len(args) == 1 and args[0].is_meta and kwargs in ({}, _META):
-            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, **_META)
+        if func is torch.empty_like and len(args) == 1 and kwargs in ({}, _META):
+            like = args[0]
+            if like.is_meta and like.is_contiguous():
+                return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, **_META)
         return func(*args, **kwargs)
 
 

@@ -142,30 +142,31 @@ def _steps(
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
             engine.count(batch.tokens, loss, *stop.flags(), *marks(loss, world.rank))
-            loss.backward(None if loss_scale is None else loss_scale.value)
+            loss.backward(update.scale)
         counts = engine.counts()
         norm = update(step - 1, counts[0], engine.reduced_norm())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)
 
-        state = torch.cat([counts[2:], update.skips.to(counts.dtype), norm.to(counts.dtype).reshape(1)])
-        at, (interrupts, terminations, *marked, skips, skips_in_a_row, at_norm) = readback.exchange(step, state)
+        state = torch.cat([counts[2:], torch.cat([update.skips, norm.reshape(1), update.scale.reshape(1)]).double()])
+        at, (interrupts, terminations, *marked, skips, skips_in_a_row, at_norm, scale) = readback.exchange(step, state)
         if skips > skipped:
             skipped = int(skips)
             outputs.say(
                 f"step {at}: the gradient is not finite (its norm is {at_norm}; {whose(*marked)}), so all ranks left "
-                f"this update out; {skipped} so far{'; the loss scale is halved' if loss_scale is not None else ''}"
+                f"this update out; {skipped} so far{f'; the loss scale is now {scale:g}' if low else ''}"
             )
         if skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
+            advice = "choose strategy.precision bfloat16, whose range is wider, " if low else ""
             raise UserError(
                 f"the gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last of them step {at}: "
-                "training has diverged; lower optim.lr or lengthen optim.warmup, and look at the data"
+                f"training has diverged; {advice}lower optim.lr or lengthen optim.warmup, and look at the data"
             )
         status = exit_status(interrupts, terminations)
         last = step == config.steps or bool(status)
         if step == 1 or step % log.every == 0 or last:
             interval, events = meter.read(step, norm, learning_rate(step - 1, config.steps, config.optim), skipped)
             outputs.say(interval.line())
-            outputs.log(interval.figures(), step)
+            outputs.log(interval.figures() | ({"train/loss_scale": scale} if low else {}), step)
             if log.events_every and outputs.folder is not None and (step >= events_due or last):
                 outputs.folder.append(EVENTS, events)
                 events_due = step + log.events_every

@@ -37,6 +37,7 @@ class Update:
     Attributes:
         skips: fp32 (2,), on the device: steps left out because the gradient norm was not finite, so far and in
             a row up to the latest one.
+        scale: fp32, 0-dim, on the device: what losses are to be multiplied by before backward.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Update:
             config: Rates.
             steps: Length of the training in optimizer steps.
             device: Where the model is.
-            loss_scale: What losses are multiplied by before backward, if anything.
+            loss_scale: What decides on that; without it, losses stay as they are.
         """
         self._config, self._steps, self._loss_scale = config, steps, loss_scale
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -70,6 +71,7 @@ class Update:
             fused=True,
         )
         self.skips = torch.zeros(2, device=device)
+        self.scale = torch.ones((), device=device) if loss_scale is None else loss_scale.value
 
     def __call__(self, step: int, tokens: Tensor, norm: Tensor) -> Tensor:
         """One step, or none where the norm is not finite: decided on the device, the same on every rank.
@@ -82,7 +84,7 @@ class Update:
         Returns:
             Norm of the gradient of the mean loss per token before clipping, fp32, 0-dim.
         """
-        divisor = tokens.float() if self._loss_scale is None else tokens.float() * self._loss_scale.value
+        divisor = tokens.float() * self.scale
         norm = norm.float() / divisor
         unusable = (~torch.isfinite(norm)).float()
         scale = divisor * (norm / self._config.clip).clamp(min=1.0) if self._config.clip else divisor
@@ -97,4 +99,5 @@ class Update:
         self.skips[1] *= unusable
         if self._loss_scale is not None:
             self._loss_scale.update(unusable)
+            self.scale = self._loss_scale.value
         return norm

@@ -66,7 +66,7 @@ def test_systems_have_different_names_and_can_be_sent_to_a_rank(precision: Preci
     assert [system.label for system in pickle.loads(pickle.dumps(found))] == [system.label for system in found]
 
 
-def test_no_strategy_is_timed_twice() -> None:
+def test_no_strategy_is_listed_twice() -> None:
     ours = {system.setting for system in strategies.systems("float32") if system.name == "paceline"}
     assert ours == {*strategies.OURS, *SYSTEMS} - {"buckets, overlapped"}
     assert SYSTEMS["buckets, overlapped"] == strategies.OURS["zero 0"]

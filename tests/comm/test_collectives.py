@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 import paceline as pl
 from paceline import comm
 from paceline.comm.algorithms import ALGORITHMS
+from paceline.comm.transport import CommunicationError
 from paceline.errors import UserError
 
 
@@ -64,3 +67,43 @@ def test_misuse_is_answered_with_what_to_do(ranks) -> None:
     assert "contiguous" in strided
     assert "expected one of direct, ring" in unknown
     assert "on the CPU, got one on meta" in device
+
+
+def call_something_else(mine: str, theirs: str) -> tuple[str, float]:
+    """Rank 1 calls something else with tensors of its own; after calls that all made alike."""
+    world = pl.init()
+    comm.all_reduce(torch.ones(10))
+    pl.barrier()
+    calls = {
+        "fp32": lambda: comm.all_reduce(torch.ones(10)),
+        "fp64": lambda: comm.all_reduce(torch.ones(10, dtype=torch.float64)),
+        "large": lambda: comm.all_gather(torch.ones(2 << 20), "direct"),
+        "larger": lambda: comm.all_gather(torch.ones(3 << 20), "direct"),
+        "small": lambda: comm.all_gather(torch.ones(10), "direct"),
+    }
+    began = time.monotonic()
+    try:
+        calls[theirs if world.rank == 1 else mine]()
+    except CommunicationError as error:
+        return str(error), time.monotonic() - began
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize(("mine", "theirs"), [("fp32", "fp64"), ("large", "small"), ("large", "larger")])
+def test_tensors_of_different_dtype_or_size_are_named_within_2_seconds(ranks, transport, mine, theirs) -> None:
+    results = ranks(2, call_something_else, mine, theirs, transport=transport)
+    assert all("ranks disagree" in message or "is gone" in message for message, _ in results), results
+    assert any("ranks disagree" in message for message, _ in results)
+    assert max(seconds for _, seconds in results) < 2
+
+
+def first_call(dtype: torch.dtype) -> list[float]:
+    tensor = torch.full((4,), 1.0 + pl.init().rank, dtype=dtype)
+    comm.all_reduce(tensor)
+    return tensor.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_measuring_for_the_first_call_leaves_its_tensor_alone(ranks, dtype) -> None:
+    assert ranks(3, first_call, dtype) == [[6.0] * 4] * 3

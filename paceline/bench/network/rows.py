@@ -50,7 +50,7 @@ class NetworkRow:
     sent_bytes: float
     """Bytes that the busiest host sent in one, headers included."""
     cores_ms: float
-    """Processor time of all ranks over the cores of this machine, which they share: no less can it take here."""
+    """Processor time of all ranks, looking for messages included, over the cores of this machine, which they share."""
 
     @property
     def where(self) -> str:

@@ -37,7 +37,7 @@ class Timed:
     sent: float
     """Bytes that the busiest host sent in one call, headers and repetitions included."""
     processor: float
-    """Seconds of processor time that all ranks took together for one call, the kernel's work for them included."""
+    """Seconds of processor time that all ranks took together for one call, the kernel's work in their name included."""
     compute: tuple[float, ...] = ()
     """Seconds of computing alone in each round, where there is any."""
 
