@@ -100,8 +100,16 @@ class Arrangement:
         """Refuses to go on with parameters that are not those which were laid out.
 
         Raises:
-            EngineError: A module or parameter was replaced, or a parameter unfrozen, since.
+            EngineError: A module or parameter was replaced, or a parameter unfrozen or given another shape, since.
         """
+        if not self.weights.swapped:
+            # Others are sealed.
+            for parameter, slot in zip(self.weights.parameters, self.layout.slots, strict=True):
+                if parameter.shape != slot.spec.shape:
+                    raise EngineError(
+                        f"{slot.spec.name} changed its shape from {tuple(slot.spec.shape)} to {tuple(parameter.shape)} "
+                        "after pl.parallelize: call pl.release(model), change it, and pl.parallelize(model) again"
+                    )
         for held, name, member in self._places:
             if held.get(name) is not member:
                 raise EngineError(

@@ -132,6 +132,10 @@ class BackwardPass:
             return
         self._knows_order = True
         running = self._running
+        if running.schedule.gathers_units and running.synchronizer is not None:
+            # A rank that ran its units in another order may still wait for one to be gathered: so both are told.
+            running.executor.settle_stream("gather")
+            running.synchronizer.meet("order of units")
         order = tuple(agree_on_order(self._forward.order, running.world))
         if order != running.schedule.order:
             if running.weights.swapped:

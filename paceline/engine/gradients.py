@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from paceline.engine.pieces import guard_pieces, mark_piece
-from paceline.engine.progress import EngineError
 from paceline.engine.weights import Allocate, Weights
 from paceline.errors import UserError
 from paceline.layout import Bucket
@@ -166,12 +165,6 @@ class Gradients:
                         raise UserError(
                             f"{self._layout.slots[index].spec.name} has a sparse gradient; flat buffers "
                             "hold dense ones: build the embedding with sparse=False"
-                        )
-                    if gradient.shape != view.shape:
-                        raise EngineError(
-                            f"{self._layout.slots[index].spec.name} has changed its shape from {tuple(view.shape)} to "
-                            f"{tuple(gradient.shape)} after pl.parallelize: call pl.release(model) before, and "
-                            "pl.parallelize(model) again"
                         )
                     if index in self._filled:
                         added.append((view, gradient))

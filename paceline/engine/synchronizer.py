@@ -80,6 +80,14 @@ class Synchronizer:
         """Returns when all ranks that hold one copy between them have called it. A collective call."""
         return self.transports["gather"].run("barrier", self._token, label)
 
+    def meet(self, label: str) -> None:
+        """Sees that all ranks that hold one copy between them are about to do the same. A collective call.
+
+        Raises:
+            CommunicationError: One still waits for something else.
+        """
+        self.transports["gather"].run("all_reduce", self._token, label)
+
     def gather(self, buffer: Tensor, shard: Tensor, label: str) -> None:
         """Fills a buffer from all shards; `shard` is from the gather transport's `allocate`. A collective call."""
         self.transports["gather"].run("all_gather", buffer, label, shard=shard)

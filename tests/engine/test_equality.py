@@ -44,10 +44,12 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randint(0, 19, (SAMPLES, 5), generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
-def train(strategy: Strategy, accumulation: int, rank: int, n: int) -> dict[str, Any]:
+def train(
+    strategy: Strategy, accumulation: int, rank: int, n: int, dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
     """Five steps of AdamW with clipping on this rank's part of the batch; the mean over ranks of mean losses."""
     torch.manual_seed(7 if rank == 0 else 1000 + rank)  # other ranks start elsewhere: the broadcast must mend it
-    model = pl.parallelize(Net().double(), strategy)
+    model = pl.parallelize(Net().to(dtype), strategy)
     engine = pl.engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
@@ -78,9 +80,9 @@ def train(strategy: Strategy, accumulation: int, rank: int, n: int) -> dict[str,
     }
 
 
-def rank_main(strategy: Strategy, accumulation: int) -> dict[str, Any]:
+def rank_main(strategy: Strategy, accumulation: int, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     world = pl.init()
-    return train(strategy, accumulation, world.rank, world.world_size)
+    return train(strategy, accumulation, world.rank, world.world_size, dtype)
 
 
 def reference() -> dict[str, Any]:
@@ -186,3 +188,30 @@ def assert_executed_as_planned(result: dict[str, Any], rank: int) -> None:
             for earlier, later in itertools.pairwise(executed):
                 assert later.start >= earlier.end - 1e-9, "ops of one stream overlap"
     assert any(op.kind in COMPUTE for op in result["planned"])
+
+
+OTHERWISE: dict[str, Strategy] = {
+    **{f"zero {zero}, bfloat16": Strategy(zero=zero, precision="bfloat16", bucket_mb=0.0005) for zero in (0, 1, 2, 3)},  # type: ignore[arg-type]
+    **{
+        f"zero {zero}, bfloat16, reduced in it": Strategy(
+            zero=zero,  # type: ignore[arg-type]
+            precision="bfloat16",
+            reduce_in_float32=False,
+            bucket_mb=0.0005,
+        )
+        for zero in (0, 3)
+    },
+    **{f"zero {zero}, recomputing": Strategy(zero=zero, recompute="unit", bucket_mb=0.0005) for zero in (0, 2, 3)},  # type: ignore[arg-type]
+    "zero 1, int8": Strategy(zero=1, wire="int8", bucket_mb=0.0005),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("system", OTHERWISE)
+def test_in_low_precision_recomputing_or_encoded_they_run_their_schedule_too(
+    ranks, system: str, accumulation: int
+) -> None:
+    strategy = OTHERWISE[system]
+    transport = "tcp" if strategy.wire != "full" else "auto"
+    for rank, result in enumerate(ranks(2, rank_main, strategy, accumulation, torch.float32, transport=transport)):
+        assert_executed_as_planned(result, rank)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline as pl
 from paceline.models.config import ModelConfig
@@ -86,6 +87,30 @@ def kept(how: str) -> int:
 def test_less_is_kept_between_forward_and_backward(ranks) -> None:
     nothing_again, all_again = (ranks(1, kept, how)[0] for how in ("none", "unit"))
     assert all_again < 0.5 * nothing_again
+
+
+class Attentions(TorchDispatchMode):
+    """Counts how often attention is computed forwards."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += "scaled_dot_product" in str(func) and "backward" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def attentions(how: str) -> int:
+    model = pl.parallelize(build().float(), Strategy(recompute=how))
+    x = tokens(0, 0, 1)
+    with Attentions() as mode:
+        model(x, x).backward()
+    pl.release(model)
+    return mode.count
+
+
+def test_attention_that_is_kept_is_not_computed_again(ranks) -> None:
+    counts = {how: ranks(1, attentions, how)[0] for how in ("none", "keep_attention", "unit")}
+    assert counts == {"none": CONFIG.layers, "keep_attention": CONFIG.layers, "unit": 2 * CONFIG.layers}
 
 
 def copied_and_released() -> list[bool]:

@@ -28,6 +28,16 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+STARTS_TOO_HIGH = """
+import sys
+from paceline.cli import main
+from paceline.train import loss_scale
+
+loss_scale.FIRST = 2.0**22
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @given(st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([1.5, torch.nan, torch.inf, -torch.inf])), max_size=9))
 def test_one_rank_is_named_and_several_are_counted(losses: list[tuple[int, float]]) -> None:
     rows = [(0, 0, 0), *(marks(torch.tensor(loss), rank) for rank, loss in losses)]
@@ -53,3 +63,19 @@ def test_nan_on_one_rank_makes_all_skip_that_update_and_names_it(nano: list[str]
     training = [line for line in metrics(tmp_path / "runs" / "latest") if "train/loss" in line]
     assert [line["train/skipped_steps"] for line in training] == [0, 0, 1, 1, 1]
     assert training[-1]["train/loss"] < training[0]["train/loss"]
+
+
+def test_in_float16_a_loss_scale_that_is_too_high_falls_until_gradients_fit(nano: list[str], tmp_path: Path) -> None:
+    (tmp_path / "high.py").write_text(STARTS_TOO_HIGH)
+    flags = ["--steps", "14", "--log.every", "1", "--log.validate_every", "0", "--strategy.precision", "float16"]
+    status, out, err = finished(torchrun(2, "high.py", "train", *nano, *flags), tmp_path)
+    assert status == 0, err
+    training = [line for line in metrics(tmp_path / "runs" / "latest") if "train/loss" in line]
+    skipped = training[-1]["train/skipped_steps"]
+    assert 2 <= skipped < 10, "and from then on none"
+    assert [line["train/skipped_steps"] for line in training] == [min(line["step"], skipped) for line in training]
+    # 2^22 for the mean over a micro-batch of 256 tokens, halved each time.
+    assert training[-1]["train/loss_scale"] == 2.0 ** (22 - 8 - skipped)
+    assert f"{skipped} so far; the loss scale is now {training[-1]['train/loss_scale']:g}" in out
+    losses = [line["train/loss"] for line in training[int(skipped) :]]
+    assert losses[-1] < losses[0]
