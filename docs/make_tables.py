@@ -167,28 +167,34 @@ def replace(page: str, name: str, text: str) -> str:
     return marked.sub(lambda match: match[1] + text + match[2], page)
 
 
+def pages() -> dict[Path, str]:
+    """Every page with tables, its tables filled anew."""
+    benchmarks = {
+        "strategies": strategies(results("strategies")["rows"]),
+        "bfloat16": strategies(results("strategies-bf16")["rows"]),
+        "four": strategies(results("strategies-4")["rows"]),
+        "collectives": collectives(results("comm")["rows"]),
+        "network": network(results("network")["rows"]),
+        "overhead": overhead(results("overhead")["figures"]),
+        "trainer": plain(results("trainer")["rows"]),
+        "model": plain(results("model")["rows"]),
+        "events": events(results("events")["figures"]),
+    }
+    measured = {"comm": collective_tables.measured(results("comm"))}
+    tables = {
+        DOCS / "benchmarks.md": benchmarks,
+        DOCS.parent / "README.md": {"summary": summary(results("strategies")["rows"])},
+        DOCS / "strategies.md": strategy_tables.tables(),
+        DOCS / "collectives.md": collective_tables.tables() | measured,
+    }
+    found = {}
+    for path, texts in tables.items():
+        found[path] = path.read_text()
+        for name, text in texts.items():
+            found[path] = replace(found[path], name, text)
+    return found
+
+
 if __name__ == "__main__":
-    path = DOCS / "benchmarks.md"
-    page = path.read_text()
-    page = replace(page, "strategies", strategies(results("strategies")["rows"]))
-    page = replace(page, "bfloat16", strategies(results("strategies-bf16")["rows"]))
-    page = replace(page, "four", strategies(results("strategies-4")["rows"]))
-    page = replace(page, "collectives", collectives(results("comm")["rows"]))
-    page = replace(page, "network", network(results("network")["rows"]))
-    page = replace(page, "overhead", overhead(results("overhead")["figures"]))
-    page = replace(page, "trainer", plain(results("trainer")["rows"]))
-    page = replace(page, "model", plain(results("model")["rows"]))
-    page = replace(page, "events", events(results("events")["figures"]))
-    path.write_text(page)
-    readme = DOCS.parent / "README.md"
-    readme.write_text(replace(readme.read_text(), "summary", summary(results("strategies")["rows"])))
-    path = DOCS / "strategies.md"
-    page = path.read_text()
-    for name, table in strategy_tables.tables().items():
-        page = replace(page, name, table)
-    path.write_text(page)
-    path = DOCS / "collectives.md"
-    page = path.read_text()
-    for name, table in collective_tables.tables().items():
-        page = replace(page, name, table)
-    path.write_text(replace(page, "comm", collective_tables.measured(results("comm"))))
+    for path, text in pages().items():
+        path.write_text(text)

@@ -27,7 +27,7 @@ def cell(system: str, strategy: Strategy, size: float = 0.0, raised: str = "", m
 def test_every_mix_that_a_strategy_allows_is_there() -> None:
     found = [(name, s.precision, s.accumulation, s.recompute, m) for name, s, m in mixes()]
     assert len(set(found)) == len(found)
-    assert {name for name, *_ in found} == set(systems()) and len(systems()) == len(SYSTEMS) + 6
+    assert {name for name, *_ in found} == set(systems()) and len(systems()) == len(SYSTEMS) + 7
     assert {strategy.stage for strategy in systems().values()} == {0, 1, 2, 3}
     assert {precision for _, precision, *_ in found} == {"float32", "bfloat16", "float16"}
     assert {recompute for *_, recompute, _ in found} == {"none", "unit", "keep_attention"}

@@ -68,7 +68,7 @@ class CommBench:
     plot: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """Where to draw time over size: a .svg or a .png."""
     profile: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Where to write the hardware profile that planning reads."""
+    """Where to write a hardware profile: what messages and bytes cost on this machine."""
 
 
 def main(options: CommBench) -> list[CommRow]:
