@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,11 @@ STAGES = {f"zero {stage}": Strategy(zero=stage, bucket_mb=1e-4) for stage in (0,
 """What is sharded, with several buckets even in the smallest model."""
 
 stages = pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+
+SHARDED = {name: strategy for name, strategy in STAGES.items() if strategy.stage}
+HYBRID = {f"{name}, 2 x 2": replace(strategy, shard=2) for name, strategy in SHARDED.items()}
+
+sharded = pytest.mark.parametrize("strategy", SHARDED.values(), ids=SHARDED)
 
 PARALLEL = {**STAGES, "parameter server": SYSTEMS["parameter server"]}
 """The ways in which gradients come to parameters: on every rank, in pieces, or on rank 0."""

@@ -1,0 +1,169 @@
+"""Optimizers at every stage: elementwise ones equal one process, others are refused where they would not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline as pl
+from paceline.strategy import Strategy
+from tests.engine.models import HYBRID, SHARDED, STAGES, assert_same, data, make, sharded, shares, snapshot
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
+}
+
+
+def optimizer_for(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """Two parameter groups, with another rate and decay each."""
+    cls, options = OPTIMIZERS[name]
+    matrices = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    vectors = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}]
+    if name == "Rprop":
+        # It knows no decay.
+        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
+    return cls(groups, **options)
+
+
+def optimised(strategy: Strategy | None, name: str) -> dict:
+    model = make()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    optimizer = optimizer_for(model, name)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    for step in range(4):
+        x, y = data(step, 12)
+        x, y = (shares(x), shares(y)) if strategy is not None else (x, y)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        rates.step()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_elementwise_optimizer_with_groups_and_a_schedule_equals_one_process(ranks, name) -> None:
+    expected = optimised(None, name)
+    for strategy in (*SHARDED.values(), replace(STAGES["zero 2"], share_parameters=True)):
+        for state in ranks(3, optimised, strategy, name):
+            assert_same(state, expected)
+
+
+def optimised_whole(strategy: Strategy | None, name: str) -> dict:
+    """With an optimizer that looks at whole parameters, and one for what is left."""
+    model = make()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    matrices = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    others = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    cls = getattr(torch.optim, name)
+    optimizers = [cls(list(model.parameters()), lr=0.1)] if name == "LBFGS" else [cls(matrices, lr=0.01)]
+    optimizers += [] if name == "LBFGS" else [torch.optim.SGD(others, lr=0.1)]
+    for step in range(3):
+        x, y = data(step, 12)
+        x, y = (shares(x), shares(y)) if strategy is not None else (x, y)
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        if name == "LBFGS":
+            optimizers[0].step(closure)
+        else:
+            closure()
+            for optimizer in optimizers:
+                optimizer.step()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
+def test_optimizers_that_need_whole_parameters_work_where_nothing_is_sharded(ranks, name) -> None:
+    expected = optimised_whole(None, name)
+    for state in ranks(2, optimised_whole, STAGES["zero 0"], name):
+        # LBFGS decides by each rank's own loss, here the same on both; Muon rounds to bf16 inside.
+        assert_same(state, expected, atol=1e-12 if name == "Adafactor" else 2e-2)
+
+
+class Normalised(torch.optim.SGD):
+    """Takes steps of unit length over a whole parameter, so it cannot work on a piece."""
+
+
+def refused(make_optimizer: str) -> str:
+    model = pl.parallelize(make(), STAGES["zero 2"])
+    if make_optimizer == "own":
+        optimizer: torch.optim.Optimizer = Normalised(model.parameters(), lr=0.1)
+    else:
+        matrices = [p for n, p in model.named_parameters() if n.endswith("weight")]
+        optimizer = getattr(torch.optim, make_optimizer)(matrices)
+    x, y = (shares(part) for part in data(0, 8))
+
+    def closure() -> torch.Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    closure()
+    with pytest.raises(pl.UserError) as caught:
+        optimizer.step(closure if make_optimizer == "LBFGS" else None)
+    pl.release(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "own"])
+def test_optimizers_that_need_whole_parameters_are_refused_with_what_serves_them(ranks, name) -> None:
+    for message in ranks(2, refused, name):
+        assert "set strategy.zero to 0" in message
+        assert "pl.elementwise" in message
+
+
+def made_before(strategy: Strategy | None, before: bool) -> dict:
+    model = make()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5) if before else None
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    if optimizer is None:
+        # Shapes are the model's own when groups are made from them.
+        matrices = [p for p in model.parameters() if p.dim() >= 2]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+        optimizer = torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.5)
+    for step in range(3):
+        x, y = data(step, 8) if strategy is None else map(shares, data(step, 8))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@sharded
+def test_states_and_groups_made_from_whole_parameters_serve_pieces(ranks, strategy, before) -> None:
+    expected = made_before(None, before)
+    for state in ranks(2, made_before, strategy, before):
+        assert_same(state, expected)
+
+
+def test_groups_of_ranks_that_shard_and_replicate_equal_one_process(ranks) -> None:
+    expected = optimised(None, "AdamW")
+    for strategy in HYBRID.values():
+        for state in ranks(4, optimised, strategy, "AdamW"):
+            assert_same(state, expected)
