@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import struct
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,9 @@ class World:
 
 _world: World | None = None
 _LETTING_GO_SECONDS = 0.005
+_LENGTH = struct.Struct("<Q")
+_AT_FIRST = 1024
+"""Bytes of a control message that are gathered before its length is known; most messages end there."""
 
 
 def init(device: str | None = None, timeout: float = 600.0) -> World:
@@ -123,15 +127,21 @@ def all_gather_json(value: Any) -> list[Any]:
     world = current_world()
     if world.world_size == 1:
         return [value]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.world_size)]
-    dist.all_gather(sizes, torch.tensor([data.numel()]))
-    most = max(int(size) for size in sizes)
-    padded = torch.zeros(most, dtype=torch.uint8)
-    padded[: data.numel()] = data
-    rows = [torch.empty(most, dtype=torch.uint8) for _ in range(world.world_size)]
+    text = json.dumps(value).encode()
+    message = _LENGTH.pack(len(text)) + text
+    rows = _gather_bytes(message[:_AT_FIRST], _AT_FIRST)
+    longest = max(_LENGTH.unpack_from(row)[0] for row in rows)
+    if longest > _AT_FIRST - _LENGTH.size:
+        rows = _gather_bytes(message, longest + _LENGTH.size)
+    return [json.loads(row[_LENGTH.size :][: _LENGTH.unpack_from(row)[0]]) for row in rows]
+
+
+def _gather_bytes(message: bytes, size: int) -> list[bytes]:
+    """Every rank's message, padded to `size`."""
+    padded = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in range(current_world().world_size)]
     dist.all_gather(rows, padded)
-    return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return [row.numpy().tobytes() for row in rows]
 
 
 def barrier() -> None:

@@ -85,6 +85,15 @@ stages = pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
 SHARDED = {name: strategy for name, strategy in STAGES.items() if strategy.stage}
 HYBRID = {f"{name}, 2 x 2": replace(strategy, shard=2) for name, strategy in SHARDED.items()}
 
+WORLDS = {
+    **{f"{name}, N={n}": (strategy, n) for name, strategy in STAGES.items() for n in (1, 2, 3, 4)},
+    **{name: (strategy, 4) for name, strategy in HYBRID.items()},
+    **{f"{name}, one copy": (replace(strategy, share_parameters=True), 2) for name, strategy in SHARDED.items()},
+}
+"""Every stage among one to four ranks, in groups that shard and replicate, and with one copy of the parameters."""
+
+every_world = pytest.mark.parametrize(("strategy", "n"), WORLDS.values(), ids=WORLDS)
+
 sharded = pytest.mark.parametrize("strategy", SHARDED.values(), ids=SHARDED)
 
 PARALLEL = {**STAGES, "parameter server": SYSTEMS["parameter server"]}
