@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from paceline.comm.world import World
 from paceline.engine.backward import BackwardPass
 from paceline.engine.forward import ForwardPass
+from paceline.engine.freed import return_freed_memory
 from paceline.engine.gradients import square_sum
 from paceline.engine.hooks import cast_inputs, install, open_for_states
 from paceline.engine.optimizers import prepare_optimizer, watch_optimizers
@@ -262,6 +263,9 @@ class Engine:
         running.executor.load(self.progress.step, [op for op in ops if op.target != READ])
         running.executor.done(Key("update", "optimizer", self.progress.last_micro_batch, "update"))
         self.progress.end_update()
+        if self.progress.generation == 1 and self.world.device.type == "cpu":
+            # Now optimizer's states are there, too, and nothing as large is allocated again.
+            return_freed_memory()
         if not running.weights.swapped:
             running.executor.complete()
 
