@@ -13,6 +13,7 @@ from typing import Any
 from plan_runs import run
 
 from paceline.comm.algorithms import ALGORITHMS, HIERARCHICAL, find_plan
+from paceline.comm.choice import Link, Topology, predicted
 from paceline.comm.plan import Plan, exchanged, seconds
 
 
@@ -179,7 +180,7 @@ def measured(results: dict[str, Any]) -> str:
     for ranks, dtype in dict.fromkeys((row["ranks"], row["dtype"]) for row in results["rows"]):
         rows = [row for row in results["rows"] if (row["ranks"], row["dtype"]) == (ranks, dtype)]
         copies = [copy for copy in results.get("copies", []) if copy["ranks"] == ranks]
-        known = sorted({row["bytes"] for row in rows})
+        known = sorted({row["bytes"] for row in rows if row["bytes"]})
         sizes = list(dict.fromkeys(min(known, key=lambda size: abs(math.log(size / wanted))) for wanted in SIZES))
         said = " / ".join(map(size_text, sizes))
         machine = results["machine"]
@@ -199,9 +200,10 @@ def _by_algorithm(rows: Sequence[dict[str, Any]], ranks: int, sizes: Sequence[in
     for op, algorithm in dict.fromkeys((row["op"], row["algorithm"]) for row in own):
         name = f"{op}/{algorithm}"
         rounds, most, wire = count(find_plan(name), ranks, ranks)
-        counted = Formula(str(rounds), str(most), str(wire))
-        cells = [op, algorithm, formula_of(name).time("M"), counted.time("M")]
-        cells += [_times(own, sizes, op=op, algorithm=algorithm, transport=transport) for transport in transports]
+        formulas = (formula_of(name), Formula(str(rounds), str(most), str(wire)))
+        cells = [op, algorithm, *(times(f.rounds, "α") if op == "barrier" else f.time("M") for f in formulas)]
+        shown = _shown(op, sizes)
+        cells += [_times(own, shown, op=op, algorithm=algorithm, transport=transport) for transport in transports]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -211,9 +213,49 @@ def _by_library(rows: Sequence[dict[str, Any]], copies: Sequence[dict[str, Any]]
     heads = ["fastest of each", *libraries, "copying"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     for op in dict.fromkeys(row["op"] for row in rows):
-        cells = [_times(rows, sizes, op=op, transport=name) for name in libraries]
+        cells = [_times(rows, _shown(op, sizes), op=op, transport=name) for name in libraries]
         lines.append("| " + " | ".join([op, *cells, _times(copies, sizes, op=op)]) + " |")
     return "\n".join(lines)
+
+
+def _shown(op: str, sizes: Sequence[int]) -> Sequence[int]:
+    return [0] if op == "barrier" else sizes
+
+
+def between_hosts(results: dict[str, Any]) -> str:
+    """Times of the all-reduces between hosts that hold several ranks each, beside what the wire alone would take."""
+    rows = [row for row in results["rows"] if row["experiment"] == "hierarchical"]
+    machine, (hosts, local, gbit) = results["machine"], (rows[0][key] for key in ("hosts", "ranks_per_host", "gbit"))
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    lines = [
+        f"{hosts} hosts with {local} ranks each, a link of {gbit:.2f} Gbit/s to each host; {machine['cores']} cores "
+        f"({machine['cpu']}), torch {machine['torch']}. Milliseconds for {' / '.join(cases)}:",
+        "",
+        "| all_reduce | time | over a host's wire | measured |",
+        "|---|---|---|---:|",
+    ]
+    for system, setting in dict.fromkeys((row["system"], row["setting"]) for row in rows):
+        cells = [system, "", ""]
+        if system == "paceline":
+            name = setting.partition(" over ")[0]
+            cells = [name.partition("/")[2], formula_of(name).time("M"), over_a_wire(name, hosts, local)]
+        took = {row["case"]: row["median_ms"] for row in rows if (row["system"], row["setting"]) == (system, setting)}
+        lines.append("| " + " | ".join([*cells, _each(took, cases)]) + " |")
+    bound = ["what the wire alone takes", "", times(str(Fraction(2 * (hosts - 1), hosts)), "M")]
+    lines.append("| " + " | ".join([*bound, _each({row["case"]: row["wire_ms"] for row in rows}, cases)]) + " |")
+    return "\n".join(lines)
+
+
+def over_a_wire(name: str, hosts: int, local: int) -> str:
+    """What a plan sends over the busiest host's wire, each way."""
+    ranks = hosts * local
+    places = tuple(str(rank // local) for rank in range(ranks))
+    sent = predicted(find_plan(name, local), ranks, Topology(places, local, None, Link(alpha=0.0, beta=1.0)))
+    return times(str(Fraction(sent) / ranks), "M")
+
+
+def _each(took: dict[str, float], cases: Sequence[str]) -> str:
+    return " / ".join(_milliseconds(took[case]) if case in took else "" for case in cases)
 
 
 def _times(rows: Sequence[dict[str, Any]], sizes: Sequence[int], **which: str) -> str:

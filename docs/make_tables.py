@@ -1,7 +1,7 @@
 """Writes the tables of the documentation: python docs/make_tables.py.
 
 Those of benchmarks.md and README.md come from docs/results/*.json, those of strategies.md from the schedules, those of
-collectives.md from the plans and docs/results/comm.json.
+collectives.md from the plans, docs/results/comm.json and docs/results/network.json.
 """
 
 from __future__ import annotations
@@ -180,7 +180,10 @@ def pages() -> dict[Path, str]:
         "model": plain(results("model")["rows"]),
         "events": events(results("events")["figures"]),
     }
-    measured = {"comm": collective_tables.measured(results("comm"))}
+    measured = {
+        "comm": collective_tables.measured(results("comm")),
+        "hosts": collective_tables.between_hosts(results("network")),
+    }
     tables = {
         DOCS / "benchmarks.md": benchmarks,
         DOCS.parent / "README.md": {"summary": summary(results("strategies")["rows"])},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms import ALGORITHMS
+from paceline.comm.algorithms import ALGORITHMS, SUMS
 from paceline.comm.plan import shard
 
 NAMES = [f"{collective}/{algorithm}" for collective, known in ALGORITHMS.items() for algorithm in known]
@@ -24,18 +24,16 @@ def expected(collective: str, rank: int, inputs: list[Tensor], scale: float = 1.
     """What a collective leaves in a rank's buffer, in fp64, and where that can be relied on."""
     n, numel = len(inputs), inputs[0].numel()
     own, everywhere, nowhere = slice(*shard(rank, n, numel)), slice(0, numel), slice(0, 0)
-    exact = [x.double() for x in inputs]
-    total = scale * torch.stack(exact).sum(0)
-    gathered = torch.cat([exact[peer][slice(*shard(peer, n, numel))] for peer in range(n)])
-    crossed = torch.cat([exact[peer][own] for peer in range(n)])
-    return {
-        "broadcast": (exact[0], everywhere),
-        "reduce": (total, nowhere if rank else everywhere),
-        "scatter": (exact[0], own),
-        "gather": (gathered, nowhere if rank else everywhere),
-        "all_gather": (gathered, everywhere),
-        "reduce_scatter": (total, own),
-        "all_reduce": (total, everywhere),
-        "all_to_all": (crossed, everywhere),
-        "barrier": (exact[rank], nowhere),
-    }[collective]
+    where = {"scatter": own, "reduce_scatter": own, "barrier": nowhere}.get(collective, everywhere)
+    if collective in ("reduce", "gather") and rank:
+        where = nowhere
+    if collective in ("broadcast", "scatter"):
+        return inputs[0].double(), where
+    if collective in SUMS:
+        return scale * torch.stack([x.double() for x in inputs]).sum(0), where
+    if collective in ("gather", "all_gather"):
+        return torch.cat([inputs[peer][slice(*shard(peer, n, numel))] for peer in range(n)]).double(), where
+    if collective == "all_to_all":
+        return torch.cat([x[own] for x in inputs]).double(), where
+    assert collective == "barrier"
+    return inputs[rank].double(), where

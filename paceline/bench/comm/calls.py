@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,8 @@ from paceline.bench.comm.reference import GETS_SHARD, GIVES_SHARD, count_wrong, 
 from paceline.comm.plan import shard
 
 ESTIMATE_REPEATS = 3
+LATE_SECONDS = 0.01
+"""How late the first rank comes to a barrier that is checked; each next one by so much more."""
 
 
 def _nothing() -> None:
@@ -81,6 +83,35 @@ def check(call: Call, op: str, rank: int, ranks: int, numel: int) -> int:
     call.given.zero_()
     call.result.zero_()
     return wrong
+
+
+def come_late(call: Call, rank: int, ranks: int) -> tuple[list[float], list[float]]:
+    """Runs a barrier as often as there are ranks; each time another rank is late.
+
+    Returns:
+        When this rank came and when it left, each time, by the clock that all processes of a machine share.
+    """
+    came, left = [], []
+    for late in range(ranks):
+        if rank == late:
+            # More than who was late before: a barrier that does nothing lets that one stay behind.
+            time.sleep((late + 1) * LATE_SECONDS)
+        came.append(time.monotonic())
+        call.run()
+        call.finish()
+        left.append(time.monotonic())
+    return came, left
+
+
+def count_early(came: Iterable[Sequence[float]], left: Iterable[Sequence[float]]) -> int:
+    """How often a rank left a barrier before all had come.
+
+    Args:
+        came: From `come_late`, of each rank.
+        left: Likewise.
+    """
+    each_time = zip(zip(*came, strict=True), zip(*left, strict=True), strict=True)
+    return sum(time < max(coming) for coming, leaving in each_time for time in leaving)
 
 
 def seconds(call: Call, repeats: int) -> float:

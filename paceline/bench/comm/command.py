@@ -35,7 +35,9 @@ from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.profile import Copy, Cost, HardwareProfile, Host, write_profile
 from paceline.errors import UserError
 
-Op = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "scatter", "gather", "all_to_all"]
+Op = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "scatter", "gather", "all_to_all", "barrier"
+]
 
 OWN = ("shared memory", "tcp", "nccl")
 """The transports that paceline trains over, whose costs a hardware profile holds."""
@@ -46,7 +48,7 @@ class CommBench:
     """Time, bandwidth and correctness of collectives: every transport and algorithm beside Gloo, NCCL and MPI."""
 
     op: tuple[Op, ...] = ("all_reduce", "reduce_scatter", "all_gather")
-    """Collectives to measure."""
+    """Collectives to measure; a barrier has no size."""
     min: str = "1k"
     """Smallest size, in powers of 1024: 4096, 1k, 25M."""
     max: str = "64M"
@@ -95,11 +97,11 @@ def main(options: CommBench) -> list[CommRow]:
             print(f"skipped {name}: {reason}", file=sys.stderr)
         for op in options.op:
             systems = systems_for(op, groups, options.algorithm)
-            for numel in counts:
+            for numel in counts if op != "barrier" else [0]:
                 size = numel * dtype.itemsize
 
                 def told(what: str, op: str = op, size: int = size) -> None:
-                    report(f"{op}, {size_text(size)}: {what}")
+                    report(f"{op}, {size_text(size)}: {what}" if size else f"{op}: {what}")
 
                 timings = measure(op, numel, systems, options.rounds, failures, told)
                 rows += make_rows(op, options.ranks, options.dtype, dtype.itemsize, numel, timings)
@@ -114,10 +116,11 @@ def main(options: CommBench) -> list[CommRow]:
     right = [row for row in rows if not row.wrong]
     if len(right) < len(rows):
         print(f"wrong results in {len(rows) - len(right)} of {len(rows)} rows: see #wrong", file=sys.stderr)
-    if options.plot and rows:
+    if options.plot and any(row.bytes for row in rows):
         from paceline.bench.comm.plot import draw
 
-        draw(rows, copies, Path(options.plot))
+        # A barrier's size has no place on an axis of sizes.
+        draw([row for row in rows if row.bytes], copies, Path(options.plot))
     if options.profile:
         write_profile(options.profile, hardware_profile(fit_rows(right), copies))
     return rows
@@ -164,6 +167,8 @@ def _checked(options: CommBench) -> list[int]:
     if options.plot:
         if not options.plot.endswith((".svg", ".png")):
             raise UserError(f"--plot: expected a file that ends in .svg or .png, got {options.plot!r}")
+        if set(options.op) == {"barrier"}:
+            raise UserError("--plot: draws time over size, which a barrier has none of; add another --op")
         try:
             import matplotlib.figure  # noqa: F401
         except ImportError as error:
@@ -189,10 +194,12 @@ def _print_op(op: str, options: CommBench, rows: Sequence[CommRow], copies: Sequ
     faster = "; of an MPI's calls with one buffer and with two, the faster" if any(row.buffers for row in mine) else ""
     print(f"± half the quartile distance{faster}")
     print(format_rows(mine))
-    print(f"\nTime in us of each transport's fastest, beside {options.ranks} ranks copying as many bytes at once")
-    if op == "all_reduce":
-        print("%: the copy's time / the all-reduce's")
-    print(format_copies([copy for copy in copies if copy.op == op], mine))
+    bounds = [copy for copy in copies if copy.op == op]
+    if bounds:
+        print(f"\nTime in us of each transport's fastest, beside {options.ranks} ranks copying as many bytes at once")
+        if op == "all_reduce":
+            print("%: the copy's time / the all-reduce's")
+        print(format_copies(bounds, mine))
     fits = fit_rows(mine)
     if fits:
         print("\nFitted: time = alpha + beta * size(B), least relative error; ± standard error; worst of all sizes")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from paceline.bench.comm.calls import count_early
 from paceline.bench.comm.group import Group, GroupError
 
 TURN_SECONDS = 0.02
@@ -33,7 +35,7 @@ class Timing:
 
     system: System
     wrong: int
-    """Wrong elements of all ranks' results."""
+    """Wrong elements of all ranks' results; of a barrier, how often a rank left it before all had come."""
     repeats: int
     seconds: list[float] = field(default_factory=list)
     """Of each round: time of one run on the slowest rank."""
@@ -44,12 +46,15 @@ PEERS = ("own", "*in place", "*separate buffers", "copy")
 
 
 def systems_for(op: str, groups: Sequence[Group], algorithms: Sequence[str]) -> list[System]:
-    """Copying and every system that has a collective; of our algorithms those in `algorithms`, or all."""
+    """Copying and every system that has a collective; of our algorithms those in `algorithms`, or all.
+
+    A barrier moves nothing that could be copied.
+    """
     return [
         System(group, library, algorithm)
         for group in groups
         for library, offered in group.offered.items()
-        for algorithm in (*offered.get("copy", ()), *offered.get(op, ()))
+        for algorithm in (*(offered.get("copy", ()) if op != "barrier" else ()), *offered.get(op, ()))
         if not algorithms or algorithm in algorithms or algorithm in PEERS
     ]
 
@@ -66,7 +71,7 @@ def measure(
 
     Args:
         op: Which collective.
-        numel: Elements.
+        numel: Elements; none of a barrier.
         systems: They take turns, in each round beginning with another.
         rounds: How many turns each gets.
         failures: Gets the reason for each that could not. A group that failed is closed, and its systems are left
@@ -84,8 +89,7 @@ def measure(
         answers = _ask(system, request, failures, f"{op} over {system.label}")
         if answers is not None:
             slowest = max(answer["seconds"] for answer in answers)
-            wrong = int(sum(answer["wrong"] for answer in answers))
-            timings.append(Timing(system, wrong, repeats(slowest)))
+            timings.append(Timing(system, _wrong(answers), repeats(slowest)))
     for number in range(rounds):
         report(f"round {number + 1} of {rounds}")
         first = number % max(len(timings), 1)
@@ -96,6 +100,12 @@ def measure(
     return [timing for timing in timings if len(timing.seconds) == rounds]
 
 
+def _wrong(answers: Sequence[dict[str, Any]]) -> int:
+    if "came" in answers[0]:
+        return count_early((answer["came"] for answer in answers), (answer["left"] for answer in answers))
+    return int(sum(answer["wrong"] for answer in answers))
+
+
 def repeats(seconds: float) -> int:
     """How often a collective that takes so long is run in one turn."""
     return min(max(math.ceil(TURN_SECONDS / seconds), FEWEST), MOST)
@@ -103,7 +113,7 @@ def repeats(seconds: float) -> int:
 
 def _ask(
     system: System, request: dict[str, object], failures: dict[str, str], what: str
-) -> list[dict[str, float]] | None:
+) -> list[dict[str, Any]] | None:
     """The ranks' answers, or None where one failed."""
     if system.group.closed:
         return None

@@ -41,7 +41,8 @@ class MpiLibrary:
         vendor, version = MPI.get_vendor()
         self.name = f"{vendor} {'.'.join(map(str, version))}"
         self.algorithms: dict[str, tuple[str, ...]] = dict.fromkeys(_FUNCTIONS, (IN_PLACE, SEPARATE))
-        self.algorithms |= {"broadcast": (IN_PLACE,), "scatter": (SEPARATE,), "gather": (SEPARATE,)}
+        self.algorithms |= dict.fromkeys(("scatter", "gather"), (SEPARATE,))
+        self.algorithms |= {"broadcast": (IN_PLACE,), "barrier": ("own",)}
         self.rank, self.ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         self._mpi: Any = MPI
         self._datatype = getattr(MPI, _DATATYPES[dtype], MPI.DATATYPE_NULL)
@@ -49,6 +50,9 @@ class MpiLibrary:
 
     def call(self, op: str, algorithm: str, numel: int) -> Call:
         """See `Library.call`."""
+        barrier = self._mpi.COMM_WORLD.Barrier
+        if op == "barrier":
+            return Call(self._buffers[0][:0], self._buffers[1][:0], barrier, barrier)
         if self._datatype == self._mpi.DATATYPE_NULL:
             raise TypeError(f"{self.name} has no {self._buffers[0].dtype}")
         source, target = (buffer[:numel] for buffer in self._buffers)
@@ -60,7 +64,7 @@ class MpiLibrary:
             given = source[: numel // self.ranks] if op in GIVES_SHARD else source
             result = target[: numel // self.ranks] if op in GETS_SHARD else target
             run = partial(function, self._memory(given), self._memory(result))
-        return Call(given, result, run, self._mpi.COMM_WORLD.Barrier)
+        return Call(given, result, run, barrier)
 
     def _in_place(self, op: str, function: Callable[..., object], buffer: Tensor) -> Callable[[], object]:
         if op == "broadcast":

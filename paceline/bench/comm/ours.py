@@ -28,7 +28,7 @@ class TransportLibrary:
     def __init__(self, transport: Transport, world: World, most: int, dtype: torch.dtype) -> None:
         """Every rank makes it: the buffer, of `most` elements, may be shared between them."""
         self.name = transport.name
-        self.algorithms = {op: tuple(found) for op, found in ALGORITHMS.items() if op != "barrier"}
+        self.algorithms = {op: tuple(found) for op, found in ALGORITHMS.items()}
         self._transport = transport
         self._world = world
         self._buffer = transport.allocate(most, dtype)
@@ -36,7 +36,7 @@ class TransportLibrary:
 
     def call(self, op: str, algorithm: str, numel: int) -> Call:
         """See `Library.call`."""
-        buffer = self._buffer[:numel]
+        buffer = self._token if op == "barrier" else self._buffer[:numel]
         given, result = in_place(op, buffer, self._world.rank, self._world.world_size)
         run = partial(self._transport.run, f"{op}/{algorithm}", buffer, "bench")
         return Call(given, result, run, self.barrier)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.bench.comm.calls import ESTIMATE_REPEATS, Call, Library, check, seconds
+from paceline.bench.comm.calls import ESTIMATE_REPEATS, Call, Library, check, come_late, seconds
 
 ADDRESS = "PACELINE_BENCH_ADDRESS"
 """Environment variable with the controller's socket."""
@@ -80,6 +80,11 @@ def _answer(
     op, numel = request["op"], request["numel"]
     calls.pop(key, None)
     call = libraries[key[0]].call(op, key[1], numel)
-    wrong = check(call, op, rank, ranks, numel)
+    checked: dict[str, Any]
+    if op == "barrier":
+        came, left = come_late(call, rank, ranks)
+        checked = {"came": came, "left": left}
+    else:
+        checked = {"wrong": check(call, op, rank, ranks, numel)}
     calls[key] = call
-    return {"wrong": wrong, "seconds": seconds(call, ESTIMATE_REPEATS)}
+    return {**checked, "seconds": seconds(call, ESTIMATE_REPEATS)}

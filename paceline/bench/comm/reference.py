@@ -74,7 +74,7 @@ def expected(op: str, rank: int, ranks: int, numel: int) -> list[Piece]:
     if op in ("all_gather", "gather"):
         bounds = [(source, *shard(source, ranks, numel)) for source in everyone]
         return [Piece(start, stop, start, (source,)) for source, start, stop in bounds]
-    raise ValueError(f"{op}: not a collective that is measured")
+    raise ValueError(f"{op}: not a collective that leaves data")
 
 
 def count_wrong(op: str, rank: int, ranks: int, result: Tensor, numel: int) -> int:

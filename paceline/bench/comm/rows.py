@@ -27,11 +27,11 @@ class CommRow:
     time_us: float
     """Median over rounds of the time of one run on the slowest rank."""
     algbw: float
-    """GB/s."""
+    """GB/s; 0 of a barrier, as its bytes and count are."""
     busbw: float
-    """GB/s."""
+    """GB/s; likewise."""
     wrong: int
-    """Elements that differ from the reference, over all ranks."""
+    """Elements that differ from the reference, over all ranks; of a barrier, how often one left before all had come."""
     spread_us: float
     """Half the distance between the quartiles of the time."""
     buffers: str = ""
@@ -126,7 +126,9 @@ def format_rows(rows: Sequence[CommRow]) -> str:
             (
                 *(row.op, str(row.ranks), row.transport, " ".join(filter(None, (row.algorithm, row.buffers)))),
                 *(str(row.bytes), str(row.count), row.dtype, row.redop),
-                *(f"{row.time_us:.2f}", f"{row.algbw:.3f}", f"{row.busbw:.3f}", str(row.wrong)),
+                f"{row.time_us:.2f}",
+                *(f"{width:.3f}" if row.bytes else "-" for width in (row.algbw, row.busbw)),
+                str(row.wrong),
                 f"{row.spread_us:.2f}",
             )
             for row in rows

@@ -22,6 +22,7 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "gather": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
     "reduce": lambda n: 1.0,
+    "barrier": lambda n: 0.0,
 }
 
 SUMS = ("all_reduce", "reduce_scatter", "reduce")

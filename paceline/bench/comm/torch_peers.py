@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.bench.comm.calls import Call
-
-_OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "scatter", "gather", "all_to_all")
+from paceline.comm.algorithms import ALGORITHMS
 
 
 class TorchLibrary:
@@ -20,7 +19,7 @@ class TorchLibrary:
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, most: int, dtype: torch.dtype):
         """Uses `group`, whose ranks hold two buffers of `most` elements each."""
         self.name = name
-        self.algorithms = dict.fromkeys(_OPS, ("own",))
+        self.algorithms = dict.fromkeys(ALGORITHMS, ("own",))
         self._group = group
         self._ranks = dist.get_world_size(group)
         self._root = dist.get_rank(group) == 0
@@ -47,6 +46,8 @@ class TorchLibrary:
         """What is given, what results, and the function with these tensors."""
         group, size = self._group, source.numel() // self._ranks
         piece, into = source[:size], target[:size]
+        if op == "barrier":
+            return source, source, self._barrier
         if op == "all_reduce":
             return source, source, partial(dist.all_reduce, source, group=group)
         if op == "broadcast":

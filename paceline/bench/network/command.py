@@ -19,7 +19,7 @@ from paceline.bench.network.turns import Timed
 from paceline.bench.results import write_json
 from paceline.errors import UserError
 
-Experiment = Literal["all-reduce", "systems", "buckets", "wire", "hierarchical"]
+Experiment = Literal["all-reduce", "systems", "buckets", "stages", "wire", "hierarchical"]
 
 DRAWN = ("systems", "buckets")
 """Experiments that the picture shows."""
@@ -48,9 +48,9 @@ class NetworkBench:
     """Gbit/s that a host's link carries each way."""
     experiments: tuple[Experiment, ...] = get_args(Experiment)
     """all-reduce: by size, Gloo's beside. systems: those that data parallelism went through, and torch's DDP, on a
-    model that computes for as long as its gradients are on the wire. buckets: their size, on the same model.
-    wire: gradients sent in full, as bf16 or as int8. hierarchical: inside the hosts and then between them, against
-    flat."""
+    model that computes for as long as its gradients are on the wire. buckets: their size, on the same model. stages:
+    what is sharded, on the same model, DDP beside. wire: gradients sent in full, as bf16 or as int8. hierarchical:
+    inside the hosts and then between them, against flat."""
     rounds: int = 5
     """Rounds; in each, every system runs in turn."""
     json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""

@@ -147,6 +147,14 @@ EXPERIMENTS: dict[str, Callable[[Job, pl.World], list[Timed]]] = {
     "all-reduce": partial(all_reduces, collectives=["all_reduce"]),
     "systems": partial(trainings, strategies=SYSTEMS, beside_ddp=True),
     "buckets": partial(trainings, strategies={f"{size:g} MiB": Strategy(bucket_mb=size) for size in BUCKETS}),
+    "stages": partial(
+        trainings,
+        strategies={
+            f"zero {stage}, {size:g} MiB": Strategy(zero=stage, bucket_mb=size)  # type: ignore[arg-type]
+            for stage, size in ((0, 2.5), (1, 1.0), (1, 2.5), (1, 5.0), (2, 2.5))
+        },
+        beside_ddp=True,
+    ),
     "wire": partial(
         trainings,
         strategies={

@@ -28,6 +28,8 @@ from paceline.errors import UserError
 
 OPS = get_args(Op)
 SIZES = [1024, 4096, 16384]
+MOVING = [op for op in OPS if op != "barrier"]
+"""Operations that have sizes."""
 
 
 @dataclass
@@ -54,14 +56,16 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def test_every_collective_of_every_system_is_right(done: Done) -> None:
-    assert set(OPS) == ALGORITHMS.keys() - {"barrier"}
+    assert set(OPS) == ALGORITHMS.keys()
     rows = done.result["rows"]
     assert {row["op"] for row in rows} == set(OPS)
     for op in OPS:
         for transport in ("shared memory", "tcp"):
             found = {row["algorithm"] for row in rows if (row["op"], row["transport"]) == (op, transport)}
             assert found == set(ALGORITHMS[op])
-        assert [row["bytes"] for row in rows if (row["op"], row["transport"]) == (op, "gloo")] == SIZES
+        assert [row["bytes"] for row in rows if (row["op"], row["transport"]) == (op, "gloo")] == (
+            SIZES if op in MOVING else [0]
+        )
     for row in rows:
         assert row["wrong"] == 0, row
         assert row["time_us"] > 0
@@ -87,11 +91,24 @@ def test_machine_command_copies_and_fits_are_kept(done: Done) -> None:
     result = done.result
     assert result["machine"]["cores"] > 0
     assert result["command"].split()[0] == "paceline"
-    assert [(copy["op"], copy["bytes"]) for copy in result["copies"]] == [(op, size) for op in OPS for size in SIZES]
-    series = {(row["op"], row["transport"], row["algorithm"]) for row in result["rows"]}
+    assert [(copy["op"], copy["bytes"]) for copy in result["copies"]] == [(op, size) for op in MOVING for size in SIZES]
+    series = {(row["op"], row["transport"], row["algorithm"]) for row in result["rows"] if row["op"] in MOVING}
     assert {(fit["op"], fit["transport"], fit["algorithm"]) for fit in result["fits"]} == series
     for heading in ("all_reduce, 2 ranks, float32: medians of 2 rounds", "copy(GB/s)", "beta(ps/B)"):
         assert heading in done.printed
+
+
+def test_a_barrier_has_one_row_of_each_system_and_no_copy_beside_it(done: Done) -> None:
+    rows = done.result["rows"]
+    found = [row for row in rows if row["op"] == "barrier"]
+    assert {row["transport"] for row in found} == {row["transport"] for row in rows}, "MPI's too, where it runs"
+    assert len(found) == len({(row["transport"], row["algorithm"]) for row in found})
+    for row in found:
+        assert row.keys() == rows[0].keys()
+        assert (row["bytes"], row["count"], row["redop"], row["algbw"], row["busbw"]) == (0, 0, "none", 0, 0)
+    table = done.printed[done.printed.index("\nbarrier, 2 ranks") :]
+    assert "copy(us)" not in table
+    assert "Fitted" not in table
 
 
 def test_the_profile_holds_what_training_can_use(done: Done) -> None:
@@ -109,7 +126,8 @@ def test_the_profile_holds_what_training_can_use(done: Done) -> None:
 def test_the_chart_shows_every_collective(done: Done) -> None:
     pytest.importorskip("matplotlib")
     text = (done.folder / "plot.svg").read_text()
-    assert all(f"<!-- {op}, 2 ranks, float32 -->" in text for op in OPS)
+    assert all(f"<!-- {op}, 2 ranks, float32 -->" in text for op in MOVING)
+    assert "barrier" not in text
 
 
 @pytest.mark.parametrize(
@@ -124,6 +142,7 @@ def test_the_chart_shows_every_collective(done: Done) -> None:
         (CommBench(algorithm=("rign",)), r"--algorithm: expected some of direct, ring, .*; got 'rign'"),
         (CommBench(op=("scatter",), algorithm=("ring",)), r"expected some of server, tree; got 'ring'"),
         (CommBench(plot="out.pdf"), r"--plot: expected a file that ends in \.svg or \.png, got 'out\.pdf'"),
+        (CommBench(op=("barrier",), plot="out.svg"), "--plot: draws time over size, which a barrier has none of"),
         (CommBench(json="none/out.json"), "none/out.json: expected a file in a folder that exists; make none first"),
         (CommBench(mpi=("none",)), "--mpi: expected a folder with bin/mpiexec"),
     ],

@@ -77,6 +77,25 @@ def test_of_ways_to_call_one_library_there_is_one_row_which_says_the_way(group: 
     assert (row.buffers, row.wrong) == ("one way", 0), "wrong results are no better for being fast"
 
 
+def test_a_barrier_that_a_rank_leaves_before_all_have_come_is_wrong(group: Group) -> None:
+    systems = systems_for("barrier", [group], ())
+    assert [system.algorithm for system in systems] == ["right", "idle", "hasty"]
+    failures: dict[str, str] = {}
+    wrong = []
+    # Once is not enough where a rank is held up for as long as another is late.
+    for _ in range(3):
+        timings = measure("barrier", 0, systems, 2, failures, quiet)
+        wrong.append([timing.wrong for timing in timings])
+        (row, *_) = make_rows("barrier", RANKS, "float32", 4, 0, timings)
+        assert row.time_us > 0
+        assert (row.bytes, row.count, row.redop, row.algbw, row.busbw) == (0, 0, "none", 0, 0)
+    assert failures == {}
+    right, idle, hasty = map(max, zip(*wrong, strict=True))
+    assert right == 0
+    assert idle == 2, "each rank, when the other is late"
+    assert hasty == 1, "rank 0, when rank 1 is late"
+
+
 def test_a_group_whose_rank_dies_is_left_out_from_then_on_with_its_last_words(mortal: Group) -> None:
     systems = [System(mortal, "made", algorithm) for algorithm in ("right", "deadly", "wrong")]
     failures: dict[str, str] = {}

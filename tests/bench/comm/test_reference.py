@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.bench.comm.calls import Call, check, seconds
+from paceline.bench.comm import calls
+from paceline.bench.comm.calls import Call, check, come_late, count_early, seconds
 from paceline.bench.comm.reference import GETS_SHARD, GIVES_SHARD, count_wrong, expected, values
 from paceline.comm.plan import shard
 
@@ -93,8 +96,8 @@ def test_a_copy_must_be_equal_to_the_bit() -> None:
     assert count_wrong("broadcast", 1, RANKS, result, NUMEL) == 1
 
 
-def test_what_is_not_measured_is_refused() -> None:
-    with pytest.raises(ValueError, match="barrier: not a collective"):
+def test_what_leaves_no_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="barrier: not a collective that leaves data"):
         expected("barrier", 0, 2, 8)
 
 
@@ -113,6 +116,27 @@ def test_a_collective_that_does_nothing_finds_no_earlier_result() -> None:
     assert check(idle, "all_reduce", 0, RANKS, NUMEL) > 0.999 * NUMEL
     source, target = torch.zeros(NUMEL), by_hand("all_to_all", 0)
     assert check(Call(source, target, lambda: None, lambda: None), "all_to_all", 0, RANKS, NUMEL) == NUMEL
+
+
+def test_who_leaves_a_barrier_before_all_have_come_is_counted_each_time() -> None:
+    came = [[1.0, 5.0, 8.0], [2.0, 4.0, 9.0], [1.5, 4.5, 8.5]]
+    assert count_early(came, [[2.0, 5.1, 9.5], [2.1, 5.2, 9.1], [2.5, 6.0, 9.0]]) == 0
+    assert count_early(came, [[1.9, 5.1, 9.5], [2.1, 5.2, 9.1], [2.5, 6.0, 9.0]]) == 1
+    assert count_early(came, [[1.1, 5.1, 8.1], [2.1, 4.1, 9.1], [1.6, 4.6, 8.6]]) == 6
+
+
+def test_each_rank_in_turn_comes_late_to_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "LATE_SECONDS", 0.02)
+    order = []
+    call = Call(torch.zeros(0), torch.zeros(0), *(lambda name=name: order.append(name) for name in ("r", "b", "f")))
+    for rank in range(RANKS):
+        start = time.monotonic()
+        came, left = come_late(call, rank, RANKS)
+        moments = [start, *(moment for pair in zip(came, left, strict=True) for moment in pair)]
+        assert moments == sorted(moments) and len(moments) == 1 + 2 * RANKS
+        assert came[rank] - [start, *left][rank] >= 0.02 * (rank + 1)
+        assert order == ["r", "f"] * RANKS
+        order.clear()
 
 
 def test_time_is_that_of_one_run_without_the_one_that_wakes() -> None:

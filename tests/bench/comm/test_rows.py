@@ -25,6 +25,12 @@ def test_columns_are_those_of_nccl_tests_behind_what_was_run() -> None:
     assert line.index("1024") + 4 == heads.index("size(B)") + 7
 
 
+def test_a_barrier_has_a_time_and_no_bandwidths() -> None:
+    barrier = replace(ROW, op="barrier", algorithm="tree", bytes=0, count=0, redop="none", algbw=0.0, busbw=0.0)
+    _, line = format_rows([barrier]).splitlines()
+    assert " ".join(line.split()) == "barrier 2 tcp tree 0 0 float32 none 20.00 - - 0 0.25"
+
+
 def test_each_system_and_collective_has_a_line_of_its_own() -> None:
     found = fit_rows([*rows(), *rows("tree"), *[replace(row, op="reduce") for row in rows()]])
     assert [(row.op, row.algorithm) for row in found] == [

@@ -61,6 +61,7 @@ def test_a_sweep() -> None:
         ("gather", 3 / 4),
         ("broadcast", 1),
         ("reduce", 1),
+        ("barrier", 0),
     ],
 )
 def test_bus_bandwidth_is_that_of_nccl_tests(op: str, factor: float) -> None:
