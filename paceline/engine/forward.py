@@ -141,11 +141,15 @@ class ForwardPass:
         self._hold_accumulators(units)
 
     def gather_update(self) -> None:
-        """Gathers whole parameters, as after an update."""
+        """Gathers whole parameters, as after an update, and waits for them.
+
+        Where the step has no number of its own yet, its forward could not tell them from its own gathers.
+        """
         if self._running.schedule.gathers_after_update:
             update, *gathers = self._running.schedule.update(self._running.progress.last_micro_batch)
             self._running.executor.load(self._running.progress.step, gathers)
             self._running.executor.done(update.key)
+            self._running.executor.settle()
 
     def _settle_update(self) -> None:
         """Waits for gathers that no scheduled op will wait for, and shows what they brought."""

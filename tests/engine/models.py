@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import paceline as pl
 from paceline.strategy import SYSTEMS, Strategy
@@ -49,21 +51,23 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     engine = getattr(model, "_paceline_engine", None)
     if engine is None or engine.schedule.shards == 1:
         return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
-    found: dict[str, Tensor | None] = {}
+    slots, shards = engine.layout.slots, engine.schedule.shards
     by_name = dict(model.named_parameters())
-    for index, slot in enumerate(engine.layout.slots):
-        # The last element says whether any rank has a piece of it.
-        flat = torch.zeros(slot.spec.numel + 1, dtype=torch.float64)
+    # One message: each parameter's elements, then whether any rank has a piece of it.
+    flat = torch.zeros(sum(slot.spec.numel + 1 for slot in slots), dtype=torch.float64)
+    places = dict(zip(range(len(slots)), flat.split([slot.spec.numel + 1 for slot in slots]), strict=True))
+    for index, slot in enumerate(slots):
         gradient = by_name[slot.spec.name].grad
         if gradient is not None:
             (bucket,) = [bucket for bucket in engine.layout.buckets if index in bucket.slots]
-            shards = engine.schedule.shards
             start, stop = engine.layout.piece(bucket, index, engine.world.rank % shards, shards)
-            flat[start - slot.offset : stop - slot.offset] = gradient.double()
-            flat[-1] = 1
-        dist.all_reduce(flat)
-        whole = (flat[:-1] / engine.schedule.replicas).as_strided(slot.spec.shape, slot.spec.stride)
-        found[slot.spec.name] = whole if flat[-1] else None
+            places[index][start - slot.offset : stop - slot.offset] = gradient.double()
+            places[index][-1] = 1
+    dist.all_reduce(flat)
+    found: dict[str, Tensor | None] = {}
+    for index, slot in enumerate(slots):
+        whole = (places[index][:-1] / engine.schedule.replicas).clone()
+        found[slot.spec.name] = whole.as_strided(slot.spec.shape, slot.spec.stride) if places[index][-1] else None
     return {name: found[name] for name in by_name}
 
 
@@ -94,6 +98,11 @@ WORLDS = {
 
 every_world = pytest.mark.parametrize(("strategy", "n"), WORLDS.values(), ids=WORLDS)
 
+SEVERAL = {name: (strategy, n) for name, (strategy, n) in WORLDS.items() if n > 1}
+
+several_ranks = pytest.mark.parametrize(("strategy", "n"), SEVERAL.values(), ids=SEVERAL)
+"""As `every_world`, for what one rank cannot get wrong."""
+
 sharded = pytest.mark.parametrize("strategy", SHARDED.values(), ids=SHARDED)
 
 PARALLEL = {**STAGES, "parameter server": SYSTEMS["parameter server"]}
@@ -102,7 +111,7 @@ PARALLEL = {**STAGES, "parameter server": SYSTEMS["parameter server"]}
 every_way = pytest.mark.parametrize("strategy", PARALLEL.values(), ids=PARALLEL)
 
 
-def make(cls: type[nn.Module] = Stack, *args: Any) -> nn.Module:
+def make(cls: Callable[..., nn.Module] = Stack, *args: Any) -> nn.Module:
     """A model in fp64 with the same weights wherever it is made."""
     torch.manual_seed(0)
     return cls(*args).double()
@@ -117,3 +126,61 @@ def shares(x: Tensor) -> Tensor:
 def fail_in_backward(gradient: Tensor) -> None:
     """A tensor hook that raises."""
     raise ValueError("in the middle of backward")
+
+
+class Fragile(Stack):
+    """Raises in backward behind one of its blocks, when told which."""
+
+    fails_at: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for index, block in enumerate(self.blocks):
+            x = x + block(x)
+            if index == self.fails_at:
+                x.register_hook(fail_in_backward)
+        return self.head(x)
+
+
+# What follows runs alike on a plain model, which is the reference, and on a parallel one.
+
+
+def rows_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """The rows of a batch that a model is trained on here: all for a plain one, this rank's for a parallel one."""
+    return shares(batch) if hasattr(model, "_paceline_engine") else batch
+
+
+def rows(model: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
+    """`rows_of` twelve inputs and targets, which 1 to 4 ranks share evenly."""
+    x, y = data(seed, 12)
+    return rows_of(model, x), rows_of(model, y)
+
+
+def loss_on(model: nn.Module, seed: int) -> Tensor:
+    """Mean squared error of a model on its rows of a batch."""
+    x, y = rows(model, seed)
+    return F.mse_loss(model(x), y)
+
+
+def train(model: nn.Module, steps: int = 3) -> list[dict[str, Tensor]]:
+    """A plain training loop's weights after it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        loss_on(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [snapshot(model)]
+
+
+def in_parallel(strategy: Strategy, cls: Callable[[], nn.Module], run: Callable[..., Any], *args: Any) -> Any:
+    """What `run(model, *args)` returns for a parallel model; each rank calls this."""
+    model = pl.parallelize(make(cls), strategy)
+    result = run(model, *args)
+    pl.release(model)
+    return result
+
+
+def assert_all_same(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Compares dictionaries of tensors or None, one after another."""
+    for found, wanted in zip(results, expected, strict=True):
+        assert_same(found, wanted)

@@ -10,19 +10,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import paceline as pl
 from paceline.strategy import SYSTEMS, Strategy
 from tests.engine.models import (
-    Stack,
+    assert_all_same,
     assert_same,
     data,
+    every_world,
     gradients,
     make,
+    rows,
+    rows_of,
     shares,
     snapshot,
-    stages,
 )
 
 # ---- gradient descent by hand
@@ -108,115 +109,30 @@ def test_packing_changes_no_bit_in_float32(ranks, transport) -> None:
             assert_same(state, expected, atol=0)
 
 
-# ---- weighting by tokens
+def in_buckets(strategy: Strategy, sizes: tuple[float, ...]) -> list[tuple[int, dict]]:
+    found = []
+    for bucket_mb in sizes:
+        model = pl.parallelize(make().float(), replace(strategy, bucket_mb=bucket_mb))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            x, y = (part.float() for part in rows(model, step))
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((len(pl.engine_of(model).layout.buckets), snapshot(model)))
+        pl.release(model)
+    return found
 
 
-def weighted(strategy: Strategy, counts: tuple[int, ...]) -> dict:
-    world = pl.init()
-    model = make()
-    engine = pl.engine_of(pl.parallelize(model, replace(strategy, gradients="sum")))
-    x, y = data(0, sum(counts))
-    first = sum(counts[: world.rank])
-    x, y = (part[first : first + counts[world.rank]] for part in (x, y))
-    loss = (model(x) - y).square().sum()
-    engine.count(len(x), loss)
-    loss.backward()
-    tokens, _ = engine.counts()
-    scaled = {name: None if g is None else g / max(tokens.item(), 1) for name, g in gradients(model).items()}
-    pl.release(model)
-    return scaled
-
-
-@stages
-@pytest.mark.parametrize("counts", [(1, 1000), (0, 7), (3, 0, 4)])
-def test_uneven_token_counts_give_the_mean_over_all_tokens(ranks, strategy, counts) -> None:
-    model = make()
-    x, y = data(0, sum(counts))
-    ((model(x) - y).square().sum() / sum(counts)).backward()
-    for result in ranks(len(counts), weighted, strategy, counts):
-        assert_same(result, gradients(model))
-
-
-@stages
-def test_no_tokens_anywhere_gives_zero_gradients_not_nan(ranks, strategy) -> None:
-    for result in ranks(2, weighted, strategy, (0, 0)):
-        assert all(torch.count_nonzero(g) == 0 for g in result.values() if g is not None)
-
-
-def uneven(strategy: Strategy, counts: list[tuple[int, ...]]) -> dict:
-    world = pl.init()
-    model = pl.parallelize(make(), replace(strategy, gradients="sum"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, numbers in enumerate(counts):
-        x, y = data(step, sum(numbers))
-        first = sum(numbers[: world.rank])
-        mine = [(x[i : i + 1], y[i : i + 1]) for i in range(first, first + numbers[world.rank])]
-        for xs, ys in pl.accumulate(model, mine, uneven=True):
-            ((model(xs) - ys).square().sum() / sum(numbers)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return snapshot(model)
-
-
-@stages
-def test_ranks_with_more_or_fewer_micro_batches_or_none_wait_for_nobody(ranks, strategy) -> None:
-    counts = [(5, 3), (0, 2), (3, 0), (1, 1)]
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, numbers in enumerate(counts):
-        x, y = data(step, sum(numbers))
-        ((model(x) - y).square().sum() / sum(numbers)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for state in ranks(2, uneven, strategy, counts):
-        assert_same(state, snapshot(model))
-
-
-# ---- recomputation
-
-
-class Checkpointed(Stack):
-    """Recomputes its blocks; one parameter is used in two of them."""
-
-    def __init__(self, reentrant: bool, shared: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        if shared:
-            self.blocks[2] = self.blocks[0]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
-def recomputed(strategy: Strategy, reentrant: bool, shared: bool) -> tuple[dict, bool]:
-    model = pl.parallelize(make(Checkpointed, reentrant, shared), strategy)
-    engine = pl.engine_of(model)
-    as_planned = True
-    for step in range(3):
-        engine.drain_events()
-        model.zero_grad()
-        x, y = (shares(part) for part in data(step, 8))
-        F.mse_loss(model(x), y).backward()
-    executed = [event.target for event in engine.drain_events() if event.stream == "reduce"]
-    as_planned = executed == [op.target for op in engine.schedule.step(1) if op.stream == "reduce"]
-    found = gradients(model)
-    pl.release(model)
-    return found, as_planned
-
-
-@stages
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_of_both_kinds_even_of_a_shared_block(ranks, strategy, reentrant, shared) -> None:
-    model = make(Checkpointed, reentrant, shared)
-    x, y = data(2, 8)
-    F.mse_loss(model(x), y).backward()
-    for result, as_planned in ranks(2, recomputed, strategy, reentrant, shared):
-        assert_same(result, gradients(model))
-        assert as_planned, "from the second step on, late units are scheduled after backward"
+@every_world
+def test_where_buckets_are_cut_changes_no_bit_in_float32(ranks, strategy, n) -> None:
+    results = ranks(n, in_buckets, strategy, (1e-4, 3e-4, 25.0))
+    (most, expected), _, (fewest, _) = results[0]
+    # A unit that is gathered has a bucket of its own, whatever its size.
+    assert fewest == most if strategy.gathers else fewest == 1 < most
+    for found in results:
+        for _, state in found:
+            assert_same(state, expected, atol=0)
 
 
 # ---- shapes
@@ -238,35 +154,39 @@ class Odd(nn.Module):
         return y * self.transposed[2, 1]
 
 
-def odd(strategy: Strategy) -> tuple[dict, dict, list]:
+def odd(model: nn.Module) -> list[dict]:
+    x = torch.randn(12, 3, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(rows_of(model, x)).mean().backward()
+        found.append(gradients(model))
+        optimizer.step()
+        found.append(snapshot(model))
+    return found
+
+
+def odd_in_parallel(strategy: Strategy) -> tuple[list[dict], list[bool]]:
     model = make(Odd)
     shapes = [(p.shape, p.stride()) for p in model.parameters()]
     pl.parallelize(model, strategy)
-    x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model(shares(x)).mean().backward()
-    found = gradients(model)
-    optimizer.step()
+    found = odd(model)
     with pl.full_parameters(model):
         kept = [(p.shape, p.stride()) for p in model.parameters()] == shapes
     aligned = all(p.grad is None or p.grad.stride() == p.stride() for p in model.parameters())
-    state = snapshot(model)
     pl.release(model)
-    return found, state, [kept, aligned]
+    return found, [kept, aligned]
 
 
-@stages
-def test_odd_parameters_keep_shape_and_strides(ranks, strategy) -> None:
-    model = make(Odd)
-    x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    model(x).mean().backward()
-    expected = gradients(model)
-    torch.optim.SGD(model.parameters(), lr=0.01).step()
-    if strategy.stage:
-        expected["empty"] = None  # no rank has a piece of it
-    for found, state, checks in ranks(2, odd, strategy):
-        assert_same(found, expected)
-        assert_same(state, snapshot(model))
+@every_world
+def test_odd_parameters_keep_shape_and_strides(ranks, strategy, n) -> None:
+    expected = odd(make(Odd))
+    if strategy.shards(n) > 1:
+        for gradient in expected[::2]:
+            gradient["empty"] = None  # no rank has a piece of it
+    for found, checks in ranks(n, odd_in_parallel, strategy):
+        assert_all_same(found, expected)
         assert checks == [True, True]
 
 

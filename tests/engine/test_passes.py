@@ -1,6 +1,8 @@
-"""Several forwards or backwards before a step, a loss on some outputs, evaluation in between: at every stage."""
+"""Several forwards or backwards before a step, a loss on some outputs, evaluation in between: in every world."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,73 +10,102 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.strategy import Strategy
+from paceline.strategy import SYSTEMS, Strategy
 from tests.engine.models import (
+    WORLDS,
     Stack,
+    assert_all_same,
     assert_same,
     data,
-    every_way,
+    every_world,
     gradients,
+    in_parallel,
+    loss_on,
     make,
-    shares,
-    stages,
+    rows,
+    snapshot,
 )
 
+Found = list[dict[str, Any]]
 
-def two_backwards(strategy: Strategy, set_to_none: bool) -> dict:
-    model = pl.parallelize(make(), strategy)
-    for seed in (0, 1):
-        x, y = (shares(part) for part in data(seed, 8))
-        F.mse_loss(model(x), y).backward()
-    first = gradients(model)
-    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=set_to_none)
-    x, y = (shares(part) for part in data(2, 8))
-    F.mse_loss(model(x), y).backward()
-    second = gradients(model)
-    pl.release(model)
-    return {"first": first, "second": second}
+WITH_SERVER = {**WORLDS, "parameter server": (SYSTEMS["parameter server"], 2)}
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@every_way
-def test_two_backwards_before_a_step_both_count(ranks, strategy, set_to_none) -> None:
-    model = make()
-    for seed in (0, 1):
-        x, y = data(seed, 8)
-        F.mse_loss(model(x), y).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    x, y = data(2, 8)
-    F.mse_loss(model(x), y).backward()
-    second = gradients(model)
-    for rank, result in enumerate(ranks(2, two_backwards, strategy, set_to_none)):
-        if rank == 0 or strategy.collective == "all_reduce":
-            assert_same(result["first"], expected)
-            assert_same(result["second"], second)
-
-
-def two_forwards(strategy: Strategy, both: bool) -> dict:
-    model = pl.parallelize(make(), strategy)
-    for step in range(2):
-        (x0, y0), (x1, y1) = ([shares(part) for part in data(2 * step + i, 8)] for i in (0, 1))
+def two_backwards(model: nn.Module) -> Found:
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for set_to_none in (True, False):
+        for seed in (0, 1):
+            loss_on(model, seed).backward()
+        found.append(gradients(model))
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_on(model, 2).backward()
+        found.append(gradients(model))
         model.zero_grad()
-        first, second = model(x0), model(x1)
-        loss = F.mse_loss(second, y1)
-        (F.mse_loss(first, y0) + loss if both else loss).backward()
-    found = gradients(model)
-    pl.release(model)
     return found
 
 
-@stages
-@pytest.mark.parametrize("both", [True, False])
-def test_two_forwards_then_one_backward(ranks, strategy, both) -> None:
-    model = make()
-    (x0, y0), (x1, y1) = data(2, 8), data(3, 8)
-    loss = F.mse_loss(model(x1), y1)
-    (F.mse_loss(model(x0), y0) + loss if both else loss).backward()
-    for result in ranks(2, two_forwards, strategy, both):
-        assert_same(result, gradients(model))
+@pytest.mark.parametrize(("strategy", "n"), WITH_SERVER.values(), ids=WITH_SERVER)
+def test_two_backwards_before_a_step_both_count(ranks, strategy, n) -> None:
+    results = ranks(n, in_parallel, strategy, Stack, two_backwards)
+    for found in results if strategy.collective == "all_reduce" else results[:1]:
+        assert_all_same(found, two_backwards(make()))
+
+
+def two_forwards(model: nn.Module) -> Found:
+    found = []
+    for both in (True, False, True):
+        model.zero_grad()
+        first, second = loss_on(model, 0), loss_on(model, 1)
+        (first + second if both else second).backward()
+        found.append(gradients(model))
+    return found
+
+
+@every_world
+def test_two_forwards_then_one_backward(ranks, strategy, n) -> None:
+    for found in ranks(n, in_parallel, strategy, Stack, two_forwards):
+        assert_all_same(found, two_forwards(make()))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.norm(self.inner(x))))
+
+
+def normed(model: nn.Module, rank: int, n: int) -> Found:
+    """Gradients and running statistics: first of one batch for all ranks, then of this rank's rows."""
+    found = []
+    for own in (False, True):
+        model.zero_grad()
+        losses = []
+        for seed in (2 * own, 2 * own + 1):
+            x, y = (part[rank::n] if own else part for part in data(seed, 12))
+            losses.append(F.mse_loss(model(x), y))
+        sum(losses).backward()
+        found += [gradients(model), dict(model.named_buffers())]
+        found[-1] = {name: buffer.clone() for name, buffer in found[-1].items()}
+    return found
+
+
+def normed_in_parallel(strategy: Strategy) -> Found:
+    world = pl.init()
+    return in_parallel(strategy, Normed, normed, world.rank, world.world_size)
+
+
+@every_world
+def test_two_forwards_through_batch_norm_then_one_backward(ranks, strategy, n) -> None:
+    alone = [normed(make(Normed), rank, n) for rank in range(n)]
+    mean = {name: sum(found[2][name] for found in alone) / n for name in alone[0][2]}
+    for found, expected in zip(ranks(n, normed_in_parallel, strategy), alone, strict=True):
+        assert_all_same(found, [expected[0], expected[1], mean, expected[3]])
+        assert found[3]["norm.num_batches_tracked"] == 4
 
 
 class TwoHeads(Stack):
@@ -91,53 +122,50 @@ class TwoHeads(Stack):
         return {"a": self.head(x), "b": self.other(x)}
 
 
-def one_output(strategy: Strategy, which: tuple[str, ...]) -> list[dict]:
-    world = pl.init()
-    model = pl.parallelize(make(TwoHeads), strategy)
+def some_outputs(model: nn.Module, choices: tuple[str, ...]) -> Found:
     found = []
-    for step in range(3):
-        x, y = (shares(part) for part in data(step, 8))
+    for step, which in enumerate(choices):
+        x, y = rows(model, step)
         model.zero_grad()
-        F.mse_loss(model(x)[which[world.rank]], y).backward()
+        F.mse_loss(model(x)[which[pl.init().rank]], y).backward()
         found.append(gradients(model))
-    pl.release(model)
     return found
 
 
-@stages
-@pytest.mark.parametrize("which", [("a", "a"), ("a", "b")])
-def test_a_loss_on_some_outputs_completes_and_unused_parameters_keep_no_gradient(ranks, strategy, which) -> None:
-    results = ranks(2, one_output, strategy, which)
-    for step in range(3):
-        expected = make(TwoHeads)
-        x, y = data(step, 8)
-        for rank, name in enumerate(which):
-            (F.mse_loss(expected(x[rank::2])[name], y[rank::2]) / 2).backward()
-        for found in results:
-            assert_same(found[step], gradients(expected))
+def in_turn(strategy: Strategy, orders: list[tuple[str, ...]]) -> list[Found]:
+    return [in_parallel(strategy, TwoHeads, some_outputs, choices) for choices in orders]
 
 
-def evaluated_between(strategy: Strategy, grad: bool) -> dict:
-    model = pl.parallelize(make(), strategy)
-    for step in range(2):
+@every_world
+def test_a_loss_on_some_outputs_completes_and_unused_parameters_keep_no_gradient(ranks, strategy, n) -> None:
+    # Which output each rank's loss is of, step after step.
+    orders = [("aaaa", "aaaa", "abab"), ("baaa", "abab")]
+    for results in ranks(n, in_turn, strategy, orders):
+        for choices, found in zip(orders, results, strict=True):
+            for step, which in enumerate(choices):
+                expected = make(TwoHeads)
+                x, y = data(step, 12)
+                for rank in range(n):
+                    (F.mse_loss(expected(x[rank::n])[which[rank]], y[rank::n]) / n).backward()
+                assert_same(found[step], gradients(expected))
+
+
+def evaluated_between(model: nn.Module, evaluates: bool = True) -> Found:
+    found = []
+    for step, grad in enumerate((False, True, False)):
         model.zero_grad()
-        x, y = (shares(part) for part in data(step, 8))
-        loss = F.mse_loss(model(x), y)
-        model.eval()
-        with torch.set_grad_enabled(grad):
-            model(data(9, 3)[0])
-        model.train()
+        loss = loss_on(model, step)
+        if evaluates:
+            model.eval()
+            with torch.set_grad_enabled(grad):
+                model(data(9, 3)[0])
+            model.train()
         loss.backward()
-    found = gradients(model)
-    pl.release(model)
+        found += [gradients(model), snapshot(model)]
     return found
 
 
-@stages
-@pytest.mark.parametrize("grad", [False, True])
-def test_an_evaluation_between_forward_and_backward_changes_nothing(ranks, strategy, grad) -> None:
-    model = make()
-    x, y = data(1, 8)
-    F.mse_loss(model(x), y).backward()
-    for result in ranks(2, evaluated_between, strategy, grad):
-        assert_same(result, gradients(model))
+@every_world
+def test_an_evaluation_between_forward_and_backward_changes_nothing(ranks, strategy, n) -> None:
+    for found in ranks(n, in_parallel, strategy, Stack, evaluated_between):
+        assert_all_same(found, evaluated_between(make(), evaluates=False))

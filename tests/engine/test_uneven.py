@@ -1,0 +1,120 @@
+"""Ranks with more or less to do than others, or nothing: each token counts the same, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import paceline as pl
+from paceline.strategy import Strategy
+from tests.engine.models import (
+    assert_all_same,
+    assert_same,
+    data,
+    every_world,
+    gradients,
+    make,
+    several_ranks,
+    snapshot,
+)
+
+# ---- unevenly many tokens
+
+TOKENS = [(1, 1000, 0, 3), (0, 7, 5, 0)]
+"""How many tokens each rank has; fewer ranks have the first of them."""
+
+
+def weighted(strategy: Strategy, counts: list[tuple[int, ...]]) -> list[dict]:
+    world = pl.init()
+    model = make()
+    engine = pl.engine_of(pl.parallelize(model, replace(strategy, gradients="sum")))
+    found = []
+    for seed, numbers in enumerate(counts):
+        model.zero_grad()
+        first = sum(numbers[: world.rank])
+        x, y = (part[first : first + numbers[world.rank]] for part in data(seed, sum(numbers)))
+        loss = (model(x) - y).square().sum()
+        engine.count(len(x), loss)
+        loss.backward()
+        tokens, total = engine.counts()
+        sums = {**gradients(model), "loss": total}
+        found.append({"tokens": tokens, **{name: value / tokens.clamp(min=1) for name, value in sums.items()}})
+    pl.release(model)
+    return found
+
+
+def weighted_alone(counts: list[tuple[int, ...]]) -> list[dict]:
+    found = []
+    for seed, numbers in enumerate(counts):
+        model, tokens = make(), torch.tensor(sum(numbers), dtype=torch.float64)
+        x, y = data(seed, sum(numbers))
+        loss = (model(x) - y).square().sum() / tokens.clamp(min=1)
+        loss.backward()
+        found.append({"tokens": tokens, **gradients(model), "loss": loss.detach()})
+    return found
+
+
+@every_world
+def test_uneven_token_counts_give_the_mean_over_all_tokens(ranks, strategy, n) -> None:
+    counts = [numbers[:n] for numbers in TOKENS]
+    expected = weighted_alone(counts)
+    for result in ranks(n, weighted, strategy, counts):
+        assert_all_same(result, expected)
+
+
+@every_world
+def test_no_tokens_anywhere_gives_zero_gradients_not_nan(ranks, strategy, n) -> None:
+    for (result,) in ranks(n, weighted, strategy, [(0,) * n]):
+        assert result.keys() == {"tokens", "loss", *dict(make().named_parameters())}
+        assert all(torch.count_nonzero(value) == 0 for value in result.values())
+
+
+# ---- unevenly many micro-batches
+
+MICRO_BATCHES = [
+    [(3, 1, 0, 1), (0, 2, 2, 0), (2, 0, 0, 1)],
+    [(0, 1, 2, 0), (1, 0, 0, 2)],
+]
+"""Each rank's number in step after step, as in `TOKENS`. In one of them rank 0 has nothing in the first."""
+
+
+def uneven(strategy: Strategy, counts: list[tuple[int, ...]]) -> dict:
+    world = pl.init()
+    model = pl.parallelize(make(), replace(strategy, gradients="sum"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, numbers in enumerate(counts):
+        x, y = data(step, sum(numbers))
+        first = sum(numbers[: world.rank])
+        mine = [(x[i : i + 1], y[i : i + 1]) for i in range(first, first + numbers[world.rank])]
+        for xs, ys in pl.accumulate(model, mine, uneven=True):
+            ((model(xs) - ys).square().sum() / sum(numbers)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = snapshot(model)
+    pl.release(model)
+    return state
+
+
+def uneven_twice(strategy: Strategy, counts: list[list[tuple[int, ...]]]) -> list[dict]:
+    return [uneven(strategy, each) for each in counts]
+
+
+def uneven_alone(counts: list[tuple[int, ...]]) -> dict:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, numbers in enumerate(counts):
+        x, y = data(step, sum(numbers))
+        ((model(x) - y).square().sum() / sum(numbers)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+@several_ranks
+def test_ranks_with_more_or_fewer_micro_batches_or_none_wait_for_nobody(ranks, strategy, n) -> None:
+    counts = [[numbers[:n] for numbers in steps] for steps in MICRO_BATCHES]
+    expected = [uneven_alone(steps) for steps in counts]
+    for states in ranks(n, uneven_twice, strategy, counts):
+        for state, wanted in zip(states, expected, strict=True):
+            assert_same(state, wanted)
