@@ -16,7 +16,7 @@ from paceline.engine.forward import ForwardPass
 from paceline.engine.freed import return_freed_memory
 from paceline.engine.gradients import square_sum
 from paceline.engine.hooks import cast_inputs, install, open_for_states
-from paceline.engine.optimizers import prepare_optimizer, watch_optimizers
+from paceline.engine.optimizers import leave_optimizers, prepare_optimizer, watch_optimizers
 from paceline.engine.progress import Progress
 from paceline.engine.recompute import recompute
 from paceline.engine.running import Running
@@ -59,7 +59,8 @@ class Engine:
         self.running = Running(module, self.units, strategy, world)
         self._forward = ForwardPass(self.running)
         self._backward = BackwardPass(self.running, self._forward)
-        self._handles: list[_Handle] = [*install(module, self.units, self), *watch_optimizers(self)]
+        self._handles: list[_Handle] = [*install(module, self.units, self)]
+        watch_optimizers(self)
         if strategy.recompute != "none":
             blocks = [module.get_submodule(name) for name in find_blocks(module, strategy.units)]
             self._handles += recompute(blocks, strategy.recompute, strategy.recompute_every)
@@ -179,6 +180,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine: hooks, threads and connections. The model is then a plain one on this rank."""
+        leave_optimizers(self)
         for handle in self._handles:
             handle.remove()
         synchronizer = self.running.synchronizer

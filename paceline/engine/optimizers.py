@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from paceline.engine.weights import Weights
 from paceline.errors import UserError
@@ -89,29 +89,40 @@ class Watcher(Protocol):
         ...
 
 
-def watch_optimizers(watcher: Watcher) -> list[RemovableHandle]:
-    """Hooks every torch optimizer, present or future, that holds one of the watcher's parameters.
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
-    Users make their optimizers as ever; nothing is wrapped. The hooks end with the watcher, or by their handles.
+
+def watch_optimizers(watcher: Watcher) -> None:
+    """Watches every torch optimizer, present or future, that holds one of the watcher's parameters.
+
+    Users make their optimizers as ever; nothing is wrapped. It ends with the watcher, or by `leave_optimizers`.
     """
-    reference = weakref.ref(watcher)
+    _hook_optimizers()
+    _watchers.add(watcher)
 
-    def mine(optimizer: Optimizer) -> Watcher | None:
-        alive = reference()
-        if alive is None:
-            return None
-        held = any(alive.holds_parameter(id(p)) for group in optimizer.param_groups for p in group["params"])
-        return alive if held else None
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (alive := mine(optimizer)) is not None:
-            alive.update_begins(optimizer)
+def leave_optimizers(watcher: Watcher) -> None:
+    """Ends watching."""
+    _watchers.discard(watcher)
 
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (alive := mine(optimizer)) is not None:
-            alive.update_ends()
 
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    for handle in handles:
-        weakref.finalize(watcher, handle.remove)
-    return handles
+@cache
+def _hook_optimizers() -> None:
+    # Once for all: torch goes through its hooks while a watcher may be collected, which must not take one out.
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for watcher in _watching(optimizer):
+        watcher.update_begins(optimizer)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for watcher in _watching(optimizer):
+        watcher.update_ends()
+
+
+def _watching(optimizer: Optimizer) -> list[Watcher]:
+    identities = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    return [watcher for watcher in _watchers if any(map(watcher.holds_parameter, identities))]
