@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import settings
@@ -21,17 +21,31 @@ ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 def spec(
-    name: str, shape: int | tuple[int, ...], unit: str, dtype: str = "float32", trainable: bool = True
+    name: str,
+    shape: int | tuple[int, ...],
+    unit: str,
+    dtype: str = "float32",
+    trainable: bool = True,
+    order: Sequence[int] | None = None,
 ) -> ParameterSpec:
-    """A contiguous parameter; a number stands for the shape of one dimension."""
+    """A parameter without gaps; a number stands for the shape of one dimension.
+
+    `order` has the dimensions from the one that varies slowest in memory to the fastest; without it, it is contiguous.
+    """
     shape = (shape,) if isinstance(shape, int) else shape
-    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return ParameterSpec(name, shape, strides, dtype, ITEMSIZES[dtype], unit, trainable)
+    strides, step = [1] * len(shape), 1
+    for axis in reversed(range(len(shape)) if order is None else order):
+        strides[axis] = step
+        step *= max(shape[axis], 1)
+    return ParameterSpec(name, shape, tuple(strides), dtype, ITEMSIZES[dtype], unit, trainable)
 
 
 @st.composite
 def models(draw: st.DrawFn, units: tuple[str, ...] = UNITS) -> list[ParameterSpec]:
-    """Up to 14 parameters of odd sizes in some of `units`, some frozen, of one dtype or several."""
+    """Up to 14 parameters of odd sizes in some of `units`, some frozen, of one dtype or several, some transposed.
+
+    Of a tied parameter only its place is seen: it belongs to `ROOT`.
+    """
     dtypes = draw(st.sampled_from([["float32"], ["bfloat16"], ["float32", "bfloat16"], sorted(ITEMSIZES)]))
     frozen = draw(st.booleans())
     # Units of about one size are gathered one by one; small ones beside a large one stay gathered.
@@ -43,15 +57,17 @@ def models(draw: st.DrawFn, units: tuple[str, ...] = UNITS) -> list[ParameterSpe
             st.sampled_from([(), (0,), (1,), (7,), (3, 0), (5, 3), (64,), (1001,)]),
             st.lists(st.integers(0, 9), max_size=3).map(tuple),
         )
+    ordered = [(shape, draw(st.permutations(range(len(shape))))) for shape in (draw(shapes) for _ in range(count))]
     return [
         spec(
             f"p{index}",
-            draw(shapes),
+            shape,
             units[index % len(units)] if spread else draw(st.sampled_from(units)),
             draw(st.sampled_from(dtypes)),
             not (frozen and draw(st.booleans())),
+            order,
         )
-        for index in range(count)
+        for index, (shape, order) in enumerate(ordered)
     ]
 
 

@@ -3,52 +3,47 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import optimizer as hooks
 
 import paceline as pl
 from paceline.strategy import Strategy
-from tests.engine.models import assert_same, data, every_world, make, shares, snapshot
+from tests.engine.models import assert_same, data, make, shares, snapshot, stages
 
 
-def after_another(strategy: Strategy) -> dict:
+def after_another(strategy: Strategy, register: Callable[..., Any]) -> dict:
     """Trains while the garbage collector runs in the middle of an optimizer's hooks, where it may at any time."""
-
-    def collect(*rest: Any) -> None:
-        gc.collect()
-
-    handles = [register_optimizer_step_pre_hook(collect), register_optimizer_step_post_hook(collect)]
+    # The first model is collected in the hook, and no earlier.
     gc.disable()
+    pl.parallelize(make(), strategy)
+    handle = register(lambda *rest: gc.collect())
+    model = pl.parallelize(make(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        dropped = pl.parallelize(make(), strategy)
-        model = pl.parallelize(make(), strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        del dropped
-        for step in range(2):
-            x, y = (shares(part) for part in data(step, 12))
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        state = snapshot(model)
-        pl.release(model)
+        x, y = (shares(part) for part in data(0, 12))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
     finally:
+        handle.remove()
         gc.enable()
-        for handle in handles:
-            handle.remove()
+    state = snapshot(model)
+    pl.release(model)
     return state
 
 
-@every_world
-def test_it_is_collected_without_harm(ranks, strategy, n) -> None:
+@pytest.mark.parametrize("when", ["pre", "post"])
+@stages
+def test_it_is_collected_without_harm(ranks, strategy, when) -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        x, y = data(step, 12)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for state in ranks(n, after_another, strategy):
+    x, y = data(0, 12)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    register = getattr(hooks, f"register_optimizer_step_{when}_hook")
+    for state in ranks(2, after_another, strategy, register):
         assert_same(state, snapshot(model))

@@ -1,0 +1,112 @@
+"""After the first step the engine takes no memory: neither where the model computes nor in the streams' threads."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import paceline as pl
+from paceline.comm.plan import Traffic
+from paceline.engine.engine import Engine
+from paceline.ops import Op
+from paceline.strategy import Strategy
+from tests.engine.models import Stack, data, every_world, make, shares
+
+LARGE = 32 * 32
+"""Elements: fewer than a block's weights have, more than its activations."""
+
+STEPS = 3
+
+
+class Allocations(TorchDispatchMode):
+    """Writes down which operations of the calling thread make large tensors."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = torch.utils._pytree.tree_leaves((args, kwargs))
+        known = {t.untyped_storage().data_ptr() for t in given if torch.is_tensor(t)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            large = torch.is_tensor(tensor) and tensor.numel() >= LARGE
+            if large and tensor.untyped_storage().data_ptr() not in known:
+                self.found.append(str(func))
+        return out
+
+
+def watch_streams(engine: Engine, found: list[str]) -> None:
+    """Writes down what collectives allocate in the threads that perform them, too."""
+    quietly = engine.running.synchronizer.work
+
+    def work(op: Op, *args: Any) -> Callable[[], Traffic]:
+        perform = quietly(op, *args)
+
+        def watched() -> Traffic:
+            with Allocations(found):
+                return perform()
+
+        return watched
+
+    engine.running.synchronizer.work = work
+
+
+def batches(step: int, micro_batches: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x, y = (shares(part).to(dtype).chunk(micro_batches) for part in data(step, 3 * pl.init().world_size))
+    return list(zip(x, y, strict=True))
+
+
+def allocated(strategy: Strategy, micro_batches: int) -> list[Counter[str]]:
+    """What is allocated in each step after the first."""
+    dtype = torch.float32 if strategy.low else torch.float64
+    model = pl.parallelize(make(Stack, 64).to(dtype), strategy)
+    engine, optimizer = pl.engine_of(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[str] = []
+    if engine.running.synchronizer is not None:
+        watch_streams(engine, found)
+    counts = []
+    for step in range(STEPS):
+        found.clear()
+        with Allocations(found):
+            for x, y in pl.accumulate(model, batches(step, micro_batches, dtype)):
+                (F.mse_loss(model(x).to(dtype), y) / micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.running.executor.settle()
+        counts.append(Counter(found))
+    pl.release(model)
+    return counts[1:]
+
+
+@functools.cache
+def by_autograd(micro_batches: int, low: bool) -> Counter[str]:
+    """What a step without paceline allocates: gradients."""
+    model, found = make(Stack, 64).to(torch.bfloat16 if low else torch.float64), []
+    x, y = data(0, 1)
+    with Allocations(found):
+        for _ in range(micro_batches):
+            F.mse_loss(model(x.bfloat16() if low else x).to(y.dtype), y).backward()
+    return Counter(found)
+
+
+KINDS = [(precision, micro_batches) for precision in ("float32", "bfloat16") for micro_batches in (1, 3)]
+
+
+def of_every_kind(strategy: Strategy) -> list[list[Counter[str]]]:
+    return [allocated(replace(strategy, precision=precision), micro_batches) for precision, micro_batches in KINDS]
+
+
+@every_world
+def test_the_engine_allocates_nothing_after_the_first_step(ranks, strategy, n) -> None:
+    for result in ranks(n, of_every_kind, strategy):
+        for (precision, micro_batches), counts in zip(KINDS, result, strict=True):
+            expected = by_autograd(micro_batches, precision == "bfloat16")
+            assert counts == [expected] * (STEPS - 1), f"{precision}, {micro_batches} micro-batches"

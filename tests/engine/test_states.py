@@ -1,0 +1,172 @@
+"""What sharding must not change: states, evaluation, copies. What it refuses: to take pieces for whole parameters."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import paceline as pl
+from paceline.engine.progress import EngineError
+from paceline.strategy import Strategy
+from tests.engine.models import SEVERAL, Stack, assert_same, data, every_world, make, shares, snapshot
+
+IN_PIECES = {name: (strategy, n) for name, (strategy, n) in SEVERAL.items() if strategy.stage}
+
+in_pieces = pytest.mark.parametrize(("strategy", "n"), IN_PIECES.values(), ids=IN_PIECES)
+
+# ---- states, copies, evaluation
+
+
+def stated(strategy: Strategy) -> tuple[dict, dict, dict, list[bool]]:
+    model = pl.parallelize(make(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(seed: int) -> None:
+        x, y = (shares(part) for part in data(seed, 12))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    first = snapshot(model)
+    part = {f"blocks.1.{name}": value.clone() for name, value in model.blocks[1].state_dict().items()}
+    copied = copy.deepcopy(model)
+    evaluated = []
+    with torch.no_grad():
+        x = data(5, 3)[0]
+        evaluated.append(torch.equal(model(x), copied(x)))
+        evaluated.append(torch.equal(model.blocks[2](x.repeat(1, 2)[:, :6]), copied.blocks[2](x.repeat(1, 2)[:, :6])))
+    step(1)
+    model.load_state_dict(first)
+    step(1)
+    again = snapshot(model)
+    with pl.full_parameters(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    step(2)
+    halved = snapshot(model)
+    evaluated.append(all(torch.equal(value, first[name]) for name, value in part.items()))
+    evaluated.append(all(torch.equal(value, first[name]) for name, value in copied.state_dict().items()))
+    pl.release(model)
+    return first, again, halved, evaluated
+
+
+@every_world
+def test_states_have_whole_parameters_and_what_is_loaded_or_edited_counts(ranks, strategy, n) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = []
+    for seed in range(3):
+        if seed == 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        x, y = data(seed, 12)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(snapshot(model))
+    for *states, evaluated in ranks(n, stated, strategy):
+        for state, expected in zip(states, wanted, strict=True):
+            assert_same(state, expected)
+        assert evaluated == [True] * 4
+
+
+def edited_late(strategy: Strategy) -> list[bool]:
+    """Halves all parameters, one rank after another; whether each saw them as they were, and as they became."""
+    model = pl.parallelize(make(), strategy)
+    first = snapshot(model)
+    time.sleep(0.03 * pl.init().rank)
+    found = [all(torch.equal(value, first[name]) for name, value in snapshot(model).items())]
+    with pl.full_parameters(model), torch.no_grad():
+        found.append(all(torch.equal(parameter, first[name]) for name, parameter in model.named_parameters()))
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    found.append(all(torch.equal(value, first[name] / 2) for name, value in snapshot(model).items()))
+    pl.release(model)
+    return found
+
+
+@every_world
+def test_what_a_rank_edits_reaches_no_other_before_that_one_edits_too(ranks, strategy, n) -> None:
+    assert ranks(n, edited_late, strategy) == [[True] * 3] * n
+
+
+def edited(strategy: Strategy) -> list[str]:
+    """What is said before a forward pass, a step and a state after a parameter was edited."""
+    x, y = (shares(part) for part in data(0, 12))
+    messages = []
+    for before in ("forward", "step", "state_dict"):
+        model = pl.parallelize(make(), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        F.mse_loss(model(x), y).backward()
+        if before == "state_dict":
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model.head.weight.zero_()
+        what = {"forward": lambda m=model: m(x), "step": optimizer.step, "state_dict": model.state_dict}[before]
+        with pytest.raises(EngineError) as caught:
+            what()
+        messages.append(str(caught.value))
+        pl.reset(model)
+        model(x)
+        pl.release(model)
+    return messages
+
+
+@in_pieces
+def test_editing_a_piece_is_an_error_that_names_the_parameter(ranks, strategy, n) -> None:
+    for messages in ranks(n, edited, strategy):
+        for message in messages:
+            assert message.startswith("head.weight was edited")
+            assert "pl.full_parameters(model)" in message
+
+
+# ---- what would look at pieces as if they were whole
+
+# So wide that each of four ranks has a piece of some gradient: one without has nothing to refuse.
+WIDTH = 24
+
+
+def clipped_by_torch(strategy: Strategy) -> tuple[str, float, float]:
+    model = pl.parallelize(make(Stack, WIDTH), strategy)
+    x, y = (shares(part) for part in data(0, 12))
+    F.mse_loss(model(x), y).backward()
+    with pytest.raises(pl.UserError) as caught:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    plain = make(Stack, WIDTH)
+    F.mse_loss(plain(data(0, 12)[0]), data(0, 12)[1]).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
+    found = pl.clip_grad_norm_(model, 0.1).item()
+    pl.release(model)
+    return str(caught.value), wanted, found
+
+
+@in_pieces
+def test_torchs_clipping_is_refused_on_pieces_and_works_elsewhere(ranks, strategy, n) -> None:
+    for message, wanted, found in ranks(n, clipped_by_torch, strategy):
+        assert "pl.clip_grad_norm_(model, max_norm)" in message
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def scaled_by_torch(strategy: Strategy) -> str:
+    model = pl.parallelize(make(Stack, WIDTH).float(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = (shares(part).float() for part in data(0, 12))
+    scaler.scale(F.mse_loss(model(x), y)).backward()
+    with pytest.raises(pl.UserError) as caught:
+        scaler.step(optimizer)
+    pl.release(model)
+    return str(caught.value)
+
+
+@in_pieces
+def test_torchs_gradient_scaler_is_refused_on_pieces(ranks, strategy, n) -> None:
+    for message in ranks(n, scaled_by_torch, strategy):
+        assert "use pl.GradScaler" in message

@@ -1,0 +1,117 @@
+"""Ranks that do not run the same units, or run them in another order each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import paceline as pl
+from paceline.comm.transport import CommunicationError
+from paceline.strategy import Strategy
+from tests.engine.models import SEVERAL, Stack, assert_same, data, every_world, make, shares, snapshot
+
+# ---- not the same units
+
+
+class Sometimes(Stack):
+    """Skips a block on some ranks."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for index, block in enumerate(self.blocks):
+            if not (self.skips and index == 1):
+                x = x + block(x)
+        return self.head(x)
+
+
+def skipped_on_one_rank(strategy: Strategy) -> dict:
+    world = pl.init()
+    model = pl.parallelize(make(Sometimes, 6, 5), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model.skips = step % world.world_size == world.rank
+        x, y = (shares(part) for part in data(step, 12))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = snapshot(model)
+    pl.release(model)
+    return state
+
+
+@every_world
+def test_a_block_that_only_some_ranks_use_counts_zero_for_the_others_and_hangs_nobody(ranks, strategy, n) -> None:
+    model = make(Sometimes, 6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        for rank in range(n):
+            model.skips = step % n == rank
+            x, y = (part[rank::n] for part in data(step, 12))
+            (F.mse_loss(model(x), y) / n).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in ranks(n, skipped_on_one_rank, strategy):
+        assert_same(state, snapshot(model))
+
+
+# ---- not the same order
+
+ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2))
+"""Of the blocks, by rank."""
+
+
+class OwnOrder(Stack):
+    """Runs its blocks in an order that can be set."""
+
+    order = ORDERS[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for index in self.order:
+            x = x + self.blocks[index](x)
+        return self.head(x)
+
+
+def in_own_order(strategy: Strategy) -> dict | str:
+    model = make(OwnOrder)
+    model.order = ORDERS[pl.init().rank]
+    pl.parallelize(model, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for step in range(3):
+            x, y = (shares(part) for part in data(step, 12))
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model)
+    except CommunicationError as error:
+        return str(error)
+
+
+ANY_ORDER = {name: (strategy, n) for name, (strategy, n) in SEVERAL.items() if not strategy.gathers}
+ONE_ORDER = {name: (strategy, n) for name, (strategy, n) in SEVERAL.items() if strategy.gathers}
+
+
+@pytest.mark.parametrize(("strategy", "n"), ANY_ORDER.values(), ids=ANY_ORDER)
+def test_ranks_that_run_units_in_another_order_each_equal_one_process(ranks, strategy, n) -> None:
+    model = make(OwnOrder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for rank in range(n):
+            model.order = ORDERS[rank]
+            x, y = (part[rank::n] for part in data(step, 12))
+            (F.mse_loss(model(x), y) / n).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in ranks(n, in_own_order, strategy):
+        assert_same(state, snapshot(model))
+
+
+@pytest.mark.parametrize(("strategy", "n"), ONE_ORDER.values(), ids=ONE_ORDER)
+def test_where_all_gather_a_unit_to_compute_with_it_another_order_is_an_error_that_names_it(ranks, strategy, n) -> None:
+    results = ranks(n, in_own_order, strategy, timeout=30)
+    assert all(isinstance(message, str) for message in results), results
+    assert any("ranks disagree" in message and "blocks." in message for message in results), results
