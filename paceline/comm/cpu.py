@@ -94,6 +94,8 @@ class CpuTransport:
                 f"they are connected by {self.name}; leave share_parameters out, or set strategy.shard to the number "
                 "of ranks of a host"
             )
+        if not numel:
+            return torch.empty(0, dtype=dtype)
         views = self._buffers.views(self.allocate(numel, dtype))
         assert views is not None
         return views[0]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from paceline.engine.hooks import in_backward
 from paceline.engine.progress import EngineError
 from paceline.engine.running import Running
-from paceline.ops import WRITTEN, Key, Phase
+from paceline.ops import READ, WRITTEN, Key, Phase
 
 
 class ForwardPass:
@@ -174,13 +174,19 @@ class ForwardPass:
         self._running.weights.require_sealed()
         self.is_full = True
         synchronizer = self._running.synchronizer
+        shared_by = synchronizer if edits and self._running.schedule.shares else None
         try:
             with self._running.weights.full(synchronizer.gather if synchronizer else None, edits):
-                yield
+                try:
+                    yield
+                finally:
+                    # What is written on leaving must not reach a rank that has yet to take its copy.
+                    if shared_by is not None:
+                        shared_by.barrier(READ)
         finally:
             self.is_full = False
-        if edits and synchronizer is not None and self._running.schedule.shares:
-            synchronizer.barrier(WRITTEN)
+        if shared_by is not None:
+            shared_by.barrier(WRITTEN)
 
     def open_states(self, edits: bool) -> None:
         """Enters `full`, until `close_state`."""

@@ -68,7 +68,10 @@ class Synchronizer:
         """Sends rank 0's tensors to every rank. A collective call."""
         for tensor in tensors:
             if tensor.numel():
-                data = tensor.detach().contiguous().view(-1)
+                data = tensor.detach().reshape(-1)
+                if data.stride() != (1,):
+                    # A single element counts as contiguous whatever its stride, but not as bytes.
+                    data = data.new_empty(data.shape).copy_(data)
                 self.transports["counts"].run("broadcast/tree", data.view(torch.uint8), "model")
                 tensor.detach().copy_(data.view(tensor.shape))
 

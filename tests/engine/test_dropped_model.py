@@ -16,20 +16,26 @@ from paceline.strategy import Strategy
 from tests.engine.models import assert_same, data, make, shares, snapshot, stages
 
 
+def collect(*rest: Any) -> None:
+    gc.collect()
+
+
 def after_another(strategy: Strategy, register: Callable[..., Any]) -> dict:
     """Trains while the garbage collector runs in the middle of an optimizer's hooks, where it may at any time."""
     # The first model is collected in the hook, and no earlier.
     gc.disable()
-    pl.parallelize(make(), strategy)
-    handle = register(lambda *rest: gc.collect())
-    model = pl.parallelize(make(), strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
+        pl.parallelize(make(), strategy)
+        handle = register(collect)
+        model = pl.parallelize(make(), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x, y = (shares(part) for part in data(0, 12))
         F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        try:
+            optimizer.step()
+        finally:
+            handle.remove()
     finally:
-        handle.remove()
         gc.enable()
     state = snapshot(model)
     pl.release(model)
