@@ -5,13 +5,16 @@ PYTHON ?= $(firstword $(foreach python,python3.12 python3.11 python3,$(shell $(p
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test check clean
+.PHONY: train test test-worlds check clean
 
 train: .venv/installed-text  ## train a small GPT on this machine's own Python source
 	$(BIN)/paceline train --workers 2
 
 test: .venv/installed-dev  ## run the whole test suite
 	$(BIN)/python -m pytest
+
+test-worlds: .venv/installed-dev  ## run the engine's cases among all numbers of ranks and groups that `make test` leaves out
+	$(BIN)/python -m pytest -m other_worlds
 
 check: .venv/installed-dev  ## lint, formatting, types
 	$(BIN)/ruff check .

@@ -1,4 +1,7 @@
-"""A pool of worker processes that play the ranks of many small jobs, so that torch is imported once."""
+"""A pool of worker processes that play the ranks of many small jobs, so that torch is imported once.
+
+Jobs of as many ranks that follow each other are one to paceline: joining takes longer than most of them.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,11 @@ def _serve(pipe: Connection) -> None:
             job = pipe.recv()
         except EOFError:
             return
-        environment, timeout, stacks, function, args = job
-        os.environ.update(environment)
+        joins, environment, timeout, stacks, function, args = job
+        if joins:
+            with contextlib.suppress(Exception):
+                pl.shutdown()
+            os.environ.update(environment)
         # A hang is a failure, and its stacks are the evidence.
         with open(stacks, "w") as sink:
             watch = threading.Timer(timeout, faulthandler.dump_traceback, (sink,))
@@ -49,11 +55,7 @@ def _serve(pipe: Connection) -> None:
                 outcome = ("error", traceback.format_exc())
             finally:
                 watch.cancel()
-        with contextlib.suppress(Exception):
-            pl.shutdown()
-        for name in environment:
-            os.environ.pop(name, None)
-        pipe.send(outcome)
+        pipe.send((*outcome, torch.distributed.is_initialized()))
 
 
 class RankPool:
@@ -61,6 +63,10 @@ class RankPool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
+        self._joined: tuple[int, float, str] | None = None
+        """Ranks, time limit and transport of the job that the workers are in."""
+        self._jobs = 0
 
     def __call__(
         self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 60, transport: str = "auto"
@@ -71,30 +77,35 @@ class RankPool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(n):
-                environment = {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(n),
-                    "LOCAL_RANK": str(rank),
-                    "LOCAL_WORLD_SIZE": str(n),
-                    "PACELINE_RENDEZVOUS": f"file://{folder}/store",
-                    "PACELINE_TRANSPORT": transport,
-                }
-                stacks = f"{folder}/stacks{rank}"
-                self._workers[rank][1].send((environment, timeout, stacks, function, args))
-            outcomes = self._outcomes(n, timeout + 5)
-            if all(kind == "ok" for kind, _ in outcomes):
-                return [value for _, value in outcomes]
-            report = "\n".join(
-                f"---- rank {rank}: {kind}\n{value}\n{Path(folder, f'stacks{rank}').read_text()}"
-                for rank, (kind, value) in enumerate(outcomes)
-            )
+        joins = self._joined != (n, timeout, transport)
+        self._joined = (n, timeout, transport)
+        self._jobs += joins
+        stacks = [Path(self._folder.name, f"stacks{rank}") for rank in range(n)]
+        for rank in range(n):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(n),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(n),
+                "PACELINE_RENDEZVOUS": f"file://{self._folder.name}/store{self._jobs}",
+                "PACELINE_TRANSPORT": transport,
+            }
+            self._workers[rank][1].send((joins, environment, timeout, str(stacks[rank]), function, args))
+        outcomes = self._outcomes(n, timeout + 5)
+        if not all(stays for _, _, stays in outcomes):
+            self._joined = None
+        if all(kind == "ok" for kind, _, _ in outcomes):
+            return [value for _, value, _ in outcomes]
+        report = "\n".join(
+            f"---- rank {rank}: {kind}\n{value}\n{stacks[rank].read_text()}"
+            for rank, (kind, value, _) in enumerate(outcomes)
+        )
         self.close()
         raise RankError(report)
 
-    def _outcomes(self, n: int, timeout: float) -> list[tuple[str, Any]]:
-        outcomes: list[tuple[str, Any]] = [("hung or gone", "")] * n
+    def _outcomes(self, n: int, timeout: float) -> list[tuple[str, Any, bool]]:
+        """(kind, value, whether it is still in the job) of each rank."""
+        outcomes: list[tuple[str, Any, bool]] = [("hung or gone", "", False)] * n
         waiting = {self._workers[rank][1]: rank for rank in range(n)}
         while waiting and (ready := wait(list(waiting), timeout)):
             for pipe in ready:
@@ -112,6 +123,7 @@ class RankPool:
                 process.kill()
                 process.join()
         self._workers.clear()
+        self._joined = None
 
 
 if __name__ == "__main__":

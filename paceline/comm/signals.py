@@ -169,12 +169,16 @@ class Signals:
             gone = False
         except OSError:
             gone = True
+        # Read before its progress: it may have come this far, and given up something later.
+        failed = words[_FAILED]
         progress = words[_PROGRESS]
         if progress >= self._base and words[_DIGESTS + self._slot] != self._digest:
             self._compare(peer)
-        if words[_FAILED]:
+        if target and progress >= target:
+            return
+        if failed:
             raise CommunicationError(f"rank {peer} gave up: {self._read(peer, _CALLS)}")
-        if gone and progress < target:
+        if gone and target:
             raise self._gone(peer)
 
     def _compare(self, peer: int) -> None:

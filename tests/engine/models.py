@@ -96,11 +96,31 @@ WORLDS = {
 }
 """Every stage among one to four ranks, in groups that shard and replicate, and with one copy of the parameters."""
 
-every_world = pytest.mark.parametrize(("strategy", "n"), WORLDS.values(), ids=WORLDS)
+NEAREST = {
+    *(f"{name}, N=2" for name in STAGES),
+    "zero 3, N=1",
+    "zero 0, N=3",
+    "zero 1, N=4",
+    "zero 3, 2 x 2",
+    "zero 2, one copy",
+}
+"""Those of each kind that a plain `pytest` runs; `pytest -m other_worlds` runs the rest."""
+
+
+def in_worlds(worlds: dict[str, tuple[Strategy, int]]) -> pytest.MarkDecorator:
+    """Runs a test with the `strategy` and the `n` ranks of each world."""
+    cases = [
+        pytest.param(*world, id=name, marks=() if name in NEAREST or name not in WORLDS else pytest.mark.other_worlds)
+        for name, world in worlds.items()
+    ]
+    return pytest.mark.parametrize(("strategy", "n"), cases)
+
+
+every_world = in_worlds(WORLDS)
 
 SEVERAL = {name: (strategy, n) for name, (strategy, n) in WORLDS.items() if n > 1}
 
-several_ranks = pytest.mark.parametrize(("strategy", "n"), SEVERAL.values(), ids=SEVERAL)
+several_ranks = in_worlds(SEVERAL)
 """As `every_world`, for what one rank cannot get wrong."""
 
 sharded = pytest.mark.parametrize("strategy", SHARDED.values(), ids=SHARDED)

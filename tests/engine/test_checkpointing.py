@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline as pl
 from paceline.strategy import Strategy
-from tests.engine.models import WORLDS, Stack, assert_all_same, gradients, loss_on, make
+from tests.engine.models import Stack, assert_all_same, every_world, gradients, loss_on, make
 
 
 class Checkpointed(Stack):
@@ -47,17 +47,9 @@ def recomputed_in_parallel(strategy: Strategy, reentrant: bool, shared: bool) ->
     return found, as_planned
 
 
-KINDS = {
-    f"{'' if reentrant else 'not '}reentrant, {'shared' if shared else 'apart'}, {name}": (reentrant, shared, *world)
-    for reentrant in (False, True)
-    for shared in (False, True)
-    for name, world in WORLDS.items()
-    # Half of the mixes meet each kind once; the other half is for how the two act on each other.
-    if reentrant == shared or world[1] == 2
-}
-
-
-@pytest.mark.parametrize(("reentrant", "shared", "strategy", "n"), KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@every_world
 def test_checkpointing_of_both_kinds_even_of_a_shared_block(ranks, reentrant, shared, strategy, n) -> None:
     expected = recomputed(make(Checkpointed, reentrant, shared))
     for found, as_planned in ranks(n, recomputed_in_parallel, strategy, reentrant, shared):

@@ -116,9 +116,10 @@ def shared_bytes() -> int:
 def used(strategy: Strategy) -> int:
     gc.collect()  # engines of earlier tests
     pl.init()
+    before = shared_bytes()
     model = pl.parallelize(torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(4))), strategy)
     pl.barrier()
-    size = shared_bytes()
+    size = shared_bytes() - before
     pl.barrier()
     del model
     return size
@@ -134,10 +135,11 @@ def rearranged() -> tuple[int, int]:
     """Bytes shared after a step, in which the order of the forward pass became known, and those that are of use."""
     gc.collect()
     pl.init()
+    before = shared_bytes()
     model = pl.parallelize(make(Stack, 1000).float(), PLAIN)
     step(model, torch.optim.SGD(model.parameters(), lr=1e-2), 0)
     pl.barrier()
-    size = shared_bytes()
+    size = shared_bytes() - before
     pl.barrier()
     layout = pl.engine_of(model).layout
     return size, sum(flat.numel * (flat.itemsize + flat.gradient_itemsize) for flat in layout.flats)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import paceline as pl
 from paceline.strategy import Strategy
-from tests.engine.models import WORLDS, assert_same, data, make, shares, snapshot
+from tests.engine.models import NEAREST, WORLDS, assert_same, data, make, shares, snapshot
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -101,7 +101,13 @@ NAMES = [*WORLDS]
 PAIRS = {f"{before} to {after}": (before, after) for before, after in zip(NAMES, NAMES[7:] + NAMES[:7], strict=True)}
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(*pair, id=name, marks=() if pair[0] in NEAREST else pytest.mark.other_worlds)
+        for name, pair in PAIRS.items()
+    ],
+)
 def test_it_goes_on_as_in_one_process(ranks, before, after) -> None:
     (strategy, n), (other, m) = WORLDS[before], WORLDS[after]
     begun = ranks(n, with_each, strategy, None, 0)

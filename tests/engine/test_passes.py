@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -20,6 +19,7 @@ from tests.engine.models import (
     every_world,
     gradients,
     in_parallel,
+    in_worlds,
     loss_on,
     make,
     rows,
@@ -45,7 +45,7 @@ def two_backwards(model: nn.Module) -> Found:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "n"), WITH_SERVER.values(), ids=WITH_SERVER)
+@in_worlds(WITH_SERVER)
 def test_two_backwards_before_a_step_both_count(ranks, strategy, n) -> None:
     results = ranks(n, in_parallel, strategy, Stack, two_backwards)
     for found in results if strategy.collective == "all_reduce" else results[:1]:

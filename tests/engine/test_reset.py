@@ -23,6 +23,7 @@ from tests.engine.models import (
     assert_all_same,
     every_world,
     in_parallel,
+    in_worlds,
     loss_on,
     make,
     rows,
@@ -121,7 +122,7 @@ def fail_where_others_do_not(model: nn.Module) -> None:
 SEVERAL_WITH_SERVER = {**SEVERAL, "parameter server": (SYSTEMS["parameter server"], 2)}
 
 
-@pytest.mark.parametrize(("strategy", "n"), SEVERAL_WITH_SERVER.values(), ids=SEVERAL_WITH_SERVER)
+@in_worlds(SEVERAL_WITH_SERVER)
 def test_ranks_that_failed_in_different_places_go_on_after_reset(ranks, strategy, n) -> None:
     for found in ranks(n, in_parallel, strategy, Fragile, with_failures, fail_where_others_do_not):
         assert_all_same(found, train(make(Fragile)))

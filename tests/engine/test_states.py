@@ -12,11 +12,11 @@ from torch.nn import functional as F
 import paceline as pl
 from paceline.engine.progress import EngineError
 from paceline.strategy import Strategy
-from tests.engine.models import SEVERAL, Stack, assert_same, data, every_world, make, shares, snapshot
+from tests.engine.models import SEVERAL, Stack, assert_same, data, every_world, in_worlds, make, shares, snapshot
 
 IN_PIECES = {name: (strategy, n) for name, (strategy, n) in SEVERAL.items() if strategy.stage}
 
-in_pieces = pytest.mark.parametrize(("strategy", "n"), IN_PIECES.values(), ids=IN_PIECES)
+in_pieces = in_worlds(IN_PIECES)
 
 # ---- states, copies, evaluation
 

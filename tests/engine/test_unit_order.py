@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.nn import functional as F
 
 import paceline as pl
 from paceline.comm.transport import CommunicationError
 from paceline.strategy import Strategy
-from tests.engine.models import SEVERAL, Stack, assert_same, data, every_world, make, shares, snapshot
+from tests.engine.models import SEVERAL, Stack, assert_same, data, every_world, in_worlds, make, shares, snapshot
 
 # ---- not the same units
 
@@ -95,7 +94,7 @@ ANY_ORDER = {name: (strategy, n) for name, (strategy, n) in SEVERAL.items() if n
 ONE_ORDER = {name: (strategy, n) for name, (strategy, n) in SEVERAL.items() if strategy.gathers}
 
 
-@pytest.mark.parametrize(("strategy", "n"), ANY_ORDER.values(), ids=ANY_ORDER)
+@in_worlds(ANY_ORDER)
 def test_ranks_that_run_units_in_another_order_each_equal_one_process(ranks, strategy, n) -> None:
     model = make(OwnOrder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -110,7 +109,7 @@ def test_ranks_that_run_units_in_another_order_each_equal_one_process(ranks, str
         assert_same(state, snapshot(model))
 
 
-@pytest.mark.parametrize(("strategy", "n"), ONE_ORDER.values(), ids=ONE_ORDER)
+@in_worlds(ONE_ORDER)
 def test_where_all_gather_a_unit_to_compute_with_it_another_order_is_an_error_that_names_it(ranks, strategy, n) -> None:
     results = ranks(n, in_own_order, strategy, timeout=30)
     assert all(isinstance(message, str) for message in results), results
