@@ -22,8 +22,8 @@ def results(name: str) -> dict[str, Any]:
     return json.loads((DOCS / "results" / f"{name}.json").read_text())
 
 
-def strategies(rows: list[dict[str, Any]], memory: bool = True) -> str:
-    """A table for each group, number of ranks and precision, a line per system; with peak memory or without."""
+def strategies(rows: list[dict[str, Any]]) -> str:
+    """A table for each group, number of ranks and precision, a line per system."""
     tables = []
     for key in dict.fromkeys(map(_table, rows)):
         chosen = [row for row in rows if _table(row) == key]
@@ -31,15 +31,15 @@ def strategies(rows: list[dict[str, Any]], memory: bool = True) -> str:
         title = f"{group[:1].upper()}{group[1:]}, {ranks} ranks, {precision}:\n\n" if group else ""
         cases = list(dict.fromkeys(row["case"] for row in chosen))
         lines = [
-            "| system | " + " | ".join(f"{case}, ms | ratio{' | MiB' * memory}" for case in cases) + " |",
-            "|---|" + "---:|" * (2 + memory) * len(cases),
+            "| system | " + " | ".join(f"{case}, ms | ratio | MiB" for case in cases) + " |",
+            "|---|" + "---:|" * 3 * len(cases),
         ]
         for name in dict.fromkeys((row["system"], row["setting"]) for row in chosen):
             cells = []
             for case in cases:
                 # A system that could not run in one case leaves its place empty.
                 found = [r for r in chosen if (r["case"], r["system"], r["setting"]) == (case, *name)]
-                cells += [_cells(row, memory) for row in found] or ["|" + " |" * memory]
+                cells += [_cells(row) for row in found] or ["| |"]
             lines.append(f"| {name[0]}: {name[1]} | " + " | ".join(cells) + " |")
         tables.append(title + "\n".join(lines))
     return "\n\n".join(tables)
@@ -49,9 +49,9 @@ def _table(row: dict[str, Any]) -> tuple[str, int, str]:
     return row.get("group", ""), row["ranks"], row.get("precision", "float32")
 
 
-def _cells(row: dict[str, Any], memory: bool) -> str:
-    size = f" | {(row['peak_bytes'] - row.get('base_bytes', 0)) / 2**20:.0f}" if memory else ""
-    return f"{row['median_ms']:.1f} ± {row['spread_ms']:.1f} | {_ratio(row)}{size}"
+def _cells(row: dict[str, Any]) -> str:
+    size = (row["peak_bytes"] - row.get("base_bytes", 0)) / 2**20
+    return f"{row['median_ms']:.1f} ± {row['spread_ms']:.1f} | {_ratio(row)} | {size:.0f}"
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -171,8 +171,8 @@ def pages() -> dict[Path, str]:
     """Every page with tables, its tables filled anew."""
     benchmarks = {
         "strategies": strategies(results("strategies")["rows"]),
-        "bfloat16": strategies(results("strategies-bf16")["rows"], memory=False),
-        "four": strategies(results("strategies-4")["rows"], memory=False),
+        "bfloat16": strategies(results("strategies-bf16")["rows"]),
+        "four": strategies(results("strategies-4")["rows"]),
         "collectives": collectives(results("comm")["rows"]),
         "network": network(results("network")["rows"]),
         "overhead": overhead(results("overhead")["figures"]),

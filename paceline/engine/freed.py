@@ -9,7 +9,7 @@ import ctypes
 def return_freed_memory() -> None:
     """Gives what was freed back to the system, where the C library kept it for later: glibc's `malloc_trim`.
 
-    The model as it was built is freed by then, and the rank that keeps that memory holds what others could use.
+    The tensors that a model was built with are freed when it is laid out anew, and would stay with the rank otherwise.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
