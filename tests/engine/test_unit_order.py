@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
 from paceline.comm.transport import CommunicationError
 from paceline.strategy import Strategy
-from tests.engine.models import SEVERAL, Stack, assert_same, data, every_world, in_worlds, make, shares, snapshot
+from tests.engine.models import (
+    SEVERAL,
+    Stack,
+    assert_same,
+    data,
+    every_world,
+    in_worlds,
+    loss_on,
+    make,
+    snapshot,
+    train,
+)
+
+STEPS = 4
+
+
+def as_ranks(model: nn.Module, n: int, play: Callable[[int, int], None]) -> dict:
+    """Weights after `train` by `n` ranks, whose parts one process plays in turn: `play(step, rank)` sets the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        for rank in range(n):
+            play(step, rank)
+            x, y = (part[rank::n] for part in data(step, 12))
+            (F.mse_loss(model(x), y) / n).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
 
 # ---- not the same units
 
@@ -29,11 +59,10 @@ class Sometimes(Stack):
 def skipped_on_one_rank(strategy: Strategy) -> dict:
     world = pl.init()
     model = pl.parallelize(make(Sometimes, 6, 5), strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
         model.skips = step % world.world_size == world.rank
-        x, y = (shares(part) for part in data(step, 12))
-        F.mse_loss(model(x), y).backward()
+        loss_on(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     state = snapshot(model)
@@ -44,16 +73,9 @@ def skipped_on_one_rank(strategy: Strategy) -> dict:
 @every_world
 def test_a_block_that_only_some_ranks_use_counts_zero_for_the_others_and_hangs_nobody(ranks, strategy, n) -> None:
     model = make(Sometimes, 6, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        for rank in range(n):
-            model.skips = step % n == rank
-            x, y = (part[rank::n] for part in data(step, 12))
-            (F.mse_loss(model(x), y) / n).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = as_ranks(model, n, lambda step, rank: setattr(model, "skips", step % n == rank))
     for state in ranks(n, skipped_on_one_rank, strategy):
-        assert_same(state, snapshot(model))
+        assert_same(state, expected)
 
 
 # ---- not the same order
@@ -78,14 +100,8 @@ def in_own_order(strategy: Strategy) -> dict | str:
     model = make(OwnOrder)
     model.order = ORDERS[pl.init().rank]
     pl.parallelize(model, strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        for step in range(3):
-            x, y = (shares(part) for part in data(step, 12))
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return snapshot(model)
+        return train(model, STEPS)[0]
     except CommunicationError as error:
         return str(error)
 
@@ -97,16 +113,9 @@ ONE_ORDER = {name: (strategy, n) for name, (strategy, n) in SEVERAL.items() if s
 @in_worlds(ANY_ORDER)
 def test_ranks_that_run_units_in_another_order_each_equal_one_process(ranks, strategy, n) -> None:
     model = make(OwnOrder)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        for rank in range(n):
-            model.order = ORDERS[rank]
-            x, y = (part[rank::n] for part in data(step, 12))
-            (F.mse_loss(model(x), y) / n).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = as_ranks(model, n, lambda step, rank: setattr(model, "order", ORDERS[rank]))
     for state in ranks(n, in_own_order, strategy):
-        assert_same(state, snapshot(model))
+        assert_same(state, expected)
 
 
 @in_worlds(ONE_ORDER)
