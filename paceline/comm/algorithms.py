@@ -3,14 +3,15 @@
 Seven ways to hand data out are written down. The rest follows: run backwards they collect, one after another they
 do both.
 
-Buffers hold one shard for each rank (`plan.shard`). Rooted collectives have their root at rank 0.
+Buffers hold one shard for each rank (`plan.shard`). Rooted collectives are written with their root at rank 0;
+`plan.rooted` turns them.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-from paceline.comm.plan import Part, Plan, Round, Traffic, backwards, exchanged, shard, shards, then
+from paceline.comm.plan import Part, Plan, Round, Traffic, backwards, exchanged, rooted, shard, shards, then
 
 # ---- from rank 0 to all
 
@@ -281,7 +282,7 @@ ALGORITHMS: dict[str, dict[str, Plan]] = {
 """Plans by collective and algorithm; a collective's first is what it is by default."""
 
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
-"""Collectives from or to rank 0."""
+"""Collectives from or to one rank."""
 
 SUMS = ("reduce", "reduce_scatter", "all_reduce")
 """Collectives that add."""
@@ -302,12 +303,14 @@ def find_plan(name: str, ranks_per_host: int = 0) -> Plan:
     """The plan of a collective.
 
     Args:
-        name: "all_reduce" for the default algorithm, or with one: "all_reduce/ring".
+        name: "all_reduce" for the default algorithm, or with one: "all_reduce/ring"; with the root of a rooted one, if
+            it is not rank 0: "broadcast/tree@3".
         ranks_per_host: Ranks on each host, for "hierarchical".
 
     Raises:
         ValueError: There is no such collective or algorithm; says which there are.
     """
+    name, _, root = name.partition("@")
     collective, _, algorithm = name.partition("/")
     if collective not in ALGORITHMS:
         raise ValueError(f"collective: expected one of {', '.join(ALGORITHMS)}; got {collective!r}")
@@ -320,7 +323,10 @@ def find_plan(name: str, ranks_per_host: int = 0) -> Plan:
         return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": then(scatter, gather)}[collective]
     if algorithm and algorithm not in known:
         raise ValueError(f"algorithm of {collective}: expected one of {', '.join(known)}; got {algorithm!r}")
-    return known[algorithm or next(iter(known))]
+    plan = known[algorithm or next(iter(known))]
+    if root and collective not in ROOTED:
+        raise ValueError(f"root: {', '.join(ROOTED)} have one, {collective} has none")
+    return rooted(plan, int(root or 0))
 
 
 @cache

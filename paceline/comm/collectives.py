@@ -2,7 +2,7 @@
 
 Every rank calls the same function with a tensor of the same size and dtype. Tensors are contiguous; where a collective
 cuts one up, rank r's shard is the r-th of N contiguous ones, sizes differing by at most one element (`plan.shard`).
-Rooted collectives have their root at rank 0. Everything happens in place.
+Everything happens in place.
 
 An algorithm is one of `algorithms.ALGORITHMS[collective]`, "hierarchical" where `algorithms.HIERARCHICAL` has the
 collective, or "auto": the fastest by what messages and bytes were measured to cost, as `why` explains.
@@ -22,14 +22,14 @@ from paceline.errors import UserError
 _opened: tuple[World, CpuTransport] | None = None
 
 
-def broadcast(tensor: Tensor, algorithm: str = "auto") -> Traffic:
-    """Rank 0's tensor to every rank."""
-    return _run("broadcast", tensor, algorithm)
+def broadcast(tensor: Tensor, algorithm: str = "auto", root: int = 0) -> Traffic:
+    """The root's tensor to every rank."""
+    return _run("broadcast", tensor, algorithm, root=root)
 
 
-def reduce(tensor: Tensor, algorithm: str = "auto", scale: float = 1.0) -> Traffic:
-    """`scale` times the sum of all ranks' tensors to rank 0; what others hold after it is undefined."""
-    return _run("reduce", tensor, algorithm, scale)
+def reduce(tensor: Tensor, algorithm: str = "auto", scale: float = 1.0, root: int = 0) -> Traffic:
+    """`scale` times the sum of all ranks' tensors to the root; what others hold after it is undefined."""
+    return _run("reduce", tensor, algorithm, scale, root)
 
 
 def all_reduce(tensor: Tensor, algorithm: str = "auto", scale: float = 1.0) -> Traffic:
@@ -37,14 +37,14 @@ def all_reduce(tensor: Tensor, algorithm: str = "auto", scale: float = 1.0) -> T
     return _run("all_reduce", tensor, algorithm, scale)
 
 
-def scatter(tensor: Tensor, algorithm: str = "auto") -> Traffic:
-    """Of rank 0's tensor, shard r to rank r, into its own shard r; the rest of the tensor is undefined after it."""
-    return _run("scatter", tensor, algorithm)
+def scatter(tensor: Tensor, algorithm: str = "auto", root: int = 0) -> Traffic:
+    """Of the root's tensor, shard r to rank r, into its own shard r; the rest of the tensor is undefined after it."""
+    return _run("scatter", tensor, algorithm, root=root)
 
 
-def gather(tensor: Tensor, algorithm: str = "auto") -> Traffic:
-    """Shard r of every rank r to rank 0; what others hold elsewhere is undefined after it."""
-    return _run("gather", tensor, algorithm)
+def gather(tensor: Tensor, algorithm: str = "auto", root: int = 0) -> Traffic:
+    """Shard r of every rank r to the root; what others hold elsewhere is undefined after it."""
+    return _run("gather", tensor, algorithm, root=root)
 
 
 def all_gather(tensor: Tensor, algorithm: str = "auto") -> Traffic:
@@ -79,7 +79,10 @@ def why(collective: str, size: int) -> Choice:
     return _transport().why(collective, size)
 
 
-def _run(collective: str, tensor: Tensor, algorithm: str, scale: float = 1.0) -> Traffic:
+def _run(collective: str, tensor: Tensor, algorithm: str, scale: float = 1.0, root: int = 0) -> Traffic:
+    ranks = current_world().world_size
+    if not 0 <= root < ranks:
+        raise UserError(f"{collective}: expected a root from 0 to {ranks - 1}, got {root}")
     if tensor.device.type != "cpu":
         raise UserError(
             f"{collective}: expected a tensor on the CPU, got one on {tensor.device}; torch.distributed's are for GPUs"
@@ -87,12 +90,12 @@ def _run(collective: str, tensor: Tensor, algorithm: str, scale: float = 1.0) ->
     if not tensor.is_contiguous():
         raise UserError(f"{collective}: expected a contiguous tensor; pass a copy (`.contiguous()`) and copy it back")
     flat = tensor.detach().view(-1)
-    if current_world().world_size == 1:
+    if ranks == 1:
         if scale != 1.0:
             flat.mul_(scale)
         return Traffic(0, 0)
     try:
-        return _transport().run(f"{collective}/{algorithm}", flat, "tensor", scale)
+        return _transport().run(f"{collective}/{algorithm}" + (f"@{root}" if root else ""), flat, "tensor", scale)
     except ValueError as error:
         raise UserError(str(error)) from None
 

@@ -177,11 +177,12 @@ class CpuTransport:
         precision, where the default rounds a sum only once.
         """
         name, _, algorithm = collective.partition("/")
+        algorithm, at, root = algorithm.partition("@")
         if not algorithm and self._encodes(collective, buffer) and name in LEAST:
             # In one hop between hosts, so that nothing is rounded twice.
             return f"{name}/hierarchical" if self.ranks_per_host > 1 else collective
         if algorithm == "auto":
-            return f"{name}/{self.why(name, buffer.nbytes).algorithm}"
+            return f"{name}/{self.why(name, buffer.nbytes).algorithm}{at}{root}"
         rounds = name in SUMS and accumulation_dtype(buffer.dtype) != buffer.dtype
         if algorithm or self._links is None or name not in LEAST or rounds or buffer.numel() % self._world_size:
             return collective

@@ -7,7 +7,7 @@ the tests hold it against the textbook's numbers, so the cost that is predicted 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Combine = Literal["add", "replace"]
@@ -92,6 +92,36 @@ def backwards(plan: Plan, combine: Combine, root_alone: bool = False) -> Plan:
         )
 
     return backward
+
+
+def rooted(plan: Plan, root: int) -> Plan:
+    """A plan from or to rank 0 made one from or to another rank: all ranks move up, around the ring.
+
+    Args:
+        plan: The plan; what it exchanges are whole shards.
+        root: The rank that plays rank 0's part; 0 leaves the plan as it is.
+    """
+    if not root:
+        return plan
+
+    def turned(rank: int, world_size: int, numel: int) -> tuple[Round, ...]:
+        def moved(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+            return tuple(
+                Part((part.peer + root) % world_size, *span)
+                for part in parts
+                for span in spans(part.start, part.stop - part.start)
+            )
+
+        def spans(first: int, count: int) -> tuple[tuple[int, int], ...]:
+            if count == world_size:
+                return ((0, numel),)
+            return shards((first + root) % world_size, count, world_size, numel)
+
+        # With one element a shard, ranges count shards, whose sizes differ between the ranks that swap parts.
+        turns = plan((rank - root) % world_size, world_size, world_size)
+        return tuple(replace(turn, sends=moved(turn.sends), receives=moved(turn.receives)) for turn in turns)
+
+    return turned
 
 
 def exchanged(plan: Plan, rank: int, world_size: int, numel: int) -> Traffic:

@@ -7,9 +7,10 @@ import torch
 
 import paceline as pl
 from paceline import comm
-from paceline.comm.algorithms import ALGORITHMS
+from paceline.comm.algorithms import ALGORITHMS, ROOTED
 from paceline.comm.transport import CommunicationError
 from paceline.errors import UserError
+from tests.comm.reference import expected, values
 
 
 def use_all() -> list[object]:
@@ -36,14 +37,34 @@ OWN = {"scatter": WHOLE[4:], "reduce_scatter": SUM[4:]}
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_every_collective_by_every_algorithm(ranks, transport) -> None:
     first, *_, last = ranks(3, use_all, transport=transport)
-    for name, algorithm, values in first[:-1]:
-        assert values == ROOT.get(name, values), (name, algorithm)
-    for name, algorithm, values in last[:-1]:
-        assert values == LAST.get(name, values), (name, algorithm)
-        assert values[4:] == OWN.get(name, values[4:]), (name, algorithm)
+    for name, algorithm, left in first[:-1]:
+        assert left == ROOT.get(name, left), (name, algorithm)
+    for name, algorithm, left in last[:-1]:
+        assert left == LAST.get(name, left), (name, algorithm)
+        assert left[4:] == OWN.get(name, left[4:]), (name, algorithm)
     assert "all_reduce of 26,214,400 bytes, 3 ranks on" in first[-1]
     assert "us a message" in first[-1] and first[-1].count("<- chosen") == 1
     assert first[-1] == last[-1], "every rank chooses alike"
+
+
+def from_every_root() -> list[str]:
+    world = pl.init()
+    inputs = [values(peer, 7, torch.float64) for peer in range(world.world_size)]
+    wrong = []
+    for name in ROOTED:
+        for algorithm in ("auto", *ALGORITHMS[name]):
+            for root in range(world.world_size):
+                tensor = inputs[world.rank].clone()
+                getattr(comm, name)(tensor, algorithm, root=root)
+                exact, where = expected(name, world.rank, inputs, root=root)
+                if not torch.allclose(tensor[where], exact[where], rtol=1e-14):
+                    wrong.append(f"{name}/{algorithm} of root {root}")
+    return wrong
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_any_rank_can_be_the_root(ranks, transport) -> None:
+    assert ranks(3, from_every_root, transport=transport) == [[]] * 3
 
 
 def misuse() -> list[str]:
@@ -54,6 +75,7 @@ def misuse() -> list[str]:
         lambda: comm.all_reduce(torch.zeros(4, 4).t()[1:]),
         lambda: comm.all_reduce(torch.zeros(4), "star"),
         lambda: comm.all_reduce(torch.zeros(4, device="meta")),
+        lambda: comm.broadcast(torch.zeros(4), root=2),
     ):
         with pytest.raises(UserError) as caught:
             call()
@@ -62,11 +84,12 @@ def misuse() -> list[str]:
 
 
 def test_misuse_is_answered_with_what_to_do(ranks) -> None:
-    cut, strided, unknown, device = ranks(2, misuse)[0]
+    cut, strided, unknown, device, root = ranks(2, misuse)[0]
     assert "2 ranks cannot cut 5 elements" in cut and "pad" in cut
     assert "contiguous" in strided
     assert "expected one of direct, ring" in unknown
     assert "on the CPU, got one on meta" in device
+    assert root == "broadcast: expected a root from 0 to 1, got 2"
 
 
 def call_something_else(mine: str, theirs: str) -> tuple[str, float]:
@@ -80,6 +103,8 @@ def call_something_else(mine: str, theirs: str) -> tuple[str, float]:
         "large": lambda: comm.all_gather(torch.ones(2 << 20), "direct"),
         "larger": lambda: comm.all_gather(torch.ones(3 << 20), "direct"),
         "small": lambda: comm.all_gather(torch.ones(10), "direct"),
+        "root 0": lambda: comm.broadcast(torch.ones(10)),
+        "root 1": lambda: comm.broadcast(torch.ones(10), root=1),
     }
     began = time.monotonic()
     try:
@@ -90,8 +115,10 @@ def call_something_else(mine: str, theirs: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize(("mine", "theirs"), [("fp32", "fp64"), ("large", "small"), ("large", "larger")])
-def test_tensors_of_different_dtype_or_size_are_named_within_2_seconds(ranks, transport, mine, theirs) -> None:
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [("fp32", "fp64"), ("large", "small"), ("large", "larger"), ("root 0", "root 1")]
+)
+def test_calls_that_differ_are_named_within_2_seconds(ranks, transport, mine, theirs) -> None:
     results = ranks(2, call_something_else, mine, theirs, transport=transport)
     assert all("ranks disagree" in message or "is gone" in message for message, _ in results), results
     assert any("ranks disagree" in message for message, _ in results)

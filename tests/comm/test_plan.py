@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.comm.algorithms import HIERARCHICAL, find_plan, traffic
 from paceline.comm.plan import Plan, exchanged, seconds, shard
-from tests.comm.reference import NAMES, expected
+from tests.comm.reference import FROM_ROOTS, NAMES, expected
 
 MB = 1_000_000
 CROSSED = [name for name in NAMES if name.startswith("all_to_all")]
@@ -36,12 +36,13 @@ def simulate(plan: Plan, buffers: list[list[float]]) -> int:
     return len(plans[0])
 
 
-def check(plan: Plan, collective: str, n: int, numel: int) -> None:
+def check(plan: Plan, collective: str, n: int, numel: int, root: int = 0) -> None:
     inputs = [[float(10**rank * (i + 1)) for i in range(numel)] for rank in range(n)]
     buffers = [list(values) for values in inputs]
     simulate(plan, buffers)
     for rank, buffer in enumerate(buffers):
-        values, where = expected(collective, rank, [torch.tensor(given, dtype=torch.float64) for given in inputs])
+        given = [torch.tensor(each, dtype=torch.float64) for each in inputs]
+        values, where = expected(collective, rank, given, root=root)
         assert buffer[where] == values[where].tolist()
 
 
@@ -51,6 +52,20 @@ def test_every_plan_does_what_its_collective_says(name: str, n: int, numel: int)
     if name in CROSSED:
         numel -= numel % n
     check(find_plan(name), name.partition("/")[0], n, numel)
+
+
+@pytest.mark.parametrize("name", FROM_ROOTS)
+@given(n=st.integers(1, 11), numel=st.integers(0, 25), data=st.data())
+def test_from_and_to_any_root(name: str, n: int, numel: int, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, n - 1))
+    check(find_plan(f"{name}@{root}"), name.partition("/")[0], n, numel, root)
+
+
+@given(n=st.integers(1, 11), name=st.sampled_from(FROM_ROOTS), data=st.data())
+def test_ranks_change_places_with_another_root_and_bytes_do_not(n: int, name: str, data: st.DataObject) -> None:
+    root, numel = data.draw(st.integers(0, n - 1)), 4 * n
+    moved = [traffic(f"{name}@{root}", (rank + root) % n, n, numel) for rank in range(n)]
+    assert moved == [traffic(name, rank, n, numel) for rank in range(n)]
 
 
 @pytest.mark.parametrize("collective", HIERARCHICAL)
@@ -163,6 +178,7 @@ def test_tree_reduce_of_8_ranks_sums_to_minus_0_1_in_3_rounds() -> None:
         ("all_reduce/star", "expected one of direct, ring"),
         ("broadcast/hierarchical", "expected one of server"),
         ("all_reduce/hierarchical", "as many ranks on every host"),
+        ("all_reduce/ring@1", "broadcast, reduce, scatter, gather have one, all_reduce has none"),
     ],
 )
 def test_an_unknown_collective_or_algorithm_is_answered_with_those_there_are(name: str, says: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.comm.algorithms import ALGORITHMS, traffic
+from paceline.comm.algorithms import ALGORITHMS, ROOTED, traffic
 from paceline.comm.sums import CHUNK
 from paceline.comm.world import open_transport
 from tests.comm.reference import TOLERANCE, expected, values
@@ -21,7 +21,10 @@ LARGE = [(dtype, (3 << 20) // dtype.itemsize + 1) for dtype in (torch.float32, t
 
 
 def run_all(owned: bool, cases: list[tuple[torch.dtype, int]]) -> list[str]:
-    """Every algorithm in every case: right, the same bits the second time, and its plan's bytes."""
+    """Every algorithm in every case: right, the same bits the second time, and its plan's bytes.
+
+    Rooted ones by turns from all ranks.
+    """
     world = pl.init()
     transport = open_transport(world)
     rank, n = world.rank, world.world_size
@@ -29,15 +32,16 @@ def run_all(owned: bool, cases: list[tuple[torch.dtype, int]]) -> list[str]:
     most = max(size for _, size in cases)
     rooms = {dtype: transport.allocate(most, dtype) for dtype, _ in cases}
     data = [values(peer, most, torch.float64) for peer in range(n)]
-    for (dtype, size), (collective, known) in itertools.product(cases, ALGORITHMS.items()):
+    for case, ((dtype, size), (collective, known)) in enumerate(itertools.product(cases, ALGORITHMS.items())):
         numel = size - size % n if collective == "all_to_all" else size
         inputs = [each[:numel].to(dtype) for each in data]
         buffer = rooms[dtype][:numel] if owned else torch.empty(numel, dtype=dtype)
         scale = 1 / n if "reduce" in collective else 1.0
-        exact, where = expected(collective, rank, inputs, scale)
+        root = case // len(ALGORITHMS) % n if collective in ROOTED else 0
+        exact, where = expected(collective, rank, inputs, scale, root)
         exact = exact[where]
         bound = TOLERANCE[dtype] * (1 + exact.abs())
-        for name in (f"{collective}/{algorithm}" for algorithm in known):
+        for name in (f"{collective}/{algorithm}" + f"@{root}" * bool(root) for algorithm in known):
             results = []
             for _ in range(2 if size == 1000 else 1):
                 buffer.copy_(inputs[rank])
@@ -165,7 +169,8 @@ def between_hosts(collective: str) -> tuple[str, bool, int, str]:
             buffer = transport.allocate(numel, dtype) if owned else torch.empty(numel, dtype=dtype)
             buffer.copy_(inputs[rank])
             transport.run(collective, buffer, "test")
-            exact, where = expected(collective.partition("/")[0], rank, inputs, 1.0)
+            root = int(collective.partition("@")[2] or 0)
+            exact, where = expected(collective.partition("/")[0], rank, inputs, 1.0, root)
             right &= torch.allclose(buffer[where].double(), exact[where], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     # A shard beside the buffer, as parameters and reduced gradients have it.
     whole, own = transport.allocate(4 * n, torch.float32), transport.allocate(4, torch.float32)
@@ -183,7 +188,14 @@ def between_hosts(collective: str) -> tuple[str, bool, int, str]:
 
 @pytest.mark.parametrize("n", [3, 4, 6])
 def test_ranks_of_several_hosts_share_memory_inside_and_send_between(ranks, n) -> None:
-    for collective in ("all_reduce", "all_reduce/direct", "reduce_scatter", "all_gather", "broadcast/tree"):
+    for collective in (
+        "all_reduce",
+        "all_reduce/direct",
+        "reduce_scatter",
+        "all_gather",
+        "broadcast/tree",
+        "gather/tree@2",
+    ):
         for name, right, _, _ in ranks(n, between_hosts, collective):
             alone = "shared memory and tcp" if n != 3 else name
             assert right and name == alone, collective
