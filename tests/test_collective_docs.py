@@ -131,6 +131,39 @@ def test_what_was_not_measured_leaves_its_place_empty(tables: ModuleType) -> Non
     assert "64 KiB / 25 MiB" in lines[0]
 
 
+def test_a_barrier_has_no_sizes(tables: ModuleType) -> None:
+    def row(op: str, transport: str, algorithm: str, size: int, time_us: float) -> dict[str, object]:
+        what = {"op": op, "ranks": 4, "dtype": "float32", "transport": transport, "algorithm": algorithm}
+        return what | {"bytes": size, "time_us": time_us}
+
+    rows = [row("barrier", "tcp", "doubling", 0, 80.0), row("barrier", "gloo", "own", 0, 950.0)]
+    rows.append(row("all_reduce", "tcp", "ring", 65536, 150.0))
+    text = tables.measured({"machine": {"cores": 2, "cpu": "a processor", "torch": "2.13"}, "rounds": 3, "rows": rows})
+    lines = text.splitlines()
+    assert "| barrier | doubling | L α | 2 α | 0.080 |" in lines
+    assert "| barrier | 0.080 | 0.95 |  |" in lines
+    assert lines[0].endswith("Milliseconds for 64 KiB:")
+
+
+def test_between_hosts_a_size_that_was_not_measured_leaves_its_place_empty(tables: ModuleType) -> None:
+    def row(system: str, setting: str, case: str, median_ms: float, wire_ms: float) -> dict[str, object]:
+        where = {"experiment": "hierarchical", "hosts": 2, "ranks_per_host": 2, "gbit": 1.0}
+        return where | {"system": system, "setting": setting, "case": case, "median_ms": median_ms, "wire_ms": wire_ms}
+
+    rows = [
+        row("Gloo", "dist.all_reduce", "1 MiB", 12.6, 8.4),
+        row("Gloo", "dist.all_reduce", "10 MiB", 130.0, 84.0),
+        row("paceline", "all_reduce/hierarchical over shared memory and tcp", "10 MiB", 88.0, 84.0),
+    ]
+    lines = tables.between_hosts({"machine": {"cores": 2, "cpu": "any", "torch": "2.13"}, "rows": rows}).splitlines()
+    assert lines[0].startswith("2 hosts with 2 ranks each") and lines[0].endswith("for 1 MiB / 10 MiB:")
+    assert lines[4:] == [
+        "| Gloo |  |  | 13 / 130 |",
+        "| hierarchical | 4 α + 2 (N-1)/N M β | M |  / 88 |",
+        "| what the wire alone takes |  | M | 8.4 / 84 |",
+    ]
+
+
 def test_the_example_runs_and_is_the_one_in_the_page() -> None:
     example = ROOT / "examples" / "collectives.py"
     body = example.read_text().split('"""\n\n', 1)[1].split("\nif ")[0]

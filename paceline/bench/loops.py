@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline import comm
 from paceline.bench.cases import ADAMW, Case, Precision, Training
 from paceline.strategy import Strategy
 
@@ -33,6 +34,15 @@ def one_process(case: Case, world: pl.World, precision: Precision) -> Training:
     """Trains without communication, each rank for itself: what nothing can beat."""
     model = case.build().to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return Training(model, loop(model, optimizer, case, world, precision == "bfloat16"))
+
+
+def meeting(case: Case, world: pl.World, precision: Precision) -> Training:
+    """As `one_process`, but ranks wait for each other before every update, as whatever averages gradients must."""
+    model = case.build().to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    meet = comm.barrier if world.device.type == "cpu" else pl.barrier
+    optimizer.register_step_pre_hook(lambda *_: meet())
     return Training(model, loop(model, optimizer, case, world, precision == "bfloat16"))
 
 

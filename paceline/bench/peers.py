@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
 from paceline.bench.cases import ADAMW, GROUPS, Case, Precision, System, Training
-from paceline.bench.loops import loop, one_process
+from paceline.bench.loops import loop, meeting, one_process
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default and paceline's; DeepSpeed's own default, 2 GB, was slower in every case."""
@@ -30,9 +30,10 @@ VIEWS: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True}
 
 
 def peers(precision: Precision) -> list[System]:
-    """Everything to compare with in one precision, the lower bound of one process first."""
+    """Everything to compare with in one precision, the lower bounds of one process first."""
     found = [
         System("one process", "no communication", one_process, GROUPS),
+        System("one process", "no communication, meeting once a step", meeting, GROUPS),
         System("torch DDP", "default", partial(_ddp, {}), GROUPS[:1]),
         System("torch DDP", "views, static graph", partial(_ddp, VIEWS), GROUPS[:2]),
     ]

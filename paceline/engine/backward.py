@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch.autograd import Variable
@@ -165,6 +165,7 @@ class BackwardPass:
             assert running.gradients is not None
             key = Key("collect", unit, running.progress.micro_batch, "backward")
             running.executor.begin(key)
+            self._look(running.arranged.slots_of(unit))
             running.gradients.collect(running.arranged.slots_of(unit))
             running.executor.end()
             if unit not in running.schedule.late:
@@ -182,6 +183,7 @@ class BackwardPass:
         late = gradients.late() if gradients and synchronises else []
         if gradients is not None:
             gradients.used.update(late)
+            self._look(late)
             if running.synchronizer is None:
                 gradients.collect(late)
                 gradients.add_all_reduced()
@@ -202,6 +204,11 @@ class BackwardPass:
         running.counts.close(synchronises, running.world.world_size)
         self._outstanding.clear()
         running.progress.end_backward()
+
+    def _look(self, indices: Iterable[int]) -> None:
+        counts, parameters = self._running.counts, self._running.weights.parameters
+        if counts.looks:
+            counts.look([grad for i in indices if (grad := parameters[i].grad) is not None and not grad.is_sparse])
 
     def _complete(self, late: Sequence[int]) -> None:
         """Lets the ranks agree on a synchronised step and waits for its collectives."""

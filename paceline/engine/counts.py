@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.transport import Transport
+from paceline.engine.gradients import square_sum
 
 _USER_VALUES = 8
 
@@ -18,23 +19,28 @@ class Counts:
     Attributes:
         numel: Length of the vector.
         buffer: What is reduced.
+        looks: Whether each rank looks at its own gradients, to tell whose are not finite.
     """
 
-    def __init__(self, parameters: int, device: torch.device, transport: Transport | None) -> None:
+    def __init__(self, parameters: int, rank: int, device: torch.device, transport: Transport | None) -> None:
         """Allocates the vector; with a transport, a collective call.
 
         Args:
             parameters: Number of parameters.
+            rank: This rank.
             device: Where the vector lives.
             transport: Reduces it; None with one rank.
         """
-        self.numel = 2 * parameters + _USER_VALUES + 2
-        self._parameters = parameters
+        self.numel = 2 * parameters + _USER_VALUES + 4
+        self._parameters, self._rank = parameters, rank
         if transport is None:
             self.buffer = torch.zeros(self.numel, dtype=torch.float64, device=device)
         else:
             self.buffer = transport.allocate(self.numel, torch.float64)
         self._carries = False
+        self.looks = False
+        self._not_finite = torch.zeros((), dtype=torch.bool, device=device)
+        self._culprits = self._own_culprits()
         self._values: list[float | Tensor] = []
         self._result = torch.zeros(0, dtype=torch.float64, device=device)
         self._flags = self.buffer[: 2 * parameters].clone()
@@ -54,6 +60,11 @@ class Counts:
             self._values = [0.0] * len(values)
         detached = [v.detach().double() if isinstance(v, Tensor) else v for v in values]
         self._values = [total + value for total, value in zip(self._values, detached, strict=True)]
+
+    def look(self, gradients: Sequence[Tensor]) -> None:
+        """Sees whether gradients of this rank alone are finite: a pass over them, which most steps can do without."""
+        if gradients:
+            self._not_finite = self._not_finite | ~torch.isfinite(square_sum(gradients))
 
     def fill(self, used: Iterable[int], late: Iterable[int], squares: Tensor | None, carries: bool) -> None:
         """Writes this rank's numbers into the vector that is about to be reduced.
@@ -75,10 +86,16 @@ class Counts:
         self.buffer[2 * self._parameters :].zero_()
         for index, value in enumerate(self._values, 2 * self._parameters):
             self.buffer[index] = value
+        self.buffer[-4:-2] = self._own_culprits()
         if squares is not None:
             self.buffer[-2] = squares
         self._carries = carries
         self.buffer[-1] = float(carries)
+
+    def _own_culprits(self) -> Tensor:
+        number = torch.ones_like(self._not_finite, dtype=torch.float64)
+        seen = self._not_finite.double() if self.looks else -number
+        return torch.stack([seen, self._not_finite * self._rank * number])
 
     def squares(self) -> Tensor | None:
         """Sum of squares of all reduced gradients: fp64, 0-dim; None where gradients are more than what was reduced."""
@@ -106,6 +123,7 @@ class Counts:
     def clear(self) -> None:
         """Drops the running sums."""
         self._values = []
+        self._not_finite = torch.zeros_like(self._not_finite)
 
     def close(self, synchronised: bool, world_size: int) -> None:
         """Ends a micro-batch: after a synchronised one the sums are the result, and new ones begin."""
@@ -114,11 +132,17 @@ class Counts:
         if world_size > 1:
             start = 2 * self._parameters
             self._result = self.buffer[start : start + len(self._values)].clone()
+            self._culprits = self.buffer[-4:-2].clone()
         else:
             values = [torch.as_tensor(value, dtype=torch.float64, device=self.buffer.device) for value in self._values]
             self._result = torch.stack(values) if values else self.buffer[:0].clone()
-        self._values = []
+            self._culprits = self._own_culprits()
+        self.clear()
 
     def result(self) -> Tensor:
         """The sums over micro-batches and ranks at the last synchronised backward."""
         return self._result
+
+    def culprits(self) -> Tensor:
+        """How many ranks saw their own gradients not finite in the step (negative: none looked), and their sum."""
+        return self._culprits

@@ -107,6 +107,21 @@ class Engine:
         """
         return self.running.counts.result()
 
+    def look_at_gradients(self) -> None:
+        """From now on each rank looks whether its own gradients are finite before they are summed; see `culprits`.
+
+        It costs a pass over the gradients, so it is for finding out whose a norm that is not finite comes from.
+        """
+        self.running.counts.looks = True
+
+    def culprits(self) -> Tensor:
+        """How many ranks' own gradients were not finite in the last synchronised backward, and the sum of these ranks.
+
+        Returns:
+            fp64, (2,), on the model's device, the same on every rank; the first is negative where no rank looked.
+        """
+        return self.running.counts.culprits()
+
     def grad_norm(self) -> Tensor:
         """The 2-norm of all parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
 

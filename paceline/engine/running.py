@@ -48,7 +48,7 @@ class Running:
             self.synchronizer.broadcast([p.data for p in module.parameters()])
             self.synchronizer.broadcast(module.buffers())
         transport = self.synchronizer.transports["counts"] if self.synchronizer else None
-        self.counts = Counts(len(self._specs), world.device, transport)
+        self.counts = Counts(len(self._specs), world.rank, world.device, transport)
         self.progress = Progress(world.world_size)
         self.gradients: Gradients | None = None
         self.arranged = self.arrange(self._units)

@@ -17,7 +17,7 @@ from paceline.train.config import TrainConfig, check_shares
 from paceline.train.launch import threads_per_rank
 from paceline.train.loss_scale import LossScale
 from paceline.train.meter import Meter, Readback
-from paceline.train.not_finite import marks, whose
+from paceline.train.not_finite import marks, whose, whose_gradient
 from paceline.train.optim import Update, learning_rate
 from paceline.train.outputs import Outputs
 from paceline.train.run_folder import EVENTS, WEIGHTS, choose_run_folder, create_run_folder
@@ -147,14 +147,19 @@ def _steps(
         norm = update(step - 1, counts[0], engine.reduced_norm())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)
 
-        state = torch.cat([counts[2:], torch.cat([update.skips, norm.reshape(1), update.scale.reshape(1)]).double()])
-        at, (interrupts, terminations, *marked, skips, skips_in_a_row, at_norm, scale) = readback.exchange(step, state)
+        figures = torch.cat([update.skips, norm.reshape(1), update.scale.reshape(1)]).double()
+        at, state = readback.exchange(step, torch.cat([counts[2:], engine.culprits(), figures]))
+        interrupts, terminations, *marked, culprits, numbers, skips, skips_in_a_row, at_norm, scale = state
         if skips > skipped:
             skipped = int(skips)
             outputs.say(
-                f"step {at}: the gradient is not finite (its norm is {at_norm}; {whose(*marked)}), so all ranks left "
-                f"this update out; {skipped} so far{f'; the loss scale is now {scale:g}' if low else ''}"
+                f"step {at}: the gradient is not finite (its norm is {at_norm}; "
+                f"{whose(*marked) or whose_gradient(culprits, numbers)}), so all ranks left this update out; "
+                f"{skipped} so far{f'; the loss scale is now {scale:g}' if low else ''}"
             )
+            if not (low or any(marked)):
+                # A loss scale overflows on purpose. Else it is worth a pass over the gradients to know whose they are.
+                engine.look_at_gradients()
         if skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
             advice = "choose strategy.precision bfloat16, whose range is wider, " if low else ""
             raise UserError(
