@@ -41,8 +41,14 @@ def meeting(case: Case, world: pl.World, precision: Precision) -> Training:
     """As `one_process`, but ranks wait for each other before every update, as whatever averages gradients must."""
     model = case.build().to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    meet = comm.barrier if world.device.type == "cpu" else pl.barrier
-    optimizer.register_step_pre_hook(lambda *_: meet())
+
+    def meet(*_: object) -> None:
+        if world.device.type == "cpu":
+            comm.barrier()
+        else:
+            pl.barrier()
+
+    optimizer.register_step_pre_hook(meet)
     return Training(model, loop(model, optimizer, case, world, precision == "bfloat16"))
 
 

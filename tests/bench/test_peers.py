@@ -90,8 +90,11 @@ def test_losses_in_bfloat16_are_near_to_those(label: str, losses, expected) -> N
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_without_communication_the_losses_would_be_others(losses, expected) -> None:
-    assert losses["float32", "one process: no communication"] != pytest.approx(expected, abs=1e-2)
+@pytest.mark.parametrize("setting", ["no communication", "no communication, meeting once a step"])
+def test_without_communication_the_losses_would_be_others(losses, expected, setting: str) -> None:
+    found = losses["float32", f"one process: {setting}"]
+    assert found[0] == pytest.approx(expected[0], abs=1e-4)
+    assert found != pytest.approx(expected, abs=1e-2)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
