@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -113,7 +115,8 @@ def _run(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name, commands, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(commands)}"
         raise UserError(f"there is no command {name!r}; {hint}")
-    return commands[name](rest)
+    with _ended_in_order():
+        return commands[name](rest)
 
 
 def _train(arguments: list[str]) -> int:
@@ -131,8 +134,6 @@ def _train(arguments: list[str]) -> int:
     if config.workers is not None and config.workers > 1 and job in (None, 1):
         choose_run_folder(config.folder, config.model.preset)
         return launch([*_this_program(), "train", *arguments], config.workers, config.threads)
-    # Until the first step there is nothing to save, so a request to end is granted at once.
-    signal.signal(signal.SIGTERM, _end)
     from paceline.train.loop import train
 
     return train(config)
@@ -200,6 +201,19 @@ def _this_program() -> list[str]:
     """How to start this program again, with the module search path that it has now."""
     run_as_module = Path(sys.argv[0]).name == "__main__.py"
     return [sys.executable, *([] if run_as_module else ["-P"]), "-m", "paceline"]
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Lets a request to end this process close what is open: ranks, files, networks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _end(number: int, _: FrameType | None) -> None:

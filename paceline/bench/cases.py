@@ -59,6 +59,8 @@ class Training:
     model: nn.Module
     step: Callable[[], Tensor]
     """Trains one step; returns this rank's loss before it, the mean over its tokens."""
+    settle: Callable[[], None] = lambda: None
+    """Waits for what a step leaves to be done behind the next one."""
 
 
 Build = Callable[[Case, pl.World, Precision], Training]

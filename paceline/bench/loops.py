@@ -56,4 +56,5 @@ def parallel(strategy: Strategy, case: Case, world: pl.World, _: Precision) -> T
     """Trains with a strategy, which says in what precision."""
     model = pl.parallelize(case.build(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return Training(model, loop(model, optimizer, case, world, autocast=False))
+    step = loop(model, optimizer, case, world, autocast=False)
+    return Training(model, step, pl.engine_of(model).settle)

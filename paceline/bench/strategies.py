@@ -23,6 +23,7 @@ from paceline.bench.ranks import run_ranks
 from paceline.bench.results import Row, make_row, print_rows, write_json
 from paceline.errors import UserError
 from paceline.models.presets import preset
+from paceline.ranks import RanksFailed
 from paceline.strategy import SYSTEMS, Strategy
 
 OURS: dict[str, Strategy] = {
@@ -83,7 +84,8 @@ def main(options: StrategiesBench) -> list[Row]:
     failures: Failures = []
     for ranks in options.ranks:
         for precision in options.precision:
-            chosen = choose(systems(precision), options.systems)
+            everywhere = [system for each in options.precision for system in systems(each)]
+            chosen = choose(systems(precision), options.systems, everywhere)
             for case in CASES:
                 if case.name in options.cases:
                     rows += run_case(case, ranks, precision, chosen, options.rounds, options.steps, failures)
@@ -110,13 +112,18 @@ def systems(precision: Precision) -> list[System]:
     return peers(precision) + ours
 
 
-def choose(found: Sequence[System], wanted: Sequence[str]) -> list[System]:
+def choose(found: Sequence[System], wanted: Sequence[str], others: Sequence[System] = ()) -> list[System]:
     """The systems whose name or label is `wanted`; all, if nothing is.
+
+    Args:
+        found: What to choose from.
+        wanted: Names and labels.
+        others: Of other precisions, which may be wanted there alone.
 
     Raises:
         UserError: A wanted name that no system has.
     """
-    known = {name: None for system in found for name in (system.name, system.label)}
+    known = {name: None for system in (*found, *others) for name in (system.name, system.label)}
     for name in wanted:
         if name not in known:
             raise UserError(f"--systems: expected some of {'; '.join(known)}; got {name!r}")
@@ -151,8 +158,8 @@ def run_case(
     for system in chosen:
         try:
             measured[system.label] = run_ranks(ranks, _measure, case, precision, system, threads=threads)[0]
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[-1]
+        except (RanksFailed, UserError) as error:
+            reason = error.summary if isinstance(error, RanksFailed) else str(error)
             print(f"{case.name}, {ranks} ranks, {precision}: {system.label} did not run: {reason}")
             where = {"case": case.name, "ranks": ranks, "precision": precision}
             failures.append({**where, "system": system.name, "setting": system.setting, "reason": reason})
@@ -196,6 +203,7 @@ def _time(training: Training, steps: int, device: torch.device) -> float:
     start = time.perf_counter()
     for _ in range(steps):
         training.step()
+    training.settle()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elapsed = (time.perf_counter() - start) / steps

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.comm.algorithms import ROOTED
 from paceline.comm.codecs import Codec
-from paceline.comm.plan import Part, Plan, Round, Traffic, shard
+from paceline.comm.plan import Part, Plan, Round, Traffic, fuses, overwrites, shard
 from paceline.comm.scratch import Room
 from paceline.comm.signals import text_of
 from paceline.comm.sums import CHUNK, Work, accumulation_dtype, summing
@@ -107,7 +107,7 @@ def prepare(
             number += 1
     sent = sum(part.stop - part.start for turn in rounds for part in turn.sends)
     received = sum(part.stop - part.start for turn in rounds for part in turn.receives)
-    words, digest = _named(name, label, own)
+    words, digest = _named(name, label, own, f" times {scale:g}" if scale != 1.0 else "")
     builder.merge()
     if name.partition("/")[0] in ROOTED:
         builder.acknowledge(rounds)
@@ -142,21 +142,7 @@ class _Builder:
 
     def pushes(self, first: Round, second: Round) -> bool:
         """Whether sums can be written straight to the peers, which would else wait for them and read them."""
-        spans = {(part.start, part.stop) for part in first.receives}
-        return (
-            first.combine == "add"
-            and first.complete
-            and second.combine == "replace"
-            and self._out is None
-            and len(spans) == 1
-            and {(part.start, part.stop) for part in second.sends} == spans
-            and len(self._near) > 1
-            and all(
-                {part.peer for part in parts} == self._near.keys() - {self._rank}
-                for parts in (first.sends, first.receives, second.sends)
-            )
-            and set(first.sends) == set(second.receives)
-        )
+        return self._out is None and len(self._near) > 1 and fuses(first, second, self._near.keys() - {self._rank})
 
     def push(self, number: int, turn: Round) -> None:
         """Sums this rank's range and writes it to every buffer, each piece while it is in the core's cache."""
@@ -183,7 +169,7 @@ class _Builder:
         sources = tuple(dict.fromkeys(part.peer for part in receives if part.peer in self._near))
         step = Step(begun, bool(readers) or number == 0, before, sources, [], readers=readers, confirms=bool(sources))
         # What peers take in this round must stay until they have it.
-        aside = any(_meets((part.start, part.stop), writes) for part in sends)
+        aside = overwrites(turn)
         self._messages = 0
         messages: dict[Range, memoryview] = {}
         for part in sends:
@@ -351,6 +337,6 @@ def meeting(name: str, label: str, rank: int, buffer: Tensor, near: Iterable[int
     return Call(digest, words, [step], (), Traffic(0, 0))
 
 
-def _named(name: str, label: str, buffer: Tensor) -> tuple[bytes, int]:
-    words = f"{name} {label} {buffer.numel()} {str(buffer.dtype).removeprefix('torch.')}"
+def _named(name: str, label: str, buffer: Tensor, more: str = "") -> tuple[bytes, int]:
+    words = f"{name} {label} {buffer.numel()} {str(buffer.dtype).removeprefix('torch.')}{more}"
     return text_of(words), int.from_bytes(hashlib.blake2b(words.encode(), digest_size=7).digest(), "little")

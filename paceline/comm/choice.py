@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from paceline.comm.algorithms import ALGORITHMS, HIERARCHICAL, LEAST, find_plan
-from paceline.comm.plan import Plan, Round
+from paceline.comm.plan import Plan, Round, fuses, overwrites
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ def choose(collective: str, size: int, topology: Topology, least: bool = False) 
 def predicted(plan: Plan, size: int, topology: Topology) -> float:
     """Seconds of a plan: in each round, what the busiest rank and the busiest host's wire take.
 
-    A rank handles its messages one after another, alpha each. A byte inside a host costs the rank that reads it beta;
-    between hosts all ranks of a host share the wire, each way for itself.
+    Between hosts a rank handles its messages one after another, alpha each, and all ranks of a host share the wire,
+    each way for itself. Inside a host alpha is what meeting the peers of a round takes. A byte there costs the rank
+    that reads it beta, and once more where it must be put aside first; two rounds may be done at once (`fuses`).
 
     Args:
         plan: The plan.
@@ -104,7 +106,15 @@ def predicted(plan: Plan, size: int, topology: Topology) -> float:
     """
     ranks = len(topology.hosts)
     per_rank = [plan(rank, ranks, size) for rank in range(ranks)]
-    return sum(_round_seconds(turns, topology) for turns in zip(*per_rank, strict=True))
+    turns = list(zip(*per_rank, strict=True))
+    total = sum(_round_seconds(turn, topology) for turn in turns)
+    if topology.far is None and topology.near is not None:
+        at_once = [
+            all(fuses(a, b, set(range(ranks)) - {rank}) for rank, (a, b) in enumerate(zip(first, second, strict=True)))
+            for first, second in pairwise(turns)
+        ]
+        total -= topology.near.alpha * sum(at_once)
+    return total
 
 
 def _round_seconds(turns: Sequence[Round], topology: Topology) -> float:
@@ -116,7 +126,8 @@ def _round_seconds(turns: Sequence[Round], topology: Topology) -> float:
         seconds = 0.0
         reads = [part for part in turn.receives if hosts[part.peer] == hosts[rank]]
         if reads and near is not None:
-            seconds += near.alpha * len(reads) + near.beta * sum(part.stop - part.start for part in reads)
+            size = sum(part.stop - part.start for part in reads)
+            seconds += near.alpha + near.beta * (2 * size if overwrites(turn) else size)
         takes = [part for part in turn.receives if hosts[part.peer] != hosts[rank]]
         gives = [part for part in turn.sends if hosts[part.peer] != hosts[rank]]
         if far is not None:

@@ -101,10 +101,18 @@ class CpuTransport:
         return views[0]
 
     def run(
-        self, collective: str, buffer: Tensor, label: str, scale: float = 1.0, shard: Tensor | None = None
+        self,
+        collective: str,
+        buffer: Tensor,
+        label: str,
+        scale: float = 1.0,
+        shard: Tensor | None = None,
+        once: bool = False,
     ) -> Traffic:
         """Runs one collective in place; see `Transport.run`."""
         if not buffer.numel():
+            # Peers that have something to move are told so.
+            self._execute(meeting(collective, label, self._rank, buffer, self._channels.keys(), self._far))
             return Traffic(0, 0)
         beside = 0 if shard is None else shard.data_ptr()
         key = (collective, label, buffer.data_ptr(), buffer.numel(), buffer.dtype, scale, beside)
@@ -115,7 +123,7 @@ class CpuTransport:
             if self._some_share and not ours and not gathers_beside:
                 return self._run_staged(collective, buffer, label, scale, shard)
             call = self._prepare(collective, buffer, label, scale, shard)
-            if ours or gathers_beside:
+            if (ours or gathers_beside) and not once:
                 # It keeps what it moves: memory that comes and goes is not for keeping.
                 if len(self._calls) >= _MOST_CALLS:
                     self._calls.clear()
@@ -267,12 +275,13 @@ class CpuTransport:
             return
         signals.begin(call.digest, call.text)
         for step in call.steps:
+            for pack in step.packs:
+                # Before peers look: what is sent rounded is kept rounded.
+                pack()
             if step.announces:
                 signals.publish(step.begun)
             for peer, stage in step.before:
                 signals.wait(peer, stage)
-            for pack in step.packs:
-                pack()
             if links is not None and (step.sends or step.receives):
                 links.exchange(step.begun, step.sends, step.receives, signals.check)
             for peer in step.sources:

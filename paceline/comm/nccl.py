@@ -36,9 +36,17 @@ class NcclTransport:
         raise UserError("strategy.share_parameters: GPUs have memory of their own each; leave share_parameters out")
 
     def run(
-        self, collective: str, buffer: Tensor, label: str, scale: float = 1.0, shard: Tensor | None = None
+        self,
+        collective: str,
+        buffer: Tensor,
+        label: str,
+        scale: float = 1.0,
+        shard: Tensor | None = None,
+        once: bool = False,
     ) -> Traffic:
         """Enqueues one collective on the current stream; see `Transport.run`."""
+        # Which algorithm is NCCL's to choose.
+        collective = collective.partition("/")[0]
         mean = scale == 1 / self._world_size != 1.0
         operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         size = buffer.numel() // self._world_size
@@ -61,7 +69,7 @@ class NcclTransport:
             dist.reduce(buffer, group_dst=0, group=self._group)
             if scale != 1.0 and self._rank == 0:
                 buffer.mul_(scale)
-        elif collective in ("broadcast", "tree_broadcast"):
+        elif collective == "broadcast":
             dist.broadcast(buffer, group_src=0, group=self._group)
         else:
             raise ValueError(f"{collective} of {label}: not a collective that NCCL is asked for")

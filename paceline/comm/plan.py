@@ -6,7 +6,7 @@ the tests hold it against the textbook's numbers, so the cost that is predicted 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -130,6 +130,33 @@ def exchanged(plan: Plan, rank: int, world_size: int, numel: int) -> Traffic:
     return Traffic(
         sum(part.stop - part.start for turn in rounds for part in turn.sends),
         sum(part.stop - part.start for turn in rounds for part in turn.receives),
+    )
+
+
+def fuses(first: Round, second: Round, peers: Collection[int]) -> bool:
+    """Whether ranks that reach each other's memory can do two rounds at once: write what they sum straight to peers.
+
+    So it is where all `peers` give a rank the same range to sum, and take the sum in the next round.
+    """
+    spans = {(part.start, part.stop) for part in first.receives}
+    return (
+        first.combine == "add"
+        and first.complete
+        and second.combine == "replace"
+        and len(spans) == 1
+        and {(part.start, part.stop) for part in second.sends} == spans
+        and all({part.peer for part in parts} == set(peers) for parts in (first.sends, first.receives, second.sends))
+        and set(first.sends) == set(second.receives)
+    )
+
+
+def overwrites(turn: Round) -> bool:
+    """Whether a rank receives in a round where peers still read what it sends, so that it must put that aside."""
+    return any(
+        part.start < other.stop and other.start < part.stop
+        for part in turn.sends
+        for other in turn.receives
+        if part.start < part.stop and other.start < other.stop
     )
 
 

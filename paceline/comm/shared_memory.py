@@ -61,6 +61,8 @@ def exchange_descriptors(rank: int, peer: int, channel: socket.socket, descripto
         raise CommunicationError(f"rank {peer} is gone: rank {rank} waited for its memory") from error
     if not received:
         raise CommunicationError(f"rank {peer} is gone: rank {rank} waited for its memory")
+    # Programs that this process starts must not hold it: the end of this rank would not be seen by its peers.
+    os.set_inheritable(received[0], False)
     return received[0]
 
 

@@ -60,7 +60,10 @@ class Signals:
         self._pids = {peer: _process_behind(channel) for peer, channel in channels.items()}
         # Bells of their own: emptying them must not swallow a descriptor under way.
         self._bells = {peer: _bell(rank, peer, channel) for peer, channel in channels.items()}
-        self._sleepers = [(_ASLEEP + peer, peer) for peer in channels]
+        # By position on the host: a group of many hosts has more ranks than a page has words.
+        places = {peer: _ASLEEP + place for place, peer in enumerate(sorted(self._pages))}
+        self._flag = places[rank]
+        self._sleepers = [(places[peer], peer) for peer in channels]
         self._call = self._base = self._slot = self._digest = 0
         self._text = b""
         # Taking a lock orders memory: a store is seen before what follows it is done.
@@ -139,7 +142,7 @@ class Signals:
 
     def _sleep(self, peer: int, target: int) -> None:
         words = self._words[peer]
-        flag = _ASLEEP + self._rank
+        flag = self._flag
         deadline = time.monotonic() + self._timeout
         poll = select.poll()
         if self._bells[peer].fileno() < 0:
@@ -183,8 +186,8 @@ class Signals:
 
     def _compare(self, peer: int) -> None:
         call = self._words[peer][_PROGRESS] // _STAGES
-        if call >= self._call + _CALLS:
-            # It is so far ahead that it tells of this call no more.
+        if call >= self._call + _CALLS - 1:
+            # It is so far ahead that it tells of this call no more, or is about to tell of another in its place.
             return
         raise CommunicationError(
             f"ranks disagree on what to communicate: rank {self._rank} is in call {self._call}, {plain(self._text)}; "

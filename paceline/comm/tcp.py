@@ -272,7 +272,10 @@ def connect(
                     "each other at any port, or name the interface to use in GLOO_SOCKET_IFNAME"
                 )
             connection.settimeout(timeout)
-            connection.sendall(struct.pack("<I", own) + secret.encode())
+            try:
+                connection.sendall(struct.pack("<I", own) + secret.encode())
+            except OSError as error:
+                raise CommunicationError(f"rank {peer} is gone: rank {rank} was about to connect to it") from error
             sockets[group.index(peer)] = connection
         missing = {group.index(peer) for peer in peers if peer > rank}
         secret = told[rank][2].encode()
@@ -283,8 +286,9 @@ def connect(
                 connection, _ = listener.accept()
                 connection.settimeout(_CONNECT_SECONDS)
                 greeting = _exactly(connection, 4 + len(secret))
-            except TimeoutError:
-                if time.monotonic() < deadline:
+            except OSError as error:
+                # Something that connects and says nothing, or goes away again, is a stranger too.
+                if time.monotonic() < deadline and isinstance(error, (TimeoutError, ConnectionError)):
                     continue
                 names = ", ".join(f"rank {group[peer]}" for peer in sorted(missing))
                 raise CommunicationError(f"{names} did not reach rank {rank} within {timeout:g} s") from None

@@ -32,7 +32,13 @@ class Transport(Protocol):
         ...
 
     def run(
-        self, collective: str, buffer: Tensor, label: str, scale: float = 1.0, shard: Tensor | None = None
+        self,
+        collective: str,
+        buffer: Tensor,
+        label: str,
+        scale: float = 1.0,
+        shard: Tensor | None = None,
+        once: bool = False,
     ) -> Traffic:
         """Runs one collective in place and returns when this rank's part is complete.
 
@@ -44,6 +50,7 @@ class Transport(Protocol):
             shard: This rank's shard, of size `buffer.numel() / ranks`, where it does not lie in the buffer: what
                 all_gather sends (from `allocate`, of the buffer's dtype), what reduce_scatter fills (of any float
                 dtype; the sum is rounded to it once). The buffer of a reduce_scatter is from `allocate`.
+            once: Whether the buffer is given up afterwards, so that nothing of the call should be kept for the next.
 
         Returns:
             Bytes that this rank sent and received.

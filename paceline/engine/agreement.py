@@ -15,7 +15,9 @@ from paceline.strategy import Strategy
 
 
 def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module, strategy: Strategy) -> None:
-    """Compares the strategy and names, shapes and dtypes of parameters and buffers over ranks. A collective call.
+    """Compares the strategy, and names, shapes, strides, dtypes and units of parameters over ranks; buffers too.
+
+    A collective call.
 
     Raises:
         UserError: Ranks differ; names the first difference and the ranks on each side.
@@ -27,7 +29,7 @@ def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module, strategy
             f"ranks use different strategies; rank 0: {strategies[0]}; rank {other}: {strategies[other]}. Give every "
             "rank the same one"
         )
-    mine = [[s.name, list(s.shape), s.dtype, s.trainable] for s in specs]
+    mine = [[s.name, list(s.shape), s.dtype, s.trainable, list(s.stride), s.unit] for s in specs]
     mine += [[name, list(b.shape), str(b.dtype), False] for name, b in module.named_buffers()]
     digests = all_gather_json(hashlib.blake2b(json.dumps(mine).encode()).hexdigest())
     if len(set(digests)) == 1:

@@ -65,6 +65,7 @@ class Arrangement:
             for held in (submodule._parameters, submodule._modules)
             for name, member in held.items()
         ]
+        self._members = [(held, set(held)) for m in module.modules() for held in (m._parameters, m._modules)]
         self._frozen = [p for p, slot in zip(parameters, self.layout.slots, strict=True) if not slot.spec.trainable]
         self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
         self._accumulators: dict[int, Node] = {}
@@ -100,7 +101,8 @@ class Arrangement:
         """Refuses to go on with parameters that are not those which were laid out.
 
         Raises:
-            EngineError: A module or parameter was replaced, or a parameter unfrozen or given another shape, since.
+            EngineError: A module or parameter was replaced or added, or a parameter unfrozen or given another shape,
+                since.
         """
         if not self.weights.swapped:
             # Others are sealed.
@@ -116,6 +118,13 @@ class Arrangement:
                     f"{name} was replaced in the model after pl.parallelize, so its gradients would not be reduced: "
                     "call pl.release(model) and pl.parallelize(model) again (load weights without assign=True)"
                 )
+        for held, known in self._members:
+            for name in held.keys() - known if len(held) > len(known) else ():
+                if _trains(held[name]):
+                    raise EngineError(
+                        f"{name} was added to the model after pl.parallelize, so its gradients would not be reduced: "
+                        "call pl.release(model) and pl.parallelize(model) again"
+                    )
         if any(parameter.requires_grad for parameter in self._frozen):
             raise EngineError(
                 "a parameter was unfrozen after pl.parallelize, so its gradients would not be reduced: call "
@@ -143,3 +152,9 @@ class Arrangement:
         late = {self.layout.slots[index].spec.unit for index in slots}
         self.schedule = replace(self.schedule, late=self.schedule.late | late)
         self._follow()
+
+
+def _trains(member: nn.Module | nn.Parameter | None) -> bool:
+    """Whether gradients may come to a part of a model."""
+    parameters = member.parameters() if isinstance(member, nn.Module) else [member]
+    return any(parameter is not None and parameter.requires_grad for parameter in parameters)

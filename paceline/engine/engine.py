@@ -152,8 +152,10 @@ class Engine:
         return self.grad_norm() if squares is None else self._as_norm(squares / self.schedule.replicas)
 
     def _as_norm(self, squares: Tensor) -> Tensor:
-        dtypes = [getattr(torch, flat.master) for flat in self.layout.flats if flat.trainable]
-        return squares.sqrt().to(dtypes[0] if dtypes else torch.float32)
+        dtype = torch.float32
+        for flat in self.layout.flats:
+            dtype = torch.promote_types(dtype, getattr(torch, flat.master)) if flat.trainable else dtype
+        return squares.sqrt().to(dtype)
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Inside, every parameter is whole, in its own shape and dtype; what is written to it is kept.
@@ -161,6 +163,10 @@ class Engine:
         A collective call where parameters are sharded: every rank enters, and writes the same.
         """
         return self._forward.full()
+
+    def settle(self) -> None:
+        """Waits for collectives under way, such as those that send what was updated behind the next forward."""
+        self.running.executor.settle()
 
     def drain_events(self) -> list[Event]:
         """The events of every op executed since the last call."""
@@ -285,6 +291,14 @@ class Engine:
             return_freed_memory()
         if not running.weights.swapped:
             running.executor.complete()
+
+    def mean_loss(self, loss: float | Tensor) -> Tensor:
+        """The mean over ranks of what an optimizer's closure returned. A collective call."""
+        mean = torch.as_tensor(loss, dtype=torch.float64, device=self.world.device).detach().reshape(1).clone()
+        if self.running.synchronizer is not None:
+            self.running.executor.settle()
+            self.running.synchronizer.sum(mean, "the loss that an optimizer's closure returned")
+        return mean[0] / self.world.world_size
 
 
 def _no_engine() -> None:

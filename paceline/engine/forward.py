@@ -78,6 +78,8 @@ class ForwardPass:
         self.close_states()
         if self._running.weights.swapped and self._running.progress.micro_batch == 0:
             self._running.weights.require_sealed()
+        if self._running.gradients is not None:
+            self._running.gradients.forget_zeroed()
         self._load(self._running.progress.micro_batch)
         return True
 

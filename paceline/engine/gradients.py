@@ -57,7 +57,6 @@ class Gradients:
                 self._bucket_of[index] = bucket
         self._trainable = sorted(self._views)
         self._sums: dict[str, Tensor] = {}
-        self._wide: dict[int, Tensor] = {}
         self._published: dict[int, Tensor] = {}
         self._carried: dict[int, Tensor] = {}
         self._collected: set[int] = set()
@@ -277,12 +276,14 @@ class Gradients:
                 if result is None:
                     parameter.grad = None
                     continue
-                if index in chosen and carried is not None:
-                    result.add_(carried)
-                elif keep and carried is not None:
-                    result.copy_(carried)
                 if index in chosen or (keep and carried is not None):
+                    # Widened first: many backward passes before a step must not add up in low precision.
                     self._published[index] = result = self._as_updated(index, result)
+                    if carried is not None:
+                        if index in chosen:
+                            result.add_(carried)
+                        else:
+                            result.copy_(carried)
                     if self._shards > 1:
                         mark_piece(result)
                     parameter.grad = result
@@ -305,14 +306,14 @@ class Gradients:
         return reduced[start - first : stop - first] if start < stop else None
 
     def _as_updated(self, index: int, result: Tensor) -> Tensor:
-        """The gradient in the dtype of the piece that an optimizer updates with it."""
+        """The gradient in the dtype of the piece that an optimizer updates with it: where it is wider, a copy."""
         piece = self._weights.piece(index)
-        if piece is None or piece.dtype == result.dtype:
-            return result
-        wide = self._wide.get(index)
-        if wide is None:
-            wide = self._wide[index] = torch.empty_like(piece)
-        return wide.copy_(result)
+        return result if piece is None else result.to(piece.dtype)
+
+    def forget_zeroed(self) -> None:
+        """Lets go of copies that the user has dropped from `p.grad`, so that forward has their memory."""
+        for index in [index for index in self._published if self._weights.parameters[index].grad is None]:
+            del self._published[index]
 
     def square_sum(self) -> Tensor:
         """Sum of the squares of this rank's reduced gradients: fp64, 0-dim."""

@@ -27,6 +27,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides gradients by the scale, then agrees on whether any rank found one that is not finite."""
+        if self._enabled and self._scale is None:
+            # A rank without a micro-batch in the first step has scaled nothing yet.
+            self._lazy_init_scale_growth_tracker(current_world().device)
         super().unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         found = state["found_inf_per_device"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
@@ -88,6 +89,10 @@ class Watcher(Protocol):
         """An optimizer has stepped."""
         ...
 
+    def mean_loss(self, loss: float | Tensor) -> Tensor:
+        """The mean over ranks of a loss."""
+        ...
+
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
@@ -113,9 +118,21 @@ def _hook_optimizers() -> None:
     register_optimizer_step_post_hook(_after)
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for watcher in _watching(optimizer):
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    watching = _watching(optimizer)
+    for watcher in watching:
         watcher.update_begins(optimizer)
+    if not watching or not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+
+    # It decides by the loss how far to go and when to stop, which all ranks must do alike.
+    def everyones(closure: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: watching[0].mean_loss(closure())
+
+    *before, last = args
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": everyones(kwargs["closure"])}
+    return (*before, everyones(last)), kwargs
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -92,8 +92,11 @@ class Synchronizer:
         self.transports["gather"].run("all_reduce", self._token, label)
 
     def gather(self, buffer: Tensor, shard: Tensor, label: str) -> None:
-        """Fills a buffer from all shards; `shard` is from the gather transport's `allocate`. A collective call."""
-        self.transports["gather"].run("all_gather", buffer, label, shard=shard)
+        """Fills a buffer that is used once from all shards; `shard` is from the gather transport's `allocate`.
+
+        A collective call.
+        """
+        self.transports["gather"].run("all_gather", buffer, label, shard=shard, once=True)
 
     # ---- the schedule's
 

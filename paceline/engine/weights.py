@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.engine.progress import EngineError
+from paceline.engine.seal import Seal
 from paceline.layout import ALIGNMENT, Bucket, Layout, Slot
 from paceline.schedule import Schedule
 
@@ -94,7 +95,8 @@ class Weights:
             parameter.data = whole
         # What a parameter's data is when nothing computes with it.
         self._resting = {index: self._shape_alone(index) for index in self.swapped}
-        self._versions: list[int] = []
+        pieces = {index: piece for index, piece in enumerate(self._pieces) if piece is not None}
+        self._seal = Seal(self.parameters, pieces)
 
     # ---- buffers
 
@@ -232,7 +234,7 @@ class Weights:
 
     def seal(self) -> None:
         """Takes the pieces as they are now for what an optimizer or the engine made of them."""
-        self._versions = [self.parameters[index]._version for index in self.swapped]
+        self._seal.set()
 
     def require_sealed(self) -> None:
         """Refuses to go on with pieces that somebody else changed.
@@ -240,14 +242,17 @@ class Weights:
         Raises:
             EngineError: A parameter was edited or given other data since `seal`.
         """
-        for index, version in zip(self.swapped, self._versions, strict=True):
-            parameter, rests = self.parameters[index], self.layout.slots[index].spec.unit not in self._open
-            moved = rests and parameter.data_ptr() != self._resting[index].data_ptr()
-            if moved or parameter._version != version:
-                raise EngineError(
-                    f"{self.layout.slots[index].spec.name} was edited, but this rank updates only its piece of it: "
-                    "edit parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
-                )
+        edited = self._seal.broken()
+        for index in self.swapped if edited is None else ():
+            rests = self.layout.slots[index].spec.unit not in self._open
+            if rests and self.parameters[index].data_ptr() != self._resting[index].data_ptr():
+                edited = index
+                break
+        if edited is not None:
+            raise EngineError(
+                f"{self.layout.slots[edited].spec.name} was edited, but this rank updates only its piece of it: "
+                "edit parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
+            )
 
     @property
     def dtype_changes(self) -> bool:

@@ -84,7 +84,7 @@ def _hugging_face(path: Path) -> nn.Module:
     if not path.is_file():
         raise UserError(f"--model {path}: there is no such file; download the model's config.json first")
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
     except ImportError:
         raise UserError(
             f"--model {path}: reading Hugging Face configurations needs transformers: "
@@ -92,10 +92,19 @@ def _hugging_face(path: Path) -> nn.Module:
         ) from None
     try:
         # Code that comes with a model is not run: the path says nothing of who wrote it.
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        # The class that the file names; where it names none, a language model.
+        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        kind = next((each for each in named if each is not None), None)
+        if kind is None:
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        else:
+            model = kind(config).to(config.dtype or torch.get_default_dtype())
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--model {path}: transformers makes no causal language model of it: {error}") from error
+        raise UserError(
+            f"--model {path}: transformers makes no model of it ({error}); a file that names no class in "
+            "architectures is taken for a causal language model's"
+        ) from error
     return model
 
 

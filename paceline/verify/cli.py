@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Literal
 
 import tyro
@@ -92,8 +90,6 @@ def parse(arguments: Sequence[str]) -> VerifyArguments:
 def main(arguments: Sequence[str]) -> int:
     """Runs the comparison; returns the exit status: 0 if all is equal, 1 if not."""
     options = parse(arguments)
-    # So that the ranks and files of this process are gone when it is asked to end.
-    signal.signal(signal.SIGTERM, _end)
     # Users name modules of the folder that they are in.
     sys.path.insert(0, os.getcwd())
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
@@ -104,7 +100,3 @@ def main(arguments: Sequence[str]) -> int:
         from paceline.verify.model import verify_model
 
         return verify_model(options, Path(folder))
-
-
-def _end(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UserError
+from paceline.ranks import RankPool, RanksFailed
 from paceline.verify.alone import step_file, train_alone
 from paceline.verify.evidence import Difference, Report, together
-from paceline.verify.pool import RankPool, RanksFailed
 from paceline.verify.recipe import Recipe
 from paceline.verify.subject import Subject
 from paceline.verify.together import Case, train_together

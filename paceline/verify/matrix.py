@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.errors import UserError
+from paceline.ranks import RankPool
 from paceline.strategy import SYSTEMS, Accumulation, Strategy
 from paceline.verify.compare import Comparison, Outcome
 from paceline.verify.explain import explain
-from paceline.verify.pool import RankPool
 from paceline.verify.prepare import prepare
 from paceline.verify.recipe import recipe_for
 from paceline.verify.subject import Subject

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import UserError
+from paceline.ranks import RankPool, RanksFailed
 from paceline.strategy import Strategy
 from paceline.train.launch import threads_per_rank
 from paceline.verify.compare import Comparison, Outcome
 from paceline.verify.evidence import Kind
 from paceline.verify.explain import explain
-from paceline.verify.pool import RankPool, RanksFailed
 from paceline.verify.prepare import Prepared, prepare
 from paceline.verify.recipe import recipe_for
 from paceline.verify.subject import Subject

@@ -14,6 +14,7 @@ from paceline.bench.cases import GROUPS, Case, Precision, System, Training
 from paceline.bench.ranks import run_ranks
 from paceline.errors import UserError
 from paceline.models.presets import preset
+from paceline.ranks import RanksFailed
 from paceline.strategy import SYSTEMS
 
 DDP = "torch DDP: views, static graph"
@@ -78,6 +79,8 @@ def test_systems_are_chosen_by_name_or_with_their_setting() -> None:
     chosen = strategies.choose(found, ("DeepSpeed", DDP))
     assert {system.name for system in chosen} == {"DeepSpeed", "torch DDP"}
     assert [system.label for system in chosen if system.name == "torch DDP"] == [DDP]
+    low = "paceline: zero 0, reduced in float32"
+    assert strategies.choose(found, (DDP, low), strategies.systems("bfloat16")) == strategies.choose(found, (DDP,))
     with pytest.raises(UserError, match=r"--systems: expected some of one process;(.|\n)*got 'deepspeed'"):
         strategies.choose(found, ("deepspeed",))
 
@@ -89,5 +92,6 @@ def fail(rank_that_fails: int) -> None:
 
 
 def test_a_rank_that_fails_is_named_and_no_process_stays() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 0 failed(.|\n)*on purpose"):
+    with pytest.raises(RanksFailed, match=r"ValueError: on purpose") as caught:
         run_ranks(2, fail, 0)
+    assert caught.value.failure.rank == 0

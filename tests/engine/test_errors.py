@@ -83,6 +83,21 @@ def test_ranks_that_built_different_models_are_named_with_the_parameter(ranks) -
         assert 'rank 1: ["inner.weight", [8, 4]' in message
 
 
+def different_memory_formats() -> str:
+    model = nn.Conv2d(3, 4, 3)
+    if pl.init().rank == 1:
+        model = model.to(memory_format=torch.channels_last)
+    with pytest.raises(pl.UserError) as caught:
+        pl.parallelize(model)
+    return str(caught.value)
+
+
+def test_ranks_whose_elements_lie_in_another_order_are_named(ranks) -> None:
+    for message in ranks(2, different_memory_formats):
+        assert "ranks built different models; the first difference is parameter or buffer 0" in message
+        assert "[27, 9, 3, 1]" in message and "[27, 1, 9, 3]" in message
+
+
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -55,6 +55,11 @@ def changed_after(strategy: Strategy, kind: str) -> str:
         model.inner.requires_grad_(True)
     elif kind == "replaced":
         model.head = nn.Linear(6, 2).double()
+    elif kind == "added module":
+        model.loss = nn.MSELoss()  # holds no parameters, so it may be added
+        model.adapter = nn.Linear(6, 6).double()
+    elif kind == "added parameter":
+        model.head.scale = nn.Parameter(torch.ones(2).double())
     elif kind == "reshaped":
         # Adding broadcasts it, and so would copying its gradient.
         model.head.bias.data = torch.zeros(1, dtype=torch.float64)
@@ -67,7 +72,7 @@ def changed_after(strategy: Strategy, kind: str) -> str:
 
 
 @stages
-@pytest.mark.parametrize("kind", ["unfrozen", "replaced", "assigned", "reshaped"])
+@pytest.mark.parametrize("kind", ["unfrozen", "replaced", "added module", "added parameter", "assigned", "reshaped"])
 def test_parameters_that_change_after_parallelize_are_an_error(ranks, strategy, kind) -> None:
     words = "was edited" if kind == "reshaped" and strategy.zero else "after pl.parallelize"
     assert all(words in message for message in ranks(2, changed_after, strategy, kind))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -148,6 +149,38 @@ def test_a_loss_on_some_outputs_completes_and_unused_parameters_keep_no_gradient
                 for rank in range(n):
                     (F.mse_loss(expected(x[rank::n])[which[rank]], y[rank::n]) / n).backward()
                 assert_same(found[step], gradients(expected))
+
+
+def decayed(model: nn.Module) -> Found:
+    """Weights and states of the head that no rank's loss is of, but in the second step, with weight decay on."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    found = []
+    for step, which in enumerate("abaa"):
+        x, y = rows(model, step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x)[which], y).backward()
+        optimizer.step()
+        states = [optimizer.state[p] for p in model.other.parameters() if p in optimizer.state]
+        moments = [state["exp_avg"].clone() for state in states]
+        with pl.full_parameters(model) if hasattr(model, "_paceline_engine") else contextlib.nullcontext():
+            weights = {name: value.detach().clone() for name, value in model.other.named_parameters()}
+        found.append({**weights, "moments": torch.cat([m.flatten() for m in moments]) if moments else None})
+    return found
+
+
+@every_world
+def test_what_no_rank_uses_is_neither_decayed_nor_moved(ranks, strategy, n) -> None:
+    expected = decayed(make(TwoHeads))
+    for found in ranks(n, in_parallel, strategy, TwoHeads, decayed):
+        for step, (mine, one) in enumerate(zip(found, expected, strict=True)):
+            weights = {name: value for name, value in one.items() if name != "moments"}
+            assert_same({name: mine[name] for name in weights}, weights)
+            before = found[step - 1] if step else None
+            if step != 1 and before is not None:
+                assert torch.equal(mine["weight"], before["weight"]), "not decayed"
+                assert (mine["moments"] is None) == (before["moments"] is None)
+                assert mine["moments"] is None or torch.equal(mine["moments"], before["moments"])
+    assert not torch.equal(expected[1]["weight"], expected[0]["weight"])
 
 
 def evaluated_between(model: nn.Module, evaluates: bool = True) -> Found:

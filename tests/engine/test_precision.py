@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import paceline as pl
 from paceline.strategy import Strategy
-from tests.engine.models import STAGES, assert_same, data, every_world, make, shares, snapshot, stages
+from tests.engine.models import HYBRID, STAGES, assert_same, data, every_world, make, shares, snapshot, stages
 
 STEPS = 3
 
@@ -127,8 +127,26 @@ def assert_summed(results: list[list[float]], strategy: Strategy, total: int) ->
 @pytest.mark.parametrize("wide", [True, False])
 @every_world
 def test_hundreds_of_unit_gradients_sum_to_their_number(ranks, strategy, n, wide) -> None:
-    results = ranks(n, unit_gradients, replace(low(strategy, wide=wide), gradients="sum"), 300 // n)
-    assert_summed(results, strategy, 300)
+    results = ranks(n, unit_gradients, replace(low(strategy, wide=wide), gradients="sum"), 300)
+    assert_summed(results, strategy, 300 * n)
+
+
+def unit_gradients_one_by_one(strategy: Strategy, count: int) -> list[float]:
+    """Synchronises every backward, and steps after none."""
+    model = pl.parallelize(Sum(96), strategy)
+    for _ in range(count):
+        model(torch.ones(1, 96)).sum().backward()
+    with torch.no_grad():
+        found = [v for p in model.parameters() if p.grad is not None for v in p.grad.flatten().tolist()]
+    pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@stages
+def test_backward_passes_that_are_reduced_one_by_one_add_up_in_fp32(ranks, strategy, wide) -> None:
+    results = ranks(2, unit_gradients_one_by_one, replace(low(strategy, wide=wide), gradients="sum"), 300)
+    assert_summed(results, strategy, 600)
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -154,6 +172,12 @@ def test_a_sum_does_not_depend_on_where_an_element_lies(ranks, strategy, transpo
     assert {value for found in wide for value in found} == {259.0}
     rounded = replace(low(strategy, wide=False), gradients="sum")
     assert {value for found in ranks(4, small_beside_large, rounded, transport=transport) for value in found} == {260.0}
+
+
+@pytest.mark.parametrize("strategy", HYBRID.values(), ids=HYBRID)
+def test_nor_where_groups_of_ranks_replicate_what_they_shard(ranks, strategy) -> None:
+    wide = ranks(4, small_beside_large, replace(low(strategy), gradients="sum"))
+    assert {value for found in wide for value in found} == {259.0}
 
 
 def scaled(strategy: Strategy, fused: bool) -> tuple[list[float], list[dict]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,14 +40,15 @@ def delay(engine: Engine, rank: int) -> None:
     engine.running.synchronizer.work = slow
 
 
-def in_float32(strategy: Strategy, delayed: bool = False) -> dict:
+def in_float32(strategy: Strategy, delayed: bool = False, micro_batches: int = 1) -> dict:
     model = pl.parallelize(make(Stack, 24).float(), strategy)
     if delayed:
         delay(pl.engine_of(model), pl.init().rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
-        x, y = (shares(part).float() for part in data(step, 12))
-        F.mse_loss(model(x), y).backward()
+        x, y = (shares(part).float().chunk(micro_batches) for part in data(step, 12))
+        for xs, ys in pl.accumulate(model, list(zip(x, y, strict=True))):
+            F.mse_loss(model(xs).float(), ys).backward()
         optimizer.step()
         optimizer.zero_grad()
     state = snapshot(model)
@@ -67,4 +69,20 @@ def test_stages_give_the_same_bits_in_float32(ranks, n, transport) -> None:
 def test_late_collectives_change_no_bit(ranks, strategy, n) -> None:
     expected = ranks(n, in_float32, strategy)[0]
     for state in ranks(n, in_float32, strategy, True):
+        assert_same(state, expected, atol=0)
+
+
+# A reduction of one micro-batch beside the collection of the next.
+OVERTAKEN = {
+    **{f"{name}, each": replace(strategy, accumulation="each") for name, strategy in STAGES.items()},
+    "zero 3, held": replace(STAGES["zero 3"], accumulation="hold"),
+    "zero 2, bfloat16": replace(STAGES["zero 2"], precision="bfloat16"),
+    "zero 3, bfloat16": replace(STAGES["zero 3"], precision="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("strategy", OVERTAKEN.values(), ids=OVERTAKEN)
+def test_late_collectives_of_micro_batches_change_no_bit(ranks, strategy) -> None:
+    expected = ranks(2, in_float32, strategy, False, 3)[0]
+    for state in ranks(2, in_float32, strategy, True, 3):
         assert_same(state, expected, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 
 import pytest
@@ -96,19 +97,23 @@ def test_what_a_rank_edits_reaches_no_other_before_that_one_edits_too(ranks, str
     assert ranks(n, edited_late, strategy) == [[True] * 3] * n
 
 
+# So wide that each of four ranks has a piece of some gradient: one without has nothing to refuse.
+WIDTH = 24
+
+
 def edited(strategy: Strategy) -> list[str]:
-    """What is said before a forward pass, a step and a state after a parameter was edited."""
+    """What is said before a forward pass, a step and a state after weights were edited."""
     x, y = (shares(part) for part in data(0, 12))
     messages = []
-    for before in ("forward", "step", "state_dict"):
-        model = pl.parallelize(make(), strategy)
+    points = ("forward", "step", "state_dict")
+    for before, how in itertools.product(points, ("in place", "data", "by gradient")):
+        model = pl.parallelize(make(Stack, WIDTH), strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         F.mse_loss(model(x), y).backward()
         if before == "state_dict":
             optimizer.step()
             optimizer.zero_grad()
-        with torch.no_grad():
-            model.head.weight.zero_()
+        edit(model, how)
         what = {"forward": lambda m=model: m(x), "step": optimizer.step, "state_dict": model.state_dict}[before]
         with pytest.raises(EngineError) as caught:
             what()
@@ -119,18 +124,27 @@ def edited(strategy: Strategy) -> list[str]:
     return messages
 
 
+def edit(model: torch.nn.Module, how: str) -> None:
+    """Changes weights beside the engine, as loops without an optimizer do."""
+    for parameter in model.parameters():
+        if how == "in place":
+            with torch.no_grad():
+                parameter.mul_(0.5)
+        elif how == "data":
+            parameter.data.clamp_(-1e-3, 1e-3)
+        else:
+            parameter.data -= 0.1 * (1.0 if parameter.grad is None else parameter.grad)
+
+
 @in_pieces
 def test_editing_a_piece_is_an_error_that_names_the_parameter(ranks, strategy, n) -> None:
     for messages in ranks(n, edited, strategy):
         for message in messages:
-            assert message.startswith("head.weight was edited")
+            assert " was edited, but this rank updates only its piece of it" in message
             assert "pl.full_parameters(model)" in message
 
 
 # ---- what would look at pieces as if they were whole
-
-# So wide that each of four ranks has a piece of some gradient: one without has nothing to refuse.
-WIDTH = 24
 
 
 def clipped_by_torch(strategy: Strategy) -> tuple[str, float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -56,12 +57,12 @@ class Sometimes(Stack):
         return self.head(x)
 
 
-def skipped_on_one_rank(strategy: Strategy) -> dict:
+def skipped(strategy: Strategy, on_one: bool) -> dict:
     world = pl.init()
     model = pl.parallelize(make(Sometimes, 6, 5), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
-        model.skips = step % world.world_size == world.rank
+        model.skips = (step % world.world_size == world.rank) == on_one
         loss_on(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -70,11 +71,14 @@ def skipped_on_one_rank(strategy: Strategy) -> dict:
     return state
 
 
+@pytest.mark.parametrize("on_one", [True, False], ids=["one skips", "one alone runs"])
 @every_world
-def test_a_block_that_only_some_ranks_use_counts_zero_for_the_others_and_hangs_nobody(ranks, strategy, n) -> None:
+def test_a_block_that_only_some_ranks_use_counts_zero_for_the_others_and_hangs_nobody(
+    ranks, strategy, n, on_one
+) -> None:
     model = make(Sometimes, 6, 5)
-    expected = as_ranks(model, n, lambda step, rank: setattr(model, "skips", step % n == rank))
-    for state in ranks(n, skipped_on_one_rank, strategy):
+    expected = as_ranks(model, n, lambda step, rank: setattr(model, "skips", (step % n == rank) == on_one))
+    for state in ranks(n, skipped, strategy, on_one):
         assert_same(state, expected)
 
 
@@ -96,11 +100,16 @@ class OwnOrder(Stack):
         return self.head(x)
 
 
-def in_own_order(strategy: Strategy) -> dict | str:
+def in_own_order(strategy: Strategy, since: int = 0) -> dict | str:
+    """Every rank in another order, from a step on."""
     model = make(OwnOrder)
-    model.order = ORDERS[pl.init().rank]
+    if not since:
+        model.order = ORDERS[pl.init().rank]
     pl.parallelize(model, strategy)
     try:
+        if since:
+            train(model, since)
+            model.order = ORDERS[pl.init().rank]
         return train(model, STEPS)[0]
     except CommunicationError as error:
         return str(error)
@@ -118,8 +127,11 @@ def test_ranks_that_run_units_in_another_order_each_equal_one_process(ranks, str
         assert_same(state, expected)
 
 
+@pytest.mark.parametrize("since", [0, 2])
 @in_worlds(ONE_ORDER)
-def test_where_all_gather_a_unit_to_compute_with_it_another_order_is_an_error_that_names_it(ranks, strategy, n) -> None:
-    results = ranks(n, in_own_order, strategy, timeout=30)
+def test_where_all_gather_a_unit_to_compute_with_it_another_order_is_an_error_that_names_it(
+    ranks, strategy, n, since
+) -> None:
+    results = ranks(n, in_own_order, strategy, since, timeout=30)
     assert all(isinstance(message, str) for message in results), results
     assert any("ranks disagree" in message and "blocks." in message for message in results), results

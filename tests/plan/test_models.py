@@ -51,13 +51,46 @@ def test_a_hugging_face_configuration_is_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "units", "shared"),
+    [
+        (
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 64, "d_ff": 128},
+            ("encoder.block.0", "decoder.block.5"),
+            "shared.weight",
+        ),
+        (
+            {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 48},
+            (".11",),
+            "",
+        ),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"], "torch_dtype": "bfloat16"},
+            (".3",),
+            "",
+        ),
+    ],
+)
+def test_a_file_may_name_a_class_that_is_no_causal_language_model(
+    tmp_path: Path, config: dict, units: tuple[str, ...], shared: str
+) -> None:
+    pytest.importorskip("transformers")
+    model = meta_model(written(tmp_path, config))
+    assert type(model).__name__ == config["architectures"][0]
+    assert all(any(unit.endswith(ending) for unit in shapes(model).units) for ending in units)
+    names = [name for name, _ in model.named_parameters()]
+    assert names.count(shared) == bool(shared) and len(names) == len({id(p) for p in model.parameters()})
+    wanted = getattr(torch, config.get("torch_dtype", "float32"))
+    assert {p.dtype for p in model.parameters()} == {wanted} and all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [("{}", "model_type"), ("no json", "not a valid JSON"), (json.dumps({"model_type": "vit"}), "ViTConfig")],
 )
-def test_a_file_that_describes_no_language_model_says_why(tmp_path: Path, text: str, words: str) -> None:
+def test_a_file_that_describes_no_model_says_why(tmp_path: Path, text: str, words: str) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match="makes no causal language model of it") as caught:
+    with pytest.raises(UserError, match="transformers makes no model of it") as caught:
         meta_model(str(tmp_path / "config.json"))
     assert words in str(caught.value)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.ranks import RankPool
 from paceline.strategy import Strategy
 from paceline.verify.compare import Comparison, Outcome
-from paceline.verify.pool import RankPool
 from paceline.verify.prepare import Prepared, prepare
 from paceline.verify.recipe import recipe_for
 from paceline.verify.subject import Subject

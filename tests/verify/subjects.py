@@ -281,10 +281,16 @@ def broken_transport(collective: str, label: str, factor: float, when: int = 0) 
     calls = 0
 
     def wrong(
-        self: Any, kind: str, buffer: Tensor, target: str, scale: float = 1.0, shard: Tensor | None = None
+        self: Any,
+        kind: str,
+        buffer: Tensor,
+        target: str,
+        scale: float = 1.0,
+        shard: Tensor | None = None,
+        once: bool = False,
     ) -> Any:
         nonlocal calls
-        traffic = run(self, kind, buffer, target, scale, shard)
+        traffic = run(self, kind, buffer, target, scale, shard, once)
         if (kind, target) == (collective, label):
             calls += 1
             if calls > when and collective == "all_gather":

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -84,7 +81,7 @@ def main(options: CommBench) -> list[CommRow]:
     rows: list[CommRow] = []
     copies: list[CopyRow] = []
     failures: dict[str, str] = {}
-    with contextlib.ExitStack() as stack, _progress() as report, _ended_in_order():
+    with contextlib.ExitStack() as stack, _progress() as report:
         groups: list[Group] = []
         stack.callback(_close, groups)
         report("starting the ranks")
@@ -215,23 +212,6 @@ def _write(options: CommBench, rows: Sequence[CommRow], copies: Sequence[CopyRow
         "fits": [asdict(row) for row in fit_rows(rows)],
     }
     write_json(options.json, rows, extra)
-
-
-@contextlib.contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Ends the ranks when this process is asked to end, too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = signal.signal(signal.SIGTERM, _end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
-
-
-def _end(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager

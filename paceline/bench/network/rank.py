@@ -105,13 +105,11 @@ def trainings(job: Job, world: pl.World, strategies: Mapping[str, Strategy], bes
     alone = Contestant("one process", "no communication", 0, one_process(case, world, "float32").step)
     systems = [System("paceline", name, partial(parallel, strategy), ()) for name, strategy in strategies.items()]
     systems += [peer for peer in peers("float32") if beside_ddp and peer.label == DDP]
-    contestants = [
-        alone,
-        *(
-            Contestant(one.name, one.setting, on_wire.get(one.setting, size), one.build(case, world, "float32").step)
-            for one in systems
-        ),
-    ]
+    contestants = [alone]
+    for one in systems:
+        training = one.build(case, world, "float32")
+        sends = on_wire.get(one.setting, size)
+        contestants.append(Contestant(one.name, one.setting, sends, training.step, training.settle))
     # Several steps a turn, as what follows an update runs into the next one.
     timed = take_turns(world, case.name, contestants, job.rounds, calls=4, progress=True)
     return [replace(one, compute=timed[0].seconds) for one in timed]

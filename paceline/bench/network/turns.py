@@ -22,6 +22,8 @@ class Contestant:
     size: float
     """Bytes that it has to all-reduce in a call, as they are on the wire."""
     call: Callable[[], object]
+    settle: Callable[[], None] = lambda: None
+    """Waits for what a call leaves to be done behind the next one."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def take_turns(
             before, busy, start = sent_bytes(), time.process_time(), time.perf_counter()
             for _ in range(calls):
                 contestants[index].call()
+            contestants[index].settle()
             elapsed = (time.perf_counter() - start) / calls
             busy = (time.process_time() - busy) / calls
             pl.barrier()

@@ -10,10 +10,10 @@ import pytest
 
 import paceline as pl
 from paceline.errors import UserError
-from paceline.verify.pool import RankPool, RanksFailed
+from paceline.ranks import RankPool, RanksFailed
 from tests.train.processes import program
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 
 
 def job(word: str) -> tuple[int, int, int, str]:
@@ -102,21 +102,22 @@ def test_ranks_that_give_no_answer_are_ended_and_their_stacks_kept(pool: RankPoo
 
 PROGRAM = """
 import sys
-from paceline.verify.pool import RankPool
-from tests.verify.test_pool import job, waits_in_vain
+from paceline.ranks import RankPool
+from tests.test_ranks import job, waits_in_vain
 if __name__ == "__main__":
-    with RankPool(2, threads=1) as pool:
+    with RankPool(2, threads=1, fresh=len(sys.argv) > 1) as pool:
         pool.run(job, "", limit=60)
         print("started", flush=True)
         pool.run(waits_in_vain, 0, limit=60)
 """
 
 
+@pytest.mark.parametrize("fresh", [[], ["fresh"]])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_the_process_that_started_it(tmp_path: Path, number: signal.Signals) -> None:
+def test_no_rank_outlives_the_process_that_started_it(tmp_path: Path, number: signal.Signals, fresh: list[str]) -> None:
     script = tmp_path / "run.py"
     script.write_text(PROGRAM)
-    with program([sys.executable, str(script)], tmp_path, {"PYTHONPATH": str(ROOT)}) as started:
+    with program([sys.executable, str(script), *fresh], tmp_path, {"PYTHONPATH": str(ROOT)}) as started:
         assert started.process.stdout is not None
         assert started.process.stdout.readline() == "started\n"
         assert len(started.alive()) > 2

@@ -1,4 +1,4 @@
-"""Processes that play the ranks of one job, kept for many calls, so that torch is imported once."""
+"""Processes that play the ranks of one job on this machine, for commands that compare or time something."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from paceline.train.failure import Failure, first_failure, read_failure
 from paceline.train.worker import describe_failure
 
 SPAWN = multiprocessing.get_context("spawn")
+FORKS = multiprocessing.get_context("forkserver")
+# Ranks then begin with torch imported. It may not have computed yet: its threads do not survive a fork.
+FORKS.set_forkserver_preload(["torch"])
 
 STACKS_SECONDS = 0.5
 GRACE_SECONDS = 3.0
@@ -48,14 +51,16 @@ class RankPool:
     ends the ranks. After a failure that was not the same on every rank, the next call starts new processes.
     """
 
-    def __init__(self, n: int, threads: int) -> None:
+    def __init__(self, n: int, threads: int, fresh: bool = False) -> None:
         """Starts nothing yet.
 
         Args:
             n: Number of ranks.
             threads: Threads that each rank computes with.
+            fresh: Whether ranks start as programs do, sharing no memory and with `threads` for every thread of theirs,
+                so that what is measured is what users get. Else they start faster.
         """
-        self._n, self._threads = n, threads
+        self._n, self._threads, self._context = n, threads, SPAWN if fresh else FORKS
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -138,21 +143,23 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
-        # Blocked in the children for good: Ctrl-C is this process's to answer. Starting the tracker would unblock it.
+        # Blocked in the ranks for good, from their first moment: Ctrl-C is this process's to answer. Starting the
+        # tracker would unblock it.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self._n):
-                ours, theirs = SPAWN.Pipe()
+                ours, theirs = self._context.Pipe()
                 environment = {
                     "RANK": str(rank),
                     "WORLD_SIZE": str(self._n),
                     "LOCAL_RANK": str(rank),
                     "LOCAL_WORLD_SIZE": str(self._n),
                     "PACELINE_RENDEZVOUS": f"file://{self._folder.name}/store",
+                    "OMP_NUM_THREADS": str(self._threads),
                 }
                 stacks = f"{self._folder.name}/stacks-{rank}"
-                process = SPAWN.Process(target=_serve, args=(theirs, rank, environment, self._threads, stacks))
+                process = self._context.Process(target=_serve, args=(theirs, rank, environment, self._threads, stacks))
                 process.daemon = True
                 process.start()
                 theirs.close()
@@ -180,6 +187,7 @@ class RankPool:
 
 
 def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: int, stacks: str) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)
     import torch
