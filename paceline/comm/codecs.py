@@ -95,7 +95,8 @@ class Int8:
             torch.div(torch.amax(grid.abs(), 1), 127, out=scales)
             # A block of zeros has no scale, and needs none.
             torch.div(grid, scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None], out=wanted)
-            wanted.round_()
+            # Zero is added as whole numbers that are sent have no negative one.
+            wanted.round_().add_(0.0)
             integers.copy_(wanted.view(-1)[:numel])
             wanted.mul_(scales[:, None])
             if sent is not None:

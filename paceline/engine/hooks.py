@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Listener(Protocol):
@@ -59,6 +63,7 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
     A unit's backward begins when the gradients of all its outputs are there; the parameters of every unit that ran
     after it then have theirs.
     """
+    listener = _Untraced(listener)
     handles = [handle for name, module in units.items() for handle in _listen(module, name, listener)]
 
     # A deep copy of the model (an average of weights, say) copies these hooks, but is not the model.
@@ -75,6 +80,32 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
     handles.append(model.register_forward_pre_hook(model_begins, prepend=True))
     handles.append(model.register_forward_hook(model_ends))
     return handles
+
+
+class _Untraced:
+    """A listener into which torch.compile does not look: its bookkeeping is no part of a model."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.model_begins = _untraced(listener.model_begins)
+        self.model_ends = _untraced(listener.model_ends)
+        self.forward_begins = _untraced(listener.forward_begins)
+        self.forward_ends = _untraced(listener.forward_ends)
+        self.in_forward = _untraced(listener.in_forward)
+        self.backward_nears = _untraced(listener.backward_nears)
+        self.backward_begins = _untraced(listener.backward_begins)
+        self.wants_backward = _untraced(listener.wants_backward)
+
+
+def _untraced(method: Callable[P, T]) -> Callable[P, T]:
+    hidden: list[Callable[P, T]] = []
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        # Only once somebody compiles: loading the compiler takes longer than most first steps.
+        if not hidden and "torch._dynamo" in sys.modules:
+            hidden.append(torch.compiler.disable(method))
+        return (hidden[0] if hidden else method)(*args, **kwargs)
+
+    return call
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype, applies: Callable[[], bool]) -> RemovableHandle:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,3 +60,31 @@ def test_every_algorithm_is_compared_and_the_table_says_why(collective: str) -> 
 def test_an_unknown_collective_is_refused() -> None:
     with pytest.raises(ValueError, match="expected one of broadcast"):
         choose("allreduce", 8, hosts(2, 1))
+
+
+MEASURED = json.loads((Path(__file__).parents[2] / "docs/results/comm.json").read_text())
+
+
+def measured_seconds() -> dict[tuple[str, int], dict[str, float]]:
+    """What each algorithm took in shared memory, by collective and bytes."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in MEASURED["rows"]:
+        if (row["transport"], row["ranks"], row["dtype"]) == ("shared memory", 2, "float32"):
+            found.setdefault((row["op"], row["bytes"]), {})[row["algorithm"]] = 1e-6 * row["time_us"]
+    return found
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 5e-6, 1e-5])
+def test_what_is_chosen_inside_a_host_was_measured_to_be_about_as_fast_as_any(alpha: float) -> None:
+    seconds = measured_seconds()
+    assert {collective for collective, _ in seconds} == set(ALGORITHMS) - {"barrier"}
+    # A byte costs from what it does in cache to what it does in memory.
+    betas = [1e-6 * row["time_us"] / row["bytes"] for row in MEASURED["copies"]]
+    slow = {
+        (collective, size, beta, choice.algorithm): times
+        for (collective, size), times in seconds.items()
+        for beta in (min(betas), max(betas))
+        for choice in [choose(collective, size, Topology(("h", "h"), 2, Link(alpha, beta), None))]
+        if times[choice.algorithm] > 1.5 * min(times.values())
+    }
+    assert not slow

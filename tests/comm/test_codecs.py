@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import time
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import paceline as pl
-from paceline.comm.codecs import BLOCK, CODECS
+from paceline.comm.codecs import BLOCK, CODECS, Codec, Work
 from paceline.comm.plan import shard
 from paceline.comm.world import open_transport
 
@@ -139,3 +141,45 @@ def test_what_is_not_a_sum_is_sent_as_it_is(ranks, collective) -> None:
     full, wired = (ranks(2, summed, wire, collective, 1) for wire in ("full", "int8"))
     for (expected, _), (result, _) in zip(full, wired, strict=True):
         assert torch.equal(result, expected)
+
+
+class Slowed:
+    """A codec that takes its time before it puts anything into bytes."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.size, self.decoding, self._encoding = codec.size, codec.decoding, codec.encoding
+
+    def encoding(self, source: Tensor, data: Tensor, sent: Tensor | None) -> Work:
+        encode = self._encoding(source, data, sent)
+
+        def slowly() -> None:
+            time.sleep(0.001)
+            encode()
+
+        return slowly
+
+
+def sums_of_many_calls(wire: str, slow: int | None) -> list[str]:
+    """What each of many all-reduces among a host of two ranks and one of one leaves, in short."""
+    world = pl.init()
+    rank = world.rank
+    slowed = {wire: Slowed(CODECS[wire])} if rank == slow else {}
+    with patch("paceline.comm.world._host", lambda: f"host {rank // 2}"), patch.dict(CODECS, slowed):
+        transport = open_transport(world, wire=wire)  # type: ignore[arg-type]
+    buffer = transport.allocate(NUMEL, torch.float32)
+    results = []
+    for call in range(100):
+        buffer.copy_(gradients(rank)).mul_(1 + call)
+        transport.run("all_reduce", buffer, "gradients", 1 / world.world_size)
+        results.append(hashlib.blake2b(buffer.numpy().tobytes(), digest_size=8).hexdigest())
+    transport.close()
+    return results
+
+
+@pytest.mark.parametrize("slow", [None, 0, 1, 2])
+@pytest.mark.parametrize("wire", CODECS)
+def test_neighbours_see_what_other_hosts_see_however_long_rounding_takes(ranks, wire, slow) -> None:
+    first, *others = ranks(3, sums_of_many_calls, wire, slow)
+    # Sums of their own, not one left lying there.
+    assert len(set(first)) == 100
+    assert others == [first, first]

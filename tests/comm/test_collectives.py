@@ -103,6 +103,10 @@ def call_something_else(mine: str, theirs: str) -> tuple[str, float]:
         "large": lambda: comm.all_gather(torch.ones(2 << 20), "direct"),
         "larger": lambda: comm.all_gather(torch.ones(3 << 20), "direct"),
         "small": lambda: comm.all_gather(torch.ones(10), "direct"),
+        "half": lambda: comm.all_reduce(torch.ones(10), scale=0.5),
+        "empty": lambda: comm.all_reduce(torch.ones(0)),
+        "gather nothing": lambda: comm.all_gather(torch.ones(0), "direct"),
+        "broadcast nothing": lambda: comm.broadcast(torch.ones(0)),
         "root 0": lambda: comm.broadcast(torch.ones(10)),
         "root 1": lambda: comm.broadcast(torch.ones(10), root=1),
     }
@@ -116,7 +120,20 @@ def call_something_else(mine: str, theirs: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize(
-    ("mine", "theirs"), [("fp32", "fp64"), ("large", "small"), ("large", "larger"), ("root 0", "root 1")]
+    ("mine", "theirs"),
+    [
+        ("fp32", "fp64"),
+        ("large", "small"),
+        ("large", "larger"),
+        ("root 0", "root 1"),
+        ("fp32", "half"),
+        ("fp32", "empty"),
+        ("empty", "fp32"),
+        ("empty", "gather nothing"),
+        ("large", "gather nothing"),
+        ("root 0", "broadcast nothing"),
+        ("broadcast nothing", "root 0"),
+    ],
 )
 def test_calls_that_differ_are_named_within_2_seconds(ranks, transport, mine, theirs) -> None:
     results = ranks(2, call_something_else, mine, theirs, transport=transport)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 import weakref
 from dataclasses import replace
@@ -63,13 +64,15 @@ def test_ranks_in_different_calls_are_all_told_so_within_2_seconds(ranks, transp
     assert any(f"rank {n - 1} is in call 1" in message for message in told), results
 
 
-def die_or_wait(leaves_a_child: bool) -> None:
+def die_or_wait(leaves: str) -> None:
     world = pl.init()
     transport = open_transport(world)
     buffer = transport.allocate(64, torch.float32)
     pl.barrier()
     if world.rank == 1:
-        if leaves_a_child and os.fork() == 0:
+        if leaves == "a program":
+            subprocess.Popen(["sleep", "2"], close_fds=False)
+        if leaves == "a child" and os.fork() == 0:
             time.sleep(3)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -79,10 +82,11 @@ def die_or_wait(leaves_a_child: bool) -> None:
     raise AssertionError(f"noticed after {time.monotonic() - start:.3f} s")
 
 
-@pytest.mark.parametrize("leaves_a_child", [False, True])
-def test_a_killed_peer_is_noticed_at_once_and_named_even_if_its_child_lives_on(ranks, leaves_a_child) -> None:
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("leaves", ["nothing", "a child", "a program"])
+def test_a_killed_peer_is_noticed_at_once_and_named_whatever_of_it_lives_on(ranks, transport, leaves) -> None:
     with pytest.raises(RankError, match=r"noticed after 0\.\d+ s"):
-        ranks(2, die_or_wait, leaves_a_child)
+        ranks(2, die_or_wait, leaves, transport=transport)
 
 
 def be_silent() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -109,6 +110,76 @@ def test_a_peer_that_stops_in_the_middle_of_a_message_is_silent(ends) -> None:
     with pytest.raises(CommunicationError, match=r"rank 1 did not answer within 0\.5 s"):
         receive(ours, 0.5, bytearray(SIZE))
     assert time.monotonic() - began < 2
+
+
+def connected_past(approach: Callable[[int], list[socket.socket]]) -> tuple[socket.socket, socket.socket]:
+    """The ends of a connection of two ranks, where strangers come to rank 0's port before rank 1 does.
+
+    Args:
+        approach: Given the port; the strangers' sockets that it returns stay open until the ranks are connected.
+    """
+    told: dict[int, Any] = {}
+    meet = threading.Barrier(2)
+    strangers: list[socket.socket] = []
+    found: dict[int, dict[int, socket.socket]] = {}
+
+    def connect(rank: int) -> None:
+        def gather(value: Any) -> list[Any]:
+            told[rank] = value
+            meet.wait()
+            if rank == 1:
+                strangers.extend(approach(told[0][1]))
+            return [told[0], told[1]]
+
+        found[rank] = tcp.connect(rank, [0, 1], [1 - rank], gather, 10)
+
+    other = threading.Thread(target=connect, args=(1,))
+    other.start()
+    try:
+        connect(0)
+    finally:
+        other.join()
+        for stranger in strangers:
+            stranger.close()
+    return found[0][1], found[1][0]
+
+
+def reset(port: int) -> list[socket.socket]:
+    """Comes, and goes away without a goodbye."""
+    stranger = socket.create_connection(("127.0.0.1", port))
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stranger.close()
+    return []
+
+
+def leave(port: int) -> list[socket.socket]:
+    """Comes, and goes away again."""
+    socket.create_connection(("127.0.0.1", port)).close()
+    return []
+
+
+def stay(port: int) -> list[socket.socket]:
+    """Comes, and says nothing."""
+    return [socket.create_connection(("127.0.0.1", port))]
+
+
+def stay_after_a_word(port: int) -> list[socket.socket]:
+    """Comes, and says less than a rank would."""
+    stranger = socket.create_connection(("127.0.0.1", port))
+    stranger.sendall(b"\1\0")
+    return [stranger]
+
+
+@pytest.mark.parametrize("approach", [reset, leave, stay, stay_after_a_word])
+def test_a_stranger_that_says_nothing_does_not_stop_ranks_from_meeting(monkeypatch, approach) -> None:
+    # How long a greeting is waited for.
+    monkeypatch.setattr(tcp, "_CONNECT_SECONDS", 2.0)
+    began = time.monotonic()
+    first, second = connected_past(approach)
+    with first, second:
+        assert time.monotonic() - began < 5
+        first.sendall(b"hello")
+        assert second.recv(5, socket.MSG_WAITALL) == b"hello"
 
 
 def test_a_stranger_is_not_let_in() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import weakref
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,10 +12,10 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.comm.algorithms import ALGORITHMS, ROOTED, traffic
+from paceline.comm.algorithms import ALGORITHMS, HIERARCHICAL, ROOTED, SUMS, traffic
 from paceline.comm.sums import CHUNK
 from paceline.comm.world import open_transport
-from tests.comm.reference import TOLERANCE, expected, values
+from tests.comm.reference import FROM_ROOTS, NAMES, TOLERANCE, expected, values
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CASES = list(itertools.product(DTYPES, (0, 1, 7, 1000, CHUNK + 5)))
@@ -206,3 +208,94 @@ def test_hierarchical_sends_least_between_hosts(ranks) -> None:
     sent = {name: ranks(4, between_hosts, f"all_reduce/{name}")[0][2] for name in ("hierarchical", "direct")}
     # 16 elements of 4 bytes: a quarter to the rank of this number on the other host, twice; or to each of its two.
     assert sent == {"hierarchical": 2 * (16 + header), "direct": 4 * (16 + header)}
+
+
+def hierarchically(collective: str) -> list[str]:
+    """A collective among hosts of two ranks, by name: right wherever it is cut, and the same bits the second time."""
+    world = pl.init()
+    with patch("paceline.comm.world._host", lambda: f"host {world.rank // 2}"):
+        transport = open_transport(world)
+    n, rank = world.world_size, world.rank
+    problems = []
+    for dtype, numel in itertools.product((torch.float32, torch.bfloat16), (1, 7, 1001, CHUNK + 5)):
+        inputs = [values(peer, numel, dtype) for peer in range(n)]
+        scale = 1 / n if "reduce" in collective else 1.0
+        exact, where = expected(collective, rank, inputs, scale)
+        exact = exact[where]
+        buffer = transport.allocate(numel, dtype)
+        results = []
+        for _ in range(2):
+            buffer.copy_(inputs[rank])
+            transport.run(f"{collective}/hierarchical", buffer, "test", scale)
+            results.append(buffer[where].clone())
+        if not ((results[0] - exact).abs() <= TOLERANCE[dtype] * (1 + exact.abs())).all():
+            problems.append(f"{dtype} {numel}: wrong values")
+        if not torch.equal(*results):
+            problems.append(f"{dtype} {numel}: other bits the second time")
+    transport.close()
+    return problems
+
+
+@pytest.mark.parametrize("n", [4, 6])
+@pytest.mark.parametrize("collective", HIERARCHICAL)
+def test_hierarchical_equals_the_reference_among_hosts_of_two_ranks(ranks, collective, n) -> None:
+    assert ranks(n, hierarchically, collective) == [[]] * n
+
+
+def gather_into_what_goes_away(once: bool) -> tuple[bool, int]:
+    """Whether the memory of a temporary outlives the all-gather into it, and how many calls are kept."""
+    world = pl.init()
+    transport = open_transport(world)
+    shard = transport.allocate(4, torch.float32)
+    shard.fill_(world.rank)
+    whole = torch.empty(4 * world.world_size)
+    memory = weakref.ref(whole.untyped_storage())
+    before = len(transport._calls)
+    transport.run("all_gather", whole, "test", shard=shard, once=once)
+    assert whole.tolist() == [float(peer) for peer in range(world.world_size) for _ in range(4)]
+    del whole
+    result = memory() is not None, len(transport._calls) - before
+    transport.close()
+    return result
+
+
+def test_a_call_made_once_keeps_nothing_of_its_buffer(ranks) -> None:
+    assert ranks(2, gather_into_what_goes_away, True) == [(False, 0)] * 2
+    # What is made ready for the next time holds its buffer, or the above would show nothing.
+    assert ranks(2, gather_into_what_goes_away, False) == [(True, 1)] * 2
+
+
+def drawn_calls(seed: int) -> list[str]:
+    """Calls drawn alike by all ranks, on ranges of one buffer seen as any dtype; the wrong ones."""
+    world = pl.init()
+    transport = open_transport(world)
+    rank, n = world.rank, world.world_size
+    room = transport.allocate(8 * 8000, torch.uint8)
+    draw = random.Random(seed)
+    problems = []
+    for _ in range(60):
+        name, dtype = draw.choice(NAMES), draw.choice(DTYPES)
+        collective = name.partition("/")[0]
+        root = draw.randrange(n) if name in FROM_ROOTS else 0
+        size, offset, scale = draw.choice((draw.randint(0, 20), draw.randint(0, 5000))), draw.randint(0, 2999), 1.0
+        if collective in SUMS:
+            scale = draw.choice((1.0, 1 / n, 0.3))
+        if collective == "all_to_all":
+            size -= size % n
+        name += f"@{root}" * bool(root)
+        inputs = [values(peer, size, dtype) for peer in range(n)]
+        exact, where = expected(collective, rank, inputs, scale, root)
+        exact = exact[where]
+        buffer = room.view(dtype)[offset : offset + size]
+        buffer.copy_(inputs[rank])
+        transport.run(name, buffer, "test", scale)
+        if not ((buffer[where] - exact).abs() <= TOLERANCE[dtype] * (1 + exact.abs())).all():
+            problems.append(f"{name} times {scale} of {size} {dtype} from {offset}: wrong values")
+    transport.close()
+    return problems
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_calls_one_after_another_on_any_part_of_a_buffer_equal_the_reference(ranks, transport, seed) -> None:
+    assert ranks(5, drawn_calls, seed, transport=transport) == [[]] * 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -30,7 +31,29 @@ def tokens(seed: int, rank: int, n: int) -> torch.Tensor:
     return torch.randint(0, 11, (4, 8), generator=generator)[rank::n]
 
 
-def recomputed(strategy: Strategy | None, compiled: bool = False) -> tuple[dict, dict, list[int]]:
+def trained(model: nn.Module, rank: int, n: int, called: nn.Module | None = None) -> tuple[dict, dict]:
+    """Gradients of the last step and weights after it, by the names that they have without compiling.
+
+    Args:
+        model: What is trained.
+        rank: Whose share of the data.
+        n: Of how many.
+        called: What stands for the model, if not itself.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = tokens(step, rank, n)
+        loss = (model if called is None else called)(x, x.roll(-1, 1))
+        (loss / (4 / n * 8)).backward()
+        found = gradients(model)
+        optimizer.step()
+    return tuple(  # type: ignore[return-value]
+        {name.replace("_orig_mod.", ""): value for name, value in values.items()} for values in (found, snapshot(model))
+    )
+
+
+def recomputed(strategy: Strategy | None) -> tuple[dict, dict, list[int]]:
     world = pl.init()
     model = build()
     rank, n = (0, 1) if strategy is None else (world.rank, world.world_size)
@@ -40,20 +63,10 @@ def recomputed(strategy: Strategy | None, compiled: bool = False) -> tuple[dict,
         def count(module: nn.Module, args: tuple, index: int = index) -> None:
             runs[index] += 1
 
-        if compiled:
-            block.forward = torch.compile(block.forward)
-        else:
-            block.feed_forward.register_forward_pre_hook(count)
+        block.feed_forward.register_forward_pre_hook(count)
     if strategy is not None:
         pl.parallelize(model, strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        optimizer.zero_grad()
-        x = tokens(step, rank, n)
-        (model(x, x.roll(-1, 1)) / (4 / n * 8)).backward()
-        found = gradients(model)
-        optimizer.step()
-    return found, snapshot(model), runs
+    return *trained(model, rank, n), runs
 
 
 @pytest.mark.parametrize(("how", "every"), [("unit", 1), ("unit", 2), ("keep_attention", 1)])
@@ -130,26 +143,79 @@ def test_a_copy_recomputes_with_its_own_parameters_and_release_ends_it(ranks) ->
     assert ranks(2, copied_and_released) == [[True] * 3] * 2
 
 
-COMPILED = [*(STAGES[f"zero {stage}"] for stage in (0, 2, 3)), replace(STAGES["zero 3"], recompute="unit")]
+def compile_forwards(model: Transformer) -> None:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward)
 
 
-def compiled() -> list[tuple[dict, dict, int]]:
+def compile_in_place(model: Transformer) -> None:
+    for block in model.blocks:
+        block.compile()
+
+
+def replace_by_compiled(model: Transformer) -> None:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block)  # type: ignore[assignment]
+
+
+COMPILED = [*STAGES.values(), replace(STAGES["zero 3"], recompute="unit")]
+
+
+def compiled(compile_blocks: Callable[[Transformer], None]) -> list[tuple[dict, dict, int]]:
     """Gradients and weights by each strategy, in one job as compiling takes long, and how many graphs were compiled."""
+    world = pl.init()
     results = []
     for strategy in COMPILED:
         # What was compiled for another model counts towards how often a function may be.
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        found, state, _ = recomputed(strategy, True)
+        model = build()
+        compile_blocks(model)
+        pl.parallelize(model, strategy)
+        found, state = trained(model, world.rank, world.world_size)
+        pl.release(model)
         results.append((found, state, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
     return results
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPUs needs a C++ compiler")
-def test_units_may_be_compiled(ranks) -> None:
+@pytest.mark.parametrize("compile_blocks", [compile_forwards, compile_in_place, replace_by_compiled])
+def test_units_may_be_compiled(ranks, compile_blocks) -> None:
     expected, weights, _ = ranks(1, recomputed, None)[0]
-    for results in ranks(2, compiled, timeout=200):
+    for results in ranks(2, compiled, compile_blocks, timeout=200):
         for found, state, graphs in results:
             assert_same(found, expected, atol=1e-10)
             assert_same(state, weights, atol=1e-8)
             assert graphs == 1, "one serves all blocks in all steps"
+
+
+def compiled_whole(strategies: list[Strategy], before: bool) -> list[tuple[dict, dict]]:
+    world = pl.init()
+    results = []
+    for strategy in strategies:
+        torch._dynamo.reset()
+        plain = build()
+        # What is in question is whether hooks survive being traced, not what code is made of the rest.
+        if before:
+            called = parallel = pl.parallelize(torch.compile(plain, backend="eager"), strategy)
+        else:
+            parallel = pl.parallelize(plain, strategy)
+            called = torch.compile(parallel, backend="eager")
+        results.append(trained(parallel, world.rank, world.world_size, called))
+        pl.release(parallel)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("strategies", "before"),
+    [
+        pytest.param(list(STAGES.values()), True, id="before it is made parallel, at every stage"),
+        pytest.param(list(STAGES.values()), False, id="after it, at every stage"),
+    ],
+)
+def test_a_whole_model_may_be_compiled(ranks, strategies, before) -> None:
+    expected, weights, _ = ranks(1, recomputed, None)[0]
+    for results in ranks(2, compiled_whole, strategies, before, timeout=200):
+        for found, state in results:
+            assert_same(found, expected, atol=1e-10)
+            assert_same(state, weights, atol=1e-8)

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+import paceline as pl
 from paceline.engine.units import ROOT, find_units, parameter_specs
 from paceline.errors import UserError
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
+from paceline.strategy import Strategy
+from tests.engine.models import STAGES, Stack, assert_all_same, every_world, loss_on, make, train
 
 
 class Vision(nn.Module):
@@ -56,3 +63,105 @@ def test_a_pattern_without_a_match_and_nested_units_are_errors() -> None:
         find_units(Vision(), ["layer*"])
     with pytest.raises(UserError, match=r"stages contains stages\.0"):
         find_units(Vision(), ["stages", "stages.0"])
+
+
+# ---- training with units that were named
+
+
+class Scaled(Stack):
+    """A parameter of the model itself belongs to no unit, however they are named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def trained_with_units(strategy: Strategy, cls: type[nn.Module]) -> tuple[list[dict], list[str], set[str]]:
+    """Weights after training, the units, and what was gathered."""
+    model = pl.parallelize(make(cls), strategy)
+    engine = pl.engine_of(model)
+    weights = train(model)
+    gathered = {event.target for event in engine.drain_events() if event.stream == "gather"}
+    units = list(engine.units)
+    pl.release(model)
+    return weights, units, gathered
+
+
+NAMED = {
+    "two blocks of three": (["blocks.0", "blocks.2"], ["inner", "blocks.0", "blocks.1", "blocks.2", "head"]),
+    "a layer of each block": (["blocks.?.0"], ["inner", "blocks.0.0", "blocks.1.0", "blocks.2.0", "head"]),
+    "what is no block": (["inner"], ["inner", "blocks.0", "blocks.1", "blocks.2", "head"]),
+}
+
+
+@pytest.mark.parametrize(("names", "units"), NAMED.values(), ids=NAMED)
+@every_world
+def test_training_with_named_units_equals_one_process(ranks, strategy, n, names, units) -> None:
+    expected = train(make(Scaled))
+    for weights, found, gathered in ranks(n, trained_with_units, replace(strategy, units=names), Scaled):
+        assert_all_same(weights, expected)
+        assert found == units
+        if strategy.gathers and n > 1:
+            assert gathered >= set(units)
+
+
+# ---- a parameter that another module reads
+
+
+class Body(nn.Module):
+    """Uses a layer's weight beside that layer's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x + F.linear(x, self.layers[0].weight)
+
+
+class ReadsInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.body, self.head = nn.Linear(4, 6), Body(), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.inner(x)))
+
+
+def seen_where_not_named(strategy: Strategy) -> tuple[float, bool]:
+    """The loss of the first step, and whether the second raises."""
+    model = pl.parallelize(make(ReadsInside), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss = loss_on(model, 0)
+    loss.backward()
+    optimizer.step()
+    raised = False
+    try:
+        loss_on(model, 1)
+    except RuntimeError:
+        raised = True
+    pl.reset(model)
+    pl.release(model)
+    return loss.item(), raised
+
+
+@every_world
+def test_a_module_named_as_a_unit_may_read_the_parameters_of_all_it_contains(ranks, strategy, n) -> None:
+    expected = train(make(ReadsInside))
+    for weights, units, _ in ranks(n, trained_with_units, replace(strategy, units=["body"]), ReadsInside):
+        assert_all_same(weights, expected)
+        assert units == ["inner", "body", "head"]
+
+
+def test_where_it_is_not_named_the_first_loss_is_nan_and_then_the_forward_raises(ranks) -> None:
+    for loss, raised in ranks(2, seen_where_not_named, STAGES["zero 3"]):
+        assert math.isnan(loss), "before the first step what is not there has its shape"
+        assert raised, "after it, it is a piece"
