@@ -12,7 +12,7 @@ from paceline import comm
 world = pl.init(device="cpu")
 tensor = torch.full((1_000_000,), 1.0 + world.rank)
 
-comm.all_reduce(tensor, scale=1 / world.world_size)  # in place: the mean over ranks, by the fastest algorithm
+comm.all_reduce(tensor, scale=1 / world.world_size)  # in place: the mean over ranks, by what should be fastest
 moved = comm.all_reduce(tensor, "ring")  # the sum, by one of your choice; tells bytes that this rank sent and received
 choice = comm.why("all_reduce", tensor.nbytes)  # what was measured, and what each algorithm would take
 

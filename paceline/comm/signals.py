@@ -205,7 +205,9 @@ class Signals:
     def _silent(self, peer: int) -> CommunicationError:
         return CommunicationError(
             f"rank {peer} did not answer within {self._timeout:g} s: rank {self._rank} waited for it in "
-            f"{plain(self._text)}{_stopped(self._pids[peer])}"
+            f"{plain(self._text)}"
+            # It may itself be waiting for another.
+            + "".join(f"; rank {other}'s {text}" for other, pid in self._pids.items() if (text := _stopped(pid)))
         )
 
 
@@ -241,4 +243,4 @@ def _stopped(pid: int) -> str:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
-    return f"; its process {pid} is stopped: `kill -CONT {pid}` lets it go on" if state in "Tt" else ""
+    return f"process {pid} is stopped: `kill -CONT {pid}` lets it go on" if state in "Tt" else ""

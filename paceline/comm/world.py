@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import platform
 import re
 import socket
 import struct
@@ -193,9 +194,10 @@ def open_transport(
 
 def _hosts(world: World, kind: str) -> list[str]:
     """The host of each rank: a name that those share who can share memory."""
-    possible = kind == "auto" and _has_memory()
-    if kind == "auto" and not possible:
-        _warn_of_sockets("the kernel, or a sandbox, gives no memory to share (memfd_create)")
+    why = _no_memory() if kind == "auto" else ""
+    possible = kind == "auto" and not why
+    if why:
+        _warn_of_sockets(why)
     hosts: list[str] = all_gather_json(_host() if possible else f"rank {world.rank}")
     crowded = {host for host in hosts if hosts.count(host) > MOST_RANKS}
     if crowded and world.rank == 0:
@@ -203,12 +205,15 @@ def _hosts(world: World, kind: str) -> list[str]:
     return [f"rank {rank}" if host in crowded else host for rank, host in enumerate(hosts)]
 
 
-def _has_memory() -> bool:
+def _no_memory() -> str:
+    """Why ranks of this host cannot share memory; empty if they can."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"on {platform.machine()} stores may be seen in another order than on x86-64, for which it is written"
     try:
         os.close(os.memfd_create("paceline"))
     except (AttributeError, OSError):
-        return False
-    return True
+        return "the kernel, or a sandbox, gives no memory to share (memfd_create)"
+    return ""
 
 
 def _warn_of_sockets(why: str) -> None:

@@ -91,12 +91,24 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         matches = [name for name in names if fnmatchcase(name, pattern)]
         if not matches:
             raise UserError(f"strategy.units: {pattern!r} matches no module; names look like {', '.join(names[:5])}")
-        blocks += [name for name in matches if name not in blocks]
+        for name in (called for match in matches for called in _called(match, model.get_submodule(match))):
+            if name not in blocks:
+                blocks.append(name)
     for outer in blocks:
         for inner in blocks:
             if inner.startswith(outer + "."):
-                raise UserError(f"strategy.units: units must not nest, but {outer} contains {inner}")
+                raise UserError(
+                    f"strategy.units: units must not nest, but {outer} contains {inner}; a * in a pattern stands for "
+                    "dots too, so name the list that holds the blocks"
+                )
     return blocks
+
+
+def _called(name: str, module: nn.Module) -> list[str]:
+    """The module, or where it is a list or dictionary, which is never called, those in it."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return [name]
+    return [called for child, held in module.named_children() for called in _called(f"{name}.{child}", held)]
 
 
 def _repeated_blocks(model: nn.Module) -> list[str]:

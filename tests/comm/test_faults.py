@@ -108,7 +108,7 @@ def test_a_silent_peer_is_named_within_the_time_limit(ranks, transport) -> None:
     assert "rank 1 did not answer within 1 s" in ranks(2, be_silent, transport=transport)[0]
 
 
-def be_stopped() -> str:
+def be_stopped(collective: str) -> str:
     world = pl.init()
     transport = open_transport(replace(world, timeout=1.0))
     buffer = transport.allocate(64, torch.float32)
@@ -119,17 +119,24 @@ def be_stopped() -> str:
         return ""
     try:
         with pytest.raises(CommunicationError) as caught:
-            transport.run("all_reduce", buffer, "bucket 7")
+            transport.run(collective, buffer, "bucket 7")
     finally:
-        os.kill(pids[1], signal.SIGCONT)
+        if world.rank == 0:
+            # When all have waited in vain.
+            time.sleep(1.5)
+            os.kill(pids[1], signal.SIGCONT)
     transport.close()
     return str(caught.value).replace(str(pids[1]), "PID")
 
 
-def test_a_stopped_peer_is_named_with_what_lets_it_go_on(ranks) -> None:
-    message = ranks(2, be_stopped)[0]
-    assert "rank 1 did not answer within 1 s" in message
-    assert message.endswith("its process PID is stopped: `kill -CONT PID` lets it go on")
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_reduce/ring", "broadcast/tree@1"])
+def test_a_stopped_peer_is_named_with_what_lets_it_go_on_also_by_those_who_wait_for_others(
+    ranks, n, collective
+) -> None:
+    for message in (told for told in ranks(n, be_stopped, collective) if told):
+        assert "did not answer within 1 s" in message
+        assert "rank 1's process PID is stopped: `kill -CONT PID` lets it go on" in message
 
 
 def shared_memory_names() -> tuple[set[str], str]:

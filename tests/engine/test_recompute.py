@@ -79,6 +79,11 @@ def test_recomputed_activations_give_the_same_training(ranks, strategy, how, eve
         assert runs == [6 if (index + 1) % every == 0 else 3 for index in range(CONFIG.layers)]
 
 
+def test_blocks_that_are_named_by_the_list_that_holds_them_are_recomputed_too(ranks) -> None:
+    for _, _, runs in ranks(2, recomputed, replace(STAGES["zero 3"], recompute="unit", units=("blocks",))):
+        assert runs == [6] * CONFIG.layers
+
+
 def kept(how: str) -> int:
     """Bytes that autograd keeps between forward and backward, in fp32, where attention is one operation."""
     model = pl.parallelize(build().float(), Strategy(recompute=how))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.engine.units import ROOT, find_units, parameter_specs
+from paceline.engine.units import ROOT, find_blocks, find_units, parameter_specs
 from paceline.errors import UserError
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
@@ -58,11 +58,18 @@ def test_units_can_be_named() -> None:
     assert "body.layers.0" in units
 
 
+def test_a_list_that_is_named_stands_for_the_modules_in_it_which_are_what_is_called() -> None:
+    assert find_blocks(Vision(), ["body.layers"]) == ["body.layers.0", "body.layers.1"]
+    assert list(find_units(Vision(), ["body.layers"])) == list(find_units(Vision(), ["body.layers.?"]))
+
+
 def test_a_pattern_without_a_match_and_nested_units_are_errors() -> None:
     with pytest.raises(UserError, match="matches no module"):
         find_units(Vision(), ["layer*"])
     with pytest.raises(UserError, match=r"stages contains stages\.0"):
         find_units(Vision(), ["stages", "stages.0"])
+    with pytest.raises(UserError, match="name the list that holds the blocks"):
+        find_units(Vision(), ["stages.*"])
 
 
 # ---- training with units that were named
