@@ -175,7 +175,6 @@ def pages() -> dict[Path, str]:
         "four": strategies(results("strategies-4")["rows"]),
         "collectives": collectives(results("comm")["rows"]),
         "network": network(results("network")["rows"]),
-        "stages": network(results("network-stages")["rows"]),
         "overhead": overhead(results("overhead")["figures"]),
         "trainer": plain(results("trainer")["rows"]),
         "model": plain(results("model")["rows"]),

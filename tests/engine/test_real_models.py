@@ -268,8 +268,16 @@ def train_low(name: str, strategy: Strategy) -> tuple[list[float], dict[str, Ten
 
 
 # BatchNorm is left out: torch has none on CPUs with bf16 weights beside fp32 statistics.
-LOW = [(name, strategy, 2) for name in FAMILIES if name != "resnet" for strategy in ("zero 1", "zero 2", "zero 3")]
-LOW += [("gpt2", "hybrid", 4), ("switch", "hybrid", 4)]
+LOW_FAMILIES = [name for name in FAMILIES if name != "resnet"]
+LOW = [
+    *(pytest.param(name, "zero 3", 2) for name in LOW_FAMILIES),
+    *(
+        pytest.param(name, strategy, 2, marks=pytest.mark.other_worlds)
+        for name in LOW_FAMILIES
+        for strategy in ("zero 1", "zero 2")
+    ),
+    *(pytest.param(name, "hybrid", 4, marks=pytest.mark.other_worlds) for name in ("gpt2", "switch")),
+]
 
 
 @pytest.mark.parametrize(("name", "strategy", "n"), LOW)
@@ -286,7 +294,7 @@ def test_sharded_training_in_bfloat16_is_that_of_whole_replicas(
         assert_same(state, whole, atol=LOW_TOLERANCE[n])
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "resnet"])
+@pytest.mark.parametrize("name", LOW_FAMILIES)
 def test_training_in_bfloat16_equals_one_process(ranks: RankPool, name: str) -> None:
     """Copies of an fp32 model's weights to compute with, and fp32 sums of their gradients, in plain PyTorch."""
     master, copied = built_in_float32(name, 0), built_in_float32(name, 0)

@@ -86,7 +86,7 @@ def test_nan_on_one_rank_makes_all_skip_that_update_and_names_it(nano: list[str]
     assert training[-1]["train/loss"] < training[0]["train/loss"]
 
 
-@pytest.mark.parametrize("zero", ["0", "1", "3"])
+@pytest.mark.parametrize("zero", ["0", "3"])
 def test_a_gradient_that_overflows_alone_is_named_when_it_happens_again(
     nano: list[str], tmp_path: Path, zero: str
 ) -> None:
