@@ -34,6 +34,9 @@ ELEMENTWISE: set[type[Optimizer]] = {
 }
 """Optimizers whose update of an element depends on that element alone, so that a shard can be updated by itself."""
 
+PIECE = "paceline_piece"
+"""Key of a parameter group: which piece of its parameters the states are of, and of how many."""
+
 
 def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
     """Vouches that an optimizer class updates each element from that element's gradient and state alone.
@@ -56,6 +59,16 @@ def prepare_optimizer(optimizer: Optimizer, weights: Weights, strategy: Strategy
             f"zero={strategy.zero} each rank updates its own pieces: set strategy.zero to 0, or use one of torch's "
             "elementwise optimizers (AdamW, SGD, ...); vouch for one of your own with pl.elementwise(YourOptimizer)"
         )
+    for group in optimizer.param_groups:
+        # It is saved and loaded with the states, which look alike on all ranks.
+        (theirs, of), (own, shards) = group.get(PIECE, weights.number), weights.number
+        if optimizer.state and (theirs, of) != (own, shards):
+            raise UserError(
+                f"{type(optimizer).__name__} holds states of piece {theirs} of {of}, but this rank updates piece {own} "
+                f"of {shards}: load on each rank what that rank saved, with the same strategy and number of ranks, or "
+                "the states of one process"
+            )
+        group[PIECE] = [own, shards]
     indices = {id(weights.parameters[index]): index for index in weights.swapped}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in indices):
         index = indices[id(parameter)]

@@ -255,6 +255,11 @@ class Weights:
             )
 
     @property
+    def number(self) -> list[int]:
+        """Which of how many shards is this rank's."""
+        return [self._index, self._shards]
+
+    @property
     def dtype_changes(self) -> bool:
         """Whether parameters are updated in another dtype than they are computed with in."""
         return any(master is not None for master in self._masters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -218,6 +219,33 @@ def test_states_and_groups_made_from_whole_parameters_serve_pieces(ranks, strate
     expected = made_before(None, before)
     for state in ranks(2, made_before, strategy, before):
         assert_same(state, expected)
+
+
+def saved_and_loaded(strategy: Strategy, states: list[dict] | None) -> dict | str:
+    """States after a step; or what is said where they are loaded on the other rank."""
+    model = pl.parallelize(make(), replace(strategy, packing="parameter", bucket_mb=25))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x, y = (shares(part) for part in data(0, 8))
+    F.mse_loss(model(x), y).backward()
+    if states is None:
+        optimizer.step()
+        found = copy.deepcopy(optimizer.state_dict())
+        pl.release(model)
+        return found
+    optimizer.load_state_dict(copy.deepcopy(states[1 - pl.init().rank]))
+    with pytest.raises(pl.UserError) as caught:
+        optimizer.step()
+    pl.release(model)
+    return str(caught.value)
+
+
+@sharded
+def test_states_of_another_ranks_pieces_are_refused(ranks, strategy) -> None:
+    states = ranks(2, saved_and_loaded, strategy, None)
+    first, second = ranks(2, saved_and_loaded, strategy, states)
+    assert "Adam holds states of piece 1 of 2, but this rank updates piece 0 of 2" in first
+    assert "Adam holds states of piece 0 of 2, but this rank updates piece 1 of 2" in second
+    assert "load on each rank what that rank saved" in first
 
 
 def test_groups_of_ranks_that_shard_and_replicate_equal_one_process(ranks) -> None:
