@@ -103,7 +103,17 @@ class Synchronizer:
     def work(self, op: Op, weights: Weights, gradients: Gradients | None, counts: Counts) -> Callable[[], Traffic]:
         """The function that performs one op of the schedule; what it raises names the parameters that it is about."""
         perform, contents = self._work(op, weights, gradients, counts), weights.contents.get(op.target)
-        return perform if contents is None else partial(_naming, perform, contents)
+        return partial(self._perform, perform, op.stream, contents)
+
+    def _perform(self, perform: Callable[[], Traffic], stream: str, contents: str | None) -> Traffic:
+        try:
+            return perform()
+        except CommunicationError as error:
+            # Who waits for this rank in another stream would do so until the time limit.
+            for name, transport in self.transports.items():
+                if name != stream:
+                    transport.interrupt()
+            raise CommunicationError(f"{error}; {contents}" if contents else str(error)) from error
 
     def _work(self, op: Op, weights: Weights, gradients: Gradients | None, counts: Counts) -> Callable[[], Traffic]:
         transport = self.transports[op.stream]
@@ -159,13 +169,6 @@ class Synchronizer:
             return traffic
 
         return reduce_and_add
-
-
-def _naming(perform: Callable[[], Traffic], contents: str) -> Traffic:
-    try:
-        return perform()
-    except CommunicationError as error:
-        raise CommunicationError(f"{error}; {contents}") from error
 
 
 def _close(streams: Sequence[CommStream], transports: Sequence[Transport]) -> None:

@@ -129,8 +129,7 @@ def be_stopped(collective: str) -> str:
     return str(caught.value).replace(str(pids[1]), "PID")
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("collective", ["all_reduce", "all_reduce/ring", "broadcast/tree@1"])
+@pytest.mark.parametrize(("n", "collective"), [(2, "all_reduce"), (4, "all_reduce/ring"), (4, "broadcast/tree@1")])
 def test_a_stopped_peer_is_named_with_what_lets_it_go_on_also_by_those_who_wait_for_others(
     ranks, n, collective
 ) -> None:

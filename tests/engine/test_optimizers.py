@@ -223,7 +223,7 @@ def test_states_and_groups_made_from_whole_parameters_serve_pieces(ranks, strate
 
 def saved_and_loaded(strategy: Strategy, states: list[dict] | None) -> dict | str:
     """States after a step; or what is said where they are loaded on the other rank."""
-    model = pl.parallelize(make(), replace(strategy, packing="parameter", bucket_mb=25))
+    model = pl.parallelize(make(), strategy)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     x, y = (shares(part) for part in data(0, 8))
     F.mse_loss(model(x), y).backward()

@@ -184,7 +184,14 @@ def compiled(compile_blocks: Callable[[Transformer], None]) -> list[tuple[dict, 
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPUs needs a C++ compiler")
-@pytest.mark.parametrize("compile_blocks", [compile_forwards, compile_in_place, replace_by_compiled])
+@pytest.mark.parametrize(
+    "compile_blocks",
+    [
+        compile_forwards,
+        pytest.param(compile_in_place, marks=pytest.mark.other_worlds),
+        pytest.param(replace_by_compiled, marks=pytest.mark.other_worlds),
+    ],
+)
 def test_units_may_be_compiled(ranks, compile_blocks) -> None:
     expected, weights, _ = ranks(1, recomputed, None)[0]
     for results in ranks(2, compiled, compile_blocks, timeout=200):
@@ -211,11 +218,16 @@ def compiled_whole(strategies: list[Strategy], before: bool) -> list[tuple[dict,
     return results
 
 
+REST = [strategy for strategy in STAGES.values() if strategy.stage < 3]
+
+
 @pytest.mark.parametrize(
     ("strategies", "before"),
     [
-        pytest.param(list(STAGES.values()), True, id="before it is made parallel, at every stage"),
-        pytest.param(list(STAGES.values()), False, id="after it, at every stage"),
+        pytest.param([STAGES["zero 3"]], True, id="before it is made parallel"),
+        pytest.param([STAGES["zero 3"]], False, id="after it"),
+        pytest.param(REST, True, id="before it is made parallel, at the other stages", marks=pytest.mark.other_worlds),
+        pytest.param(REST, False, id="after it, at the other stages", marks=pytest.mark.other_worlds),
     ],
 )
 def test_a_whole_model_may_be_compiled(ranks, strategies, before) -> None:
