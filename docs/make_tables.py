@@ -173,6 +173,7 @@ def pages() -> dict[Path, str]:
         "strategies": strategies(results("strategies")["rows"]),
         "bfloat16": strategies(results("strategies-bf16")["rows"]),
         "four": strategies(results("strategies-4")["rows"]),
+        "four-compute": strategies(results("strategies-4-compute")["rows"]),
         "collectives": collectives(results("comm")["rows"]),
         "network": network(results("network")["rows"]),
         "overhead": overhead(results("overhead")["figures"]),
