@@ -183,11 +183,11 @@ def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, 
         gathered=storage_bytes(weights._gathered.values()) if engine.schedule.gathers_units else 0,
     )
     predicted = memory(engine.schedule, micro_batches)
-    # An optimizer has no states for padding, which lies at the end of buckets, so on some ranks.
-    padding = sum(flat.numel for flat in engine.layout.flats) - sum(p.spec.numel for p in engine.layout.slots)
-    each = 2 * 4 + (0 if strategy.precision == "float32" else 4)
-    assert 0 <= predicted.optimizer - held.optimizer <= padding * each
-    held = replace(held, optimizer=predicted.optimizer)
+    # An optimizer has no states, two numbers in fp32, for the padding that this rank's share has at its end.
+    pieces = [weights.piece(index) for index in range(len(weights.parameters))]
+    updated = sum((p if piece is None else piece).numel() for p, piece in zip(weights.parameters, pieces, strict=True))
+    padding = sum(flat.numel for flat in engine.layout.flats) // engine.schedule.shards - updated
+    held = replace(held, optimizer=held.optimizer + 2 * 4 * padding)
     pl.release(model)
     return predicted, held
 

@@ -126,11 +126,13 @@ def edited(strategy: Strategy) -> list[str]:
 
 def edit(model: torch.nn.Module, how: str) -> None:
     """Changes weights beside the engine, as loops without an optimizer do."""
+    if how == "in place":
+        with torch.no_grad():
+            model.head.weight.zero_()
+        return
+    # All of them, as each rank sees only its own pieces.
     for parameter in model.parameters():
-        if how == "in place":
-            with torch.no_grad():
-                parameter.mul_(0.5)
-        elif how == "data":
+        if how == "data":
             parameter.data.clamp_(-1e-3, 1e-3)
         else:
             parameter.data -= 0.1 * (1.0 if parameter.grad is None else parameter.grad)
@@ -139,8 +141,12 @@ def edit(model: torch.nn.Module, how: str) -> None:
 @in_pieces
 def test_editing_a_piece_is_an_error_that_names_the_parameter(ranks, strategy, n) -> None:
     for messages in ranks(n, edited, strategy):
+        names = [
+            message.partition(" was edited, but this rank updates only its piece of it")[0] for message in messages
+        ]
+        assert names[::3] == ["head.weight"] * 3, "in place, whoever has the piece"
+        assert set(names) <= {name for name, _ in Stack().named_parameters()}
         for message in messages:
-            assert " was edited, but this rank updates only its piece of it" in message
             assert "pl.full_parameters(model)" in message
 
 

@@ -72,7 +72,7 @@ def test_one_rank_is_named_and_several_are_counted(losses: list[tuple[int, float
         assert told == f"the losses of {len(bad)} micro-batches of several ranks were not finite"
 
 
-@pytest.mark.parametrize("zero", ["2"])
+@pytest.mark.parametrize("zero", ["0", "2"])
 def test_nan_on_one_rank_makes_all_skip_that_update_and_names_it(nano: list[str], tmp_path: Path, zero: str) -> None:
     (tmp_path / "spoilt.py").write_text(FAILS_ON_RANK_1)
     flags = ["--steps", "5", "--log.every", "1", "--log.validate_every", "0", "--strategy.zero", zero]
