@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -223,7 +224,7 @@ def _shown(op: str, sizes: Sequence[int]) -> Sequence[int]:
 
 
 def between_hosts(results: dict[str, Any]) -> str:
-    """Times of the all-reduces between hosts that hold several ranks each, beside what the wire alone would take."""
+    """Times of collectives between hosts that hold several ranks each, beside what the wire alone would take."""
     rows = [row for row in results["rows"] if row["experiment"] == "hierarchical"]
     machine, (hosts, local, gbit) = results["machine"], (rows[0][key] for key in ("hosts", "ranks_per_host", "gbit"))
     cases = list(dict.fromkeys(row["case"] for row in rows))
@@ -231,19 +232,33 @@ def between_hosts(results: dict[str, Any]) -> str:
         f"{hosts} hosts with {local} ranks each, a link of {gbit:.2f} Gbit/s to each host; {machine['cores']} cores "
         f"({machine['cpu']}), torch {machine['torch']}. Milliseconds for {' / '.join(cases)}:",
         "",
-        "| all_reduce | time | over a host's wire | measured |",
-        "|---|---|---|---:|",
+        "| collective | algorithm | time | over a host's wire | measured |",
+        "|---|---|---|---|---:|",
     ]
-    for system, setting in dict.fromkeys((row["system"], row["setting"]) for row in rows):
-        cells = [system, "", ""]
-        if system == "paceline":
-            name = setting.partition(" over ")[0]
-            cells = [name.partition("/")[2], formula_of(name).time("M"), over_a_wire(name, hosts, local)]
-        took = {row["case"]: row["median_ms"] for row in rows if (row["system"], row["setting"]) == (system, setting)}
-        lines.append("| " + " | ".join([*cells, _each(took, cases)]) + " |")
-    bound = ["what the wire alone takes", "", times(str(Fraction(2 * (hosts - 1), hosts)), "M")]
-    lines.append("| " + " | ".join([*bound, _each({row["case"]: row["wire_ms"] for row in rows}, cases)]) + " |")
+    for op, of_op in itertools.groupby(rows_by_collective(rows), key=collective_of):
+        chosen = list(of_op)
+        for system, setting in dict.fromkeys((row["system"], row["setting"]) for row in chosen):
+            cells = [op, system, "", ""]
+            if system == "paceline":
+                name = setting.partition(" over ")[0]
+                cells = [op, name.partition("/")[2], formula_of(name).time("M"), over_a_wire(name, hosts, local)]
+            mine = [row for row in chosen if (row["system"], row["setting"]) == (system, setting)]
+            lines.append("| " + " | ".join([*cells, _each({r["case"]: r["median_ms"] for r in mine}, cases)]) + " |")
+        share = times(str(Fraction(2 * (hosts - 1), hosts) / (1 if op == "all_reduce" else 2)), "M")
+        bound = [op, "what the wire alone takes", "", share, _each({r["case"]: r["wire_ms"] for r in chosen}, cases)]
+        lines.append("| " + " | ".join(bound) + " |")
     return "\n".join(lines)
+
+
+def rows_by_collective(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of each collective together, in the order in which collectives first come."""
+    order = list(dict.fromkeys(map(collective_of, rows)))
+    return sorted(rows, key=lambda row: order.index(collective_of(row)))
+
+
+def collective_of(row: dict[str, Any]) -> str:
+    """Which collective a row of `paceline bench network` is about: "all_reduce" of "all_reduce/ring over tcp"."""
+    return str(row["setting"]).partition(" over ")[0].partition("/")[0]
 
 
 def over_a_wire(name: str, hosts: int, local: int) -> str:

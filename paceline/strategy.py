@@ -127,6 +127,16 @@ class Strategy:
                 "zero to 1, 2 or 3, or leave shard out",
             ),
             (
+                self.recompute_every > 1 and self.recompute == "none",
+                f"recompute_every={self.recompute_every} says which units are recomputed, but recompute=none keeps all "
+                "activations: set recompute to unit or keep_attention, or leave recompute_every out",
+            ),
+            (
+                not self.reduce_in_float32 and not self.low,
+                "reduce_in_float32 is off, which is for gradients computed in low precision, but precision=float32 "
+                "computes them in fp32: set precision to bfloat16 or float16, or leave reduce_in_float32 on",
+            ),
+            (
                 self.collective == "parameter_server" and (self.stage > 0 or self.low),
                 "collective=parameter_server updates whole fp32 replicas on rank 0: set zero to 0 and precision to "
                 "float32, or collective to all_reduce",
@@ -146,7 +156,7 @@ class Strategy:
                 "shards: set zero to 1, 2 or 3, or leave share_parameters out",
             ),
             (
-                self.wire != "full" and self.low and not self.reduce_in_float32,
+                self.wire != "full" and not self.reduce_in_float32,
                 f"wire={self.wire} is about fp32 gradients, but reduce_in_float32 is off, which sends them in "
                 f"{self.precision}: set reduce_in_float32, or wire to full",
             ),
@@ -166,7 +176,7 @@ class Strategy:
                 "factor: set wire to bfloat16, or precision to bfloat16",
             ),
             (
-                self.accumulation == "defer" and self.low and not self.reduce_in_float32,
+                self.accumulation == "defer" and not self.reduce_in_float32,
                 "accumulation=defer adds gradients up before they are reduced, which needs fp32: set "
                 "reduce_in_float32, or accumulation to each",
             ),
@@ -196,7 +206,7 @@ class Strategy:
     def reduces_each(self) -> bool:
         """Whether gradients are reduced in every micro-batch, not only in a step's last."""
         if self.accumulation == "auto":
-            return self.stage >= 2 or (self.low and not self.reduce_in_float32)
+            return self.stage >= 2 or not self.reduce_in_float32
         return self.accumulation != "defer"
 
     def serves(self, world_size: int) -> bool:

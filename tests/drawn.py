@@ -79,13 +79,13 @@ def strategies(draw: st.DrawFn, world_size: int = 1, **fixed: Any) -> Strategy:
         "zero": zero,
         "bucket_mb": draw(st.sampled_from([1e-5, 2e-4, 1e-3, 25.0])),
         "precision": draw(st.sampled_from(["float32", "bfloat16"])),
-        "reduce_in_float32": draw(st.booleans()),
     }
     chosen |= fixed
+    chosen.setdefault("reduce_in_float32", chosen["precision"] == "float32" or draw(st.booleans()))
     if zero:
         chosen["shard"] = draw(st.sampled_from([0, *(s for s in range(1, world_size + 1) if world_size % s == 0)]))
     accumulations = ["auto", "each"]
-    if chosen["precision"] == "float32" or chosen["reduce_in_float32"]:
+    if chosen["reduce_in_float32"]:
         accumulations.append("defer")
     if zero:
         chosen["share_parameters"] = fixed.get("share_parameters", draw(st.booleans()))

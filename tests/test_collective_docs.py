@@ -151,16 +151,19 @@ def test_between_hosts_a_size_that_was_not_measured_leaves_its_place_empty(table
         return where | {"system": system, "setting": setting, "case": case, "median_ms": median_ms, "wire_ms": wire_ms}
 
     rows = [
-        row("Gloo", "dist.all_reduce", "1 MiB", 12.6, 8.4),
-        row("Gloo", "dist.all_reduce", "10 MiB", 130.0, 84.0),
+        row("Gloo", "all_reduce", "1 MiB", 12.6, 8.4),
+        row("paceline", "all_gather/hierarchical over shared memory and tcp", "1 MiB", 4.5, 4.2),
+        row("Gloo", "all_reduce", "10 MiB", 130.0, 84.0),
         row("paceline", "all_reduce/hierarchical over shared memory and tcp", "10 MiB", 88.0, 84.0),
     ]
     lines = tables.between_hosts({"machine": {"cores": 2, "cpu": "any", "torch": "2.13"}, "rows": rows}).splitlines()
     assert lines[0].startswith("2 hosts with 2 ranks each") and lines[0].endswith("for 1 MiB / 10 MiB:")
     assert lines[4:] == [
-        "| Gloo |  |  | 13 / 130 |",
-        "| hierarchical | 4 α + 2 (N-1)/N M β | M |  / 88 |",
-        "| what the wire alone takes |  | M | 8.4 / 84 |",
+        "| all_reduce | Gloo |  |  | 13 / 130 |",
+        "| all_reduce | hierarchical | 4 α + 2 (N-1)/N M β | M |  / 88 |",
+        "| all_reduce | what the wire alone takes |  | M | 8.4 / 84 |",
+        "| all_gather | hierarchical | 2 α + (N-1)/N M β | 1/2 M | 4.5 /  |",
+        "| all_gather | what the wire alone takes |  | 1/2 M | 4.2 /  |",
     ]
 
 

@@ -8,7 +8,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -64,17 +64,23 @@ def watching_memory(device: torch.device) -> Iterator[Callable[[], int]]:
         watcher.join()
 
 
-def sent_bytes() -> int:
-    """Bytes that the open TCP sockets of this process have sent, through which Gloo moves tensors."""
-    total = 0
+def sent_bytes() -> dict[str, int]:
+    """Bytes that each open TCP socket of this process has sent, by the kernel's name of it; Gloo moves tensors so."""
+    sent = {}
     for descriptor in Path("/proc/self/fd").iterdir():
         # The descriptor of the listing itself is gone by now, and some sockets are not TCP.
         with contextlib.suppress(OSError):
-            if os.readlink(descriptor).startswith("socket:"):
+            name = os.readlink(descriptor)
+            if name.startswith("socket:"):
                 borrowed = socket.socket(fileno=int(descriptor.name))
                 try:
                     info = borrowed.getsockopt(socket.IPPROTO_TCP, TCP_INFO, BYTES_SENT + 8)
                 finally:
                     borrowed.detach()
-                total += struct.unpack_from("Q", info, BYTES_SENT)[0]
-    return total
+                sent[name] = struct.unpack_from("Q", info, BYTES_SENT)[0]
+    return sent
+
+
+def sent_since(before: Mapping[str, int]) -> int:
+    """Bytes sent since `sent_bytes` gave `before`, by the sockets that are open now: one that closed tells no more."""
+    return sum(sent - before.get(name, 0) for name, sent in sent_bytes().items())

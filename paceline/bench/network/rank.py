@@ -5,6 +5,7 @@ Rank 0 writes JSON lines to its output: {"progress": words}, and what was timed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -23,13 +24,14 @@ from paceline.bench.network.rows import wire_seconds
 from paceline.bench.network.turns import Contestant, Timed, say, take_turns
 from paceline.bench.peers import peers
 from paceline.comm.codecs import BLOCK, CODECS
+from paceline.comm.plan import shard
 from paceline.comm.world import open_transport
 from paceline.models.config import ModelConfig
 from paceline.models.flops import parameter_count
 from paceline.strategy import SYSTEMS, Strategy
 
 SIZES = {"100 KiB": 100 << 10, "1 MiB": 1 << 20, "10 MiB": 10 << 20, "25 MiB": 25 << 20}
-"""Bytes of the buffers that are all-reduced."""
+"""Bytes of the buffers that collectives are timed with."""
 
 TURN_SECONDS = 0.1
 """How long the calls of one turn should keep the wire busy at least: a single short one is hard to time."""
@@ -64,37 +66,58 @@ class Job:
     """About how long the gradients of a training step should keep the wire busy; the model is chosen for it."""
 
 
-def all_reduces(job: Job, world: pl.World, collectives: Sequence[str]) -> list[Timed]:
-    """All-reduces of every size: Gloo's, and paceline's by each name in `collectives`."""
+GLOO: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "all_reduce": lambda whole, own: dist.all_reduce(whole),
+    "reduce_scatter": lambda whole, own: dist.reduce_scatter_tensor(own, whole),
+    "all_gather": lambda whole, own: dist.all_gather_into_tensor(whole, own),
+}
+"""Gloo's collectives, of a whole buffer and a rank's own part of it, which Gloo keeps elsewhere."""
+
+
+def exchanges(job: Job, world: pl.World, names: Sequence[str]) -> list[Timed]:
+    """Collectives of buffers of every size: Gloo's, and paceline's by each name in `names`, such as "all_reduce/ring".
+
+    A reduce-scatter or an all-gather is half an all-reduce, and has half as much to send.
+    """
     transport = open_transport(world)
     found = []
-    for name, size in SIZES.items():
-        say(world, f"{name}")
-        theirs, ours = torch.zeros(size // 4), transport.allocate(size // 4, torch.float32)
-        contestants = [Contestant("Gloo", "dist.all_reduce", size, partial(dist.all_reduce, theirs))]
-        check(contestants[0], theirs, world)
-        for collective in collectives:
-            run = partial(transport.run, collective, ours, name)
-            contestants.append(Contestant("paceline", f"{collective} over {transport.name}", size, run))
-            check(contestants[-1], ours, world)
+    for size_name, size in SIZES.items():
+        say(world, size_name)
+        elements = size // 4
+        first, end = shard(world.rank, world.world_size, elements)
+        ours, theirs = transport.allocate(elements, torch.float32), torch.zeros(elements)
+        part = torch.zeros(end - first)
+        contestants = []
+        for op, chosen in itertools.groupby(names, key=lambda name: name.partition("/")[0]):
+            sends = size if op == "all_reduce" else size / 2
+            contestants.append(Contestant("Gloo", op, sends, partial(GLOO[op], theirs, part)))
+            check(contestants[-1], op, theirs, part, world)
+            for name in chosen:
+                run = partial(transport.run, name, ours, size_name)
+                contestants.append(Contestant("paceline", f"{name} over {transport.name}", sends, run))
+                check(contestants[-1], op, ours, ours[first:end], world)
         calls = max(1, round(TURN_SECONDS / wire_seconds(job.hosts, size, job.rate)))
-        found += take_turns(world, name, contestants, job.rounds, calls)
+        found += take_turns(world, size_name, contestants, job.rounds, calls)
     transport.close()
     return found
 
 
-def check(contestant: Contestant, buffer: torch.Tensor, world: pl.World) -> None:
-    """Sees that a call adds up; it warms up too, and leaves zeros, which stay what they are.
+def check(contestant: Contestant, op: str, whole: torch.Tensor, own: torch.Tensor, world: pl.World) -> None:
+    """Sees that a call gives what it should; it warms up too, and leaves zeros, which stay what they are.
 
     Raises:
         AssertionError: It does not.
     """
-    buffer.fill_(world.rank + 1)
+    for tensor in (whole, own):
+        tensor.fill_(world.rank + 1)
     contestant.call()
-    expected = world.world_size * (world.world_size + 1) / 2
-    if not bool((buffer == expected).all()):
-        raise AssertionError(f"{contestant.system}, {contestant.setting}: expected {expected} everywhere, got {buffer}")
-    buffer.zero_()
+    ranks = torch.arange(1, world.world_size + 1, dtype=torch.float32)
+    found = {"all_reduce": whole, "reduce_scatter": own, "all_gather": whole.view(world.world_size, -1)}[op]
+    expected = ranks.view(-1, 1) if op == "all_gather" else ranks.sum()
+    if not bool((found == expected).all()):
+        raise AssertionError(f"{contestant.system}, {contestant.setting}: expected {expected} everywhere, got {found}")
+    for tensor in (whole, own):
+        tensor.zero_()
 
 
 def trainings(job: Job, world: pl.World, strategies: Mapping[str, Strategy], beside_ddp: bool = False) -> list[Timed]:
@@ -142,7 +165,7 @@ def balanced_case(job: Job, world: pl.World) -> Case:
 
 
 EXPERIMENTS: dict[str, Callable[[Job, pl.World], list[Timed]]] = {
-    "all-reduce": partial(all_reduces, collectives=["all_reduce"]),
+    "all-reduce": partial(exchanges, names=["all_reduce"]),
     "systems": partial(trainings, strategies=SYSTEMS, beside_ddp=True),
     "buckets": partial(trainings, strategies={f"{size:g} MiB": Strategy(bucket_mb=size) for size in BUCKETS}),
     "stages": partial(
@@ -162,7 +185,12 @@ EXPERIMENTS: dict[str, Callable[[Job, pl.World], list[Timed]]] = {
         },
     ),
     "hierarchical": partial(
-        all_reduces, collectives=["all_reduce/direct", "all_reduce/ring", "all_reduce/hierarchical"]
+        exchanges,
+        names=[
+            f"{collective}/{algorithm}"
+            for collective in ("all_reduce", "reduce_scatter", "all_gather")
+            for algorithm in ("direct", "ring", "hierarchical")
+        ],
     ),
 }
 """What the ranks do in each experiment."""

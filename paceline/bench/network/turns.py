@@ -20,7 +20,7 @@ class Contestant:
     system: str
     setting: str
     size: float
-    """Bytes that it has to all-reduce in a call, as they are on the wire."""
+    """Bytes that it has to all-reduce in a call, as they are on the wire; half an all-reduce counts as half of them."""
     call: Callable[[], object]
     settle: Callable[[], None] = lambda: None
     """Waits for what a call leaves to be done behind the next one."""
