@@ -23,8 +23,9 @@ from paceline.train.worker import describe_failure
 
 SPAWN = multiprocessing.get_context("spawn")
 FORKS = multiprocessing.get_context("forkserver")
-# Ranks then begin with torch imported. It may not have computed yet: its threads do not survive a fork.
-FORKS.set_forkserver_preload(["torch"])
+# Ranks then begin with torch imported, and what the first optimizer imports. It may not have computed yet: its threads
+# do not survive a fork.
+FORKS.set_forkserver_preload(["torch", "torch._dynamo"])
 
 STACKS_SECONDS = 0.5
 GRACE_SECONDS = 3.0

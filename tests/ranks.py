@@ -20,7 +20,7 @@ from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 # A rank that a test has ended is made anew without importing torch again.
-FORKS.set_forkserver_preload(["torch"])
+FORKS.set_forkserver_preload(["torch", "torch._dynamo"])
 
 
 class RankError(AssertionError):

@@ -180,7 +180,7 @@ def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, 
         optimizer=storage_bytes(masters)
         + sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
         buckets=whole if rotates else 0,
-        gathered=storage_bytes(weights._gathered.values()) if engine.schedule.gathers_units else 0,
+        gathered=storage_bytes(weights.gathered.whole.values()),
     )
     predicted = memory(engine.schedule, micro_batches)
     # An optimizer has no states, two numbers in fp32, for the padding that this rank's share has at its end.

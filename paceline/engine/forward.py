@@ -110,7 +110,7 @@ class ForwardPass:
             if not in_backward():
                 weights.show_whole(self._running.layout.units)
             return
-        if not weights.holds_residents():
+        if not weights.gathered.holds_residents():
             self._bring_residents()
         if unit not in schedule.place:
             return
@@ -118,7 +118,7 @@ class ForwardPass:
         index = self._running.progress.micro_batch if phase == "backward" else self._walk
         executor.require(executor.after(Key(phase, unit, index, phase)))
         executor.require_arrived("gather", {bucket.name for bucket in schedule.moving[unit]})
-        if not weights.holds(unit):
+        if not weights.gathered.holds(unit):
             # Not what the schedule foresaw, such as a second forward before backward.
             executor.drop("gather")
             executor.settle_stream("gather")
@@ -135,7 +135,7 @@ class ForwardPass:
         schedule, executor, weights = self._running.schedule, self._running.executor, self._running.weights
         ops = [schedule.gather(bucket, 0, "forward") for bucket in schedule.residents]
         executor.require(op.key for op in ops)
-        if not weights.holds_residents():
+        if not weights.gathered.holds_residents():
             for op in ops:
                 executor.run(op)
         units = {unit: None for bucket in schedule.residents for unit in bucket.units}

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from paceline.engine.gathered import Gathered
 from paceline.engine.progress import EngineError
 from paceline.engine.seal import Seal
-from paceline.layout import ALIGNMENT, Bucket, Layout, Slot
+from paceline.layout import Bucket, Layout, Slot
 from paceline.schedule import Schedule
 
 Allocate = Callable[[int, torch.dtype], Tensor]
@@ -40,6 +41,7 @@ class Weights:
         layout: Where they lie.
         buckets: By name.
         contents: Which parameters a bucket holds, in words, by its name.
+        gathered: Where sharded units are gathered.
     """
 
     def __init__(
@@ -76,11 +78,6 @@ class Weights:
             own_master = flat.master != flat.dtype
             self._masters.append(allocate(size, getattr(torch, flat.master)) if own_master else None)
         self._bucket_of = {index: bucket for bucket in layout.buckets for index in bucket.slots}
-        self._gathered: dict[str, Tensor] = {}
-        self._held: dict[int, str] = {}
-        self._place_of: dict[str, int] = {}
-        self._kept: frozenset[str] = frozenset()
-        self._fresh: set[str] = set()
         with torch.no_grad():
             self._fill()
         self._pieces = [self._piece(index) for index in range(len(layout.slots))]
@@ -104,7 +101,7 @@ class Weights:
         """All parameters of a bucket, flat, to compute with."""
         if not self._sharded:
             return self._flats[bucket.flat][bucket.start : bucket.stop]
-        return self._gathered[bucket.name]
+        return self.gathered.whole[bucket.name]
 
     def shard(self, bucket: Bucket) -> Tensor:
         """This rank's shard of a bucket's parameters, flat, in the dtype that is computed with."""
@@ -120,26 +117,7 @@ class Weights:
 
     def assign_places(self, schedule: Schedule) -> None:
         """Gives gathered units their places, which the order they run in decides."""
-        self._held.clear()
-        self._fresh.clear()
-        self._place_of = dict(schedule.place)
-        self._kept = frozenset(bucket.name for bucket in schedule.residents)
-        sizes: dict[int, int] = {}
-        spans: list[tuple[Bucket, int, int]] = []
-        for unit, place in schedule.place.items():
-            offset = 0
-            for bucket in schedule.moving[unit]:
-                spans.append((bucket, place, offset))
-                offset += -(-bucket.bytes // ALIGNMENT) * ALIGNMENT
-            sizes[place] = max(sizes.get(place, 0), offset)
-        rooms = {place: torch.zeros(size, dtype=torch.uint8, device=self._device) for place, size in sizes.items()}
-        self._gathered = {
-            bucket.name: rooms[place][offset : offset + bucket.bytes].view(self._flats[bucket.flat].dtype)
-            for bucket, place, offset in spans
-        }
-        for bucket in schedule.residents:
-            dtype = self._flats[bucket.flat].dtype
-            self._gathered[bucket.name] = torch.zeros(bucket.numel, dtype=dtype, device=self._device)
+        self.gathered = Gathered(schedule, [flat.dtype for flat in self._flats], self._device)
         self._whole = [self._whole_view(index) for index in range(len(self.layout.slots))]
 
     def _fill(self) -> None:
@@ -278,26 +256,12 @@ class Weights:
         """A gather of a bucket begins: returns what it fills, and this rank's shard where that is not part of it."""
         if not self._sharded:
             return self.whole(bucket), None
-        place = self._place_of.get(bucket.units[0]) if bucket.name not in self._kept else None
-        if place is None:
-            self._fresh.add(bucket.name)
-        else:
-            self._held[place] = bucket.units[0]
+        self.gathered.begin(bucket)
         return self.whole(bucket), self.shard(bucket)
-
-    def holds(self, unit: str) -> bool:
-        """Whether a gathered unit's parameters lie in its place since the last update, or are on their way."""
-        place = self._place_of.get(unit)
-        return place is None or self._held.get(place) == unit
-
-    def holds_residents(self) -> bool:
-        """Whether everything that is gathered once a step has been, since the last update."""
-        return self._fresh >= self._kept
 
     def updated(self) -> None:
         """The masters have changed: what was gathered is stale, and what is computed with follows them."""
-        self._held.clear()
-        self._fresh.clear()
+        self.gathered.forget()
         with torch.no_grad():
             for bucket in self.layout.buckets:
                 if self._masters[bucket.flat] is not None:
