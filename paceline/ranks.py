@@ -11,8 +11,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing import resource_tracker
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +26,7 @@ FORKS = multiprocessing.get_context("forkserver")
 # Ranks then begin with torch imported, and what the first optimizer imports. It may not have computed yet: its threads
 # do not survive a fork.
 FORKS.set_forkserver_preload(["torch", "torch._dynamo"])
+
 
 STACKS_SECONDS = 0.5
 GRACE_SECONDS = 3.0
@@ -144,11 +145,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
-        # Blocked in the ranks for good, from their first moment: Ctrl-C is this process's to answer. Starting the
-        # tracker would unblock it.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with _blocked_interrupts():
             for rank in range(self._n):
                 ours, theirs = self._context.Pipe()
                 environment = {
@@ -166,8 +163,6 @@ class RankPool:
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for pipe in self._pipes:
             # Time counts from when every rank is ready to work.
             with contextlib.suppress(EOFError):
@@ -185,6 +180,24 @@ class RankPool:
         self._pipes.clear()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def import_ahead() -> None:
+    """Begins to import what ranks need, in the process that they are forked from, while this one goes on."""
+    with _blocked_interrupts():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _blocked_interrupts() -> Iterator[None]:
+    """What is started inside never sees SIGINT, from its first moment: Ctrl-C is this process's to answer."""
+    # Starting the tracker would unblock it.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: int, stacks: str) -> None:

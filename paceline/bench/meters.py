@@ -23,13 +23,14 @@ _LOOK_SECONDS = 0.004
 
 
 def held_bytes(device: torch.device) -> int:
-    """Memory this process holds: its proportional set size without files on a CPU, what torch allocated on a GPU.
+    """Memory this process holds: its own pages and its part of shared ones on a CPU, what torch allocated on a GPU.
 
-    A page that several processes map counts in parts in each, so that the sum over ranks is what the host gives.
+    A page of memory that ranks share counts in parts in each, so that the sum over ranks is what the host gives. Files
+    that are mapped, such as libraries, do not count.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    found = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
+    found = re.findall(r"^(?:Anonymous|Pss_Shmem):\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
     if len(found) != 2:
         raise UserError(
             "this kernel does not tell what memory processes share (Pss_Shmem): Linux 5.4 or newer is needed"

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from paceline.errors import UserError
+from paceline.ranks import import_ahead
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def parse(arguments: Sequence[str]) -> VerifyArguments:
 def main(arguments: Sequence[str]) -> int:
     """Runs the comparison; returns the exit status: 0 if all is equal, 1 if not."""
     options = parse(arguments)
+    import_ahead()
     # Users name modules of the folder that they are in.
     sys.path.insert(0, os.getcwd())
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:

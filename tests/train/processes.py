@@ -1,8 +1,12 @@
-"""Starts paceline as users do, in processes that a test can find again and that never outlive it."""
+"""Starts paceline as users do, in processes that a test can find again and that never outlive it.
+
+Or trains in ranks that are there, where starting is not what is tested.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -10,8 +14,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from paceline.cli import main
+from tests.ranks import RankPool
 
 MARK = "PACELINE_TEST_MARK"
 JOB_VARIABLES = (
@@ -101,6 +108,26 @@ def finished(
     """Exit status, stdout and stderr of a program that ends by itself."""
     with program(command, folder, environment) as started:
         return started.finish(timeout)
+
+
+def trained(
+    ranks: RankPool,
+    n: int,
+    folder: Path,
+    flags: Sequence[str],
+    patched: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> tuple[int, str, str]:
+    """What `finished` gives of rank 0 of `paceline train`, run by `n` ranks of a pool inside `patched`."""
+    return ranks(n, _train, folder, flags, patched)[0]
+
+
+def _train(
+    folder: Path, flags: Sequence[str], patched: Callable[[], contextlib.AbstractContextManager[object]]
+) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), patched():
+        status = main(["train", *flags])
+    return status, out.getvalue(), err.getvalue()
 
 
 def metrics(run: Path) -> list[dict[str, float]]:

@@ -1,62 +1,52 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.not_finite import marks, whose, whose_gradient
-from tests.train.processes import finished, metrics, torchrun
-
-FAILS_ON_RANK_1 = """
-import os, sys, torch
-from paceline.cli import main
+import paceline as pl
 from paceline.models.transformer import Transformer
-
-forward, calls = Transformer.forward, 0
-
-def spoilt(self, *args, **kwargs):
-    global calls
-    calls += self.training
-    loss = forward(self, *args, **kwargs)
-    return loss * torch.nan if os.environ["RANK"] == "1" and self.training and calls == 3 else loss
-
-Transformer.forward = spoilt
-sys.exit(main(sys.argv[1:]))
-"""
-
-OVERFLOWS_ON_RANK_1 = """
-import os, sys, torch
-from paceline.cli import main
-from paceline.models.transformer import Transformer
-
-forward, calls = Transformer.forward, 0
-WHEN = {2: "1", 4: "1", 5: "01"}
-
-def spoilt(self, *args, **kwargs):
-    global calls
-    calls += self.training
-    loss = forward(self, *args, **kwargs)
-    if self.training and os.environ["RANK"] in WHEN.get(calls, ""):
-        # Nothing in the loss, infinite in its gradient.
-        return loss + torch.sqrt(loss - loss.detach())
-    return loss
-
-Transformer.forward = spoilt
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-STARTS_TOO_HIGH = """
-import sys
-from paceline.cli import main
 from paceline.train import loss_scale
+from paceline.train.not_finite import marks, whose, whose_gradient
+from tests.ranks import RankPool
+from tests.train.processes import metrics, trained
 
-loss_scale.FIRST = 2.0**22
-sys.exit(main(sys.argv[1:]))
-"""
+
+@contextmanager
+def forward_gives(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Iterator[None]:
+    """Lets `change` see each loss in training, and how many forwards there were with it."""
+    forward, calls = Transformer.forward, 0
+
+    def changed(self: Transformer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += self.training
+        loss = forward(self, *args, **kwargs)
+        return change(loss, calls) if self.training else loss
+
+    with patch.object(Transformer, "forward", changed):
+        yield
+
+
+def fails_on_rank_1() -> AbstractContextManager[None]:
+    rank = pl.init().rank
+    return forward_gives(lambda loss, call: loss * torch.nan if rank == 1 and call == 3 else loss)
+
+
+def overflows() -> AbstractContextManager[None]:
+    """Nothing in the loss, infinite in its gradient: on rank 1 in steps 2 and 4, on both in step 5."""
+    when = {0: (5,), 1: (2, 4, 5)}[pl.init().rank]
+    return forward_gives(lambda loss, call: loss + torch.sqrt(loss - loss.detach()) if call in when else loss)
+
+
+def starts_too_high() -> AbstractContextManager[object]:
+    return patch.object(loss_scale, "FIRST", 2.0**22)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([1.5, torch.nan, torch.inf, -torch.inf])), max_size=9))
@@ -73,10 +63,11 @@ def test_one_rank_is_named_and_several_are_counted(losses: list[tuple[int, float
 
 
 @pytest.mark.parametrize("zero", ["0", "2"])
-def test_nan_on_one_rank_makes_all_skip_that_update_and_names_it(nano: list[str], tmp_path: Path, zero: str) -> None:
-    (tmp_path / "spoilt.py").write_text(FAILS_ON_RANK_1)
+def test_nan_on_one_rank_makes_all_skip_that_update_and_names_it(
+    ranks: RankPool, nano: list[str], tmp_path: Path, zero: str
+) -> None:
     flags = ["--steps", "5", "--log.every", "1", "--log.validate_every", "0", "--strategy.zero", zero]
-    status, out, err = finished(torchrun(2, "spoilt.py", "train", *nano, *flags), tmp_path)
+    status, out, err = trained(ranks, 2, tmp_path, [*nano, *flags], fails_on_rank_1)
     assert status == 0, err
     message = "the gradient is not finite (its norm is nan; the loss of rank 1 was not finite), so all ranks left this"
     assert out.count(message) == 1
@@ -88,11 +79,10 @@ def test_nan_on_one_rank_makes_all_skip_that_update_and_names_it(nano: list[str]
 
 @pytest.mark.parametrize("zero", ["3"])
 def test_a_gradient_that_overflows_alone_is_named_when_it_happens_again(
-    nano: list[str], tmp_path: Path, zero: str
+    ranks: RankPool, nano: list[str], tmp_path: Path, zero: str
 ) -> None:
-    (tmp_path / "spoilt.py").write_text(OVERFLOWS_ON_RANK_1)
     flags = ["--steps", "6", "--log.every", "1", "--log.validate_every", "0", "--strategy.zero", zero]
-    status, out, err = finished(torchrun(2, "spoilt.py", "train", *nano, *flags), tmp_path)
+    status, out, err = trained(ranks, 2, tmp_path, [*nano, *flags], overflows)
     assert status == 0, err
     told = "the losses of all ranks were finite"
     assert f"step 2: the gradient is not finite (its norm is nan; {told}), so all ranks left" in out
@@ -114,10 +104,11 @@ def test_whose_gradient_it_was(culprits: tuple[float, float], told: str) -> None
     assert whose_gradient(*culprits) == told
 
 
-def test_in_float16_a_loss_scale_that_is_too_high_falls_until_gradients_fit(nano: list[str], tmp_path: Path) -> None:
-    (tmp_path / "high.py").write_text(STARTS_TOO_HIGH)
+def test_in_float16_a_loss_scale_that_is_too_high_falls_until_gradients_fit(
+    ranks: RankPool, nano: list[str], tmp_path: Path
+) -> None:
     flags = ["--steps", "14", "--log.every", "1", "--log.validate_every", "0", "--strategy.precision", "float16"]
-    status, out, err = finished(torchrun(2, "high.py", "train", *nano, *flags), tmp_path)
+    status, out, err = trained(ranks, 2, tmp_path, [*nano, *flags], starts_too_high)
     assert status == 0, err
     training = [line for line in metrics(tmp_path / "runs" / "latest") if "train/loss" in line]
     skipped = training[-1]["train/skipped_steps"]

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from paceline.cli import main
-from tests.train.processes import finished, metrics, paceline, program, torchrun, wait_for_step
+from tests.ranks import RankPool
+from tests.train.processes import finished, metrics, paceline, program, torchrun, trained, wait_for_step
 
 SHORT = ("--steps", "12", "--log.every", "5", "--log.validate_every", "6", "--log.validate_batches", "1")
 LONG = ("--steps", "1000000", "--log.every", "1", "--log.validate_every", "0")
@@ -117,9 +118,11 @@ def test_a_second_run_into_the_same_folder_is_refused(run: tuple[Path, str], nan
     assert before == {item: item.stat().st_mtime_ns for item in run[0].iterdir()}
 
 
-def test_three_workers_give_the_curve_of_two(run: tuple[Path, str], nano: list[str], tmp_path: Path) -> None:
-    status, _, err = finished(paceline("train", *nano, *SHORT, "--workers", "3"), tmp_path)
-    assert status == 0, err
+def test_three_workers_give_the_curve_of_two(
+    ranks: RankPool, run: tuple[Path, str], nano: list[str], tmp_path: Path
+) -> None:
+    status, _, err = trained(ranks, 3, tmp_path, [*nano, *SHORT])
+    assert (status, err) == (0, "")
     same_curve(run[0], tmp_path / "runs" / "latest")
 
 
@@ -132,10 +135,10 @@ def test_torchrun_joins_and_gives_the_same_curve(run: tuple[Path, str], nano: li
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_low_precision_gives_nearly_the_curve_of_float32(
-    run: tuple[Path, str], nano: list[str], tmp_path: Path, precision: str
+    ranks: RankPool, run: tuple[Path, str], nano: list[str], tmp_path: Path, precision: str
 ) -> None:
-    flags = ["--workers", "2", "--strategy.zero", "2", "--strategy.precision", precision]
-    status, _, err = finished(paceline("train", *nano, *SHORT, *flags), tmp_path)
+    flags = ["--strategy.zero", "2", "--strategy.precision", precision]
+    status, _, err = trained(ranks, 2, tmp_path, [*nano, *SHORT, *flags])
     assert (status, err) == (0, "")
     for line, other in zip(metrics(run[0]), metrics(tmp_path / "runs" / "latest"), strict=True):
         for key in ("train/loss", "val/loss"):
