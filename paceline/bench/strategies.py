@@ -230,6 +230,8 @@ def _measure(case: Case, precision: Precision, system: System) -> Measured:
     before = sent_bytes()
     training.step()
     sent = sent_since(before)
+    # Whoever is done first would close the others' connections, and with them their counts.
+    pl.barrier()
     if system.name == "paceline":
         # Shared memory has no sockets; the engine counts what crosses it.
         sent = sum(event.sent for event in pl.engine_of(training.model).drain_events() if event.step == 3)

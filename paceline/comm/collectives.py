@@ -2,7 +2,7 @@
 
 Every rank calls the same function with a tensor of the same size and dtype. Tensors are contiguous; where a collective
 cuts one up, rank r's shard is the r-th of N contiguous ones, sizes differing by at most one element (`plan.shard`).
-Everything happens in place.
+Everything happens in place. Tensors of any dtype can be moved, those of `SUMMED` added up too.
 
 An algorithm is one of `algorithms.ALGORITHMS[collective]`, "hierarchical" where `algorithms.HIERARCHICAL` has the
 collective, or "auto": the fastest by what messages and bytes were measured to cost, as `why` explains.
@@ -13,11 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.comm.algorithms import SUMS
 from paceline.comm.choice import Choice
 from paceline.comm.cpu import CpuTransport
 from paceline.comm.plan import Traffic
 from paceline.comm.world import World, current_world, open_transport
 from paceline.errors import UserError
+
+SUMMED = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    )
+)
+"""What can be added up: bf16 and fp16 in fp32, the others as they are, integers modulo their range."""
 
 _opened: tuple[World, CpuTransport] | None = None
 
@@ -89,6 +98,12 @@ def _run(collective: str, tensor: Tensor, algorithm: str, scale: float = 1.0, ro
         )
     if not tensor.is_contiguous():
         raise UserError(f"{collective}: expected a contiguous tensor; pass a copy (`.contiguous()`) and copy it back")
+    if collective in SUMS and tensor.dtype not in SUMMED:
+        raise UserError(
+            f"{collective}: {tensor.dtype} cannot be added up; pass a copy in a dtype that can, such as int32"
+        )
+    if scale != 1.0 and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise UserError(f"{collective}: scale={scale} does not go with {tensor.dtype}; leave it out and divide the sum")
     flat = tensor.detach().view(-1)
     if ranks == 1:
         if scale != 1.0:

@@ -7,7 +7,8 @@ import torch
 
 import paceline as pl
 from paceline import comm
-from paceline.comm.algorithms import ALGORITHMS, ROOTED
+from paceline.comm.algorithms import ALGORITHMS, ROOTED, SUMS
+from paceline.comm.collectives import SUMMED
 from paceline.comm.transport import CommunicationError
 from paceline.errors import UserError
 from tests.comm.reference import expected, values
@@ -76,6 +77,8 @@ def misuse() -> list[str]:
         lambda: comm.all_reduce(torch.zeros(4), "star"),
         lambda: comm.all_reduce(torch.zeros(4, device="meta")),
         lambda: comm.broadcast(torch.zeros(4), root=2),
+        lambda: comm.reduce(torch.zeros(4, dtype=torch.bool)),
+        lambda: comm.reduce_scatter(torch.zeros(4, dtype=torch.int64), scale=0.5),
     ):
         with pytest.raises(UserError) as caught:
             call()
@@ -84,12 +87,39 @@ def misuse() -> list[str]:
 
 
 def test_misuse_is_answered_with_what_to_do(ranks) -> None:
-    cut, strided, unknown, device, root = ranks(2, misuse)[0]
+    cut, strided, unknown, device, root, flags, half = ranks(2, misuse)[0]
     assert "2 ranks cannot cut 5 elements" in cut and "pad" in cut
     assert "contiguous" in strided
     assert "expected one of direct, ring" in unknown
     assert "on the CPU, got one on meta" in device
     assert root == "broadcast: expected a root from 0 to 1, got 2"
+    assert flags.startswith("reduce: torch.bool cannot be added up; pass a copy in one that can")
+    assert half == "reduce_scatter: scale=0.5 does not go with torch.int64; leave it out and divide the sum"
+
+
+def of_other_dtypes() -> list[str]:
+    """Collectives of numbers that are exact in every dtype, and moved without arithmetic where it has none."""
+    world = pl.init()
+    exact = [torch.arange(6, dtype=torch.float64) + 10 * peer for peer in range(world.world_size)]
+    floats = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+    wrong = []
+    for dtype in [*sorted(SUMMED - floats, key=str), torch.bool, torch.float8_e5m2]:
+        # As bytes, what has no arithmetic.
+        shown = dtype if dtype in SUMMED else torch.uint8
+        inputs = [each % 2 if dtype == torch.bool else each for each in exact]
+        for name in (name for name in ALGORITHMS if name != "barrier" and (dtype in SUMMED or name not in SUMS)):
+            for algorithm in ("auto", *ALGORITHMS[name]):
+                tensor = inputs[world.rank].to(shown).view(dtype)
+                getattr(comm, name)(tensor, algorithm)
+                values, where = expected(name, world.rank, inputs)
+                if not torch.equal(tensor.view(shown)[where].to(torch.complex128), values[where].to(torch.complex128)):
+                    wrong.append(f"{name}/{algorithm} of {dtype}")
+    return wrong
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_integers_and_complex_numbers_are_added_up_and_any_dtype_is_moved(ranks, transport) -> None:
+    assert ranks(3, of_other_dtypes, transport=transport) == [[]] * 3
 
 
 def call_something_else(mine: str, theirs: str) -> tuple[str, float]:

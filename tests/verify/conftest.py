@@ -12,16 +12,17 @@ from paceline.verify.prepare import Prepared, prepare
 from paceline.verify.recipe import recipe_for
 from paceline.verify.subject import Subject
 from paceline.verify.together import Case
-from tests.verify.subjects import mend
+from tests.verify.broken import mend
 
 HERE = "tests.verify.subjects"
+BROKEN = "tests.verify.broken"
 STEPS = 3
 MICRO_BATCHES = (1, 3)
 
 
-def subject(build: str = "build", **settings: object) -> Subject:
-    """One of the models in subjects.py."""
-    return Subject(f"{HERE}:{build}", **{"data": f"{HERE}:batches", "loss": f"{HERE}:cross_entropy", **settings})  # type: ignore[arg-type]
+def subject(build: str = "build", place: str = HERE, **settings: object) -> Subject:
+    """One of the models in subjects.py, or of another place."""
+    return Subject(f"{place}:{build}", **{"data": f"{HERE}:batches", "loss": f"{HERE}:cross_entropy", **settings})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")

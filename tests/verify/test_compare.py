@@ -11,7 +11,7 @@ from paceline.verify.compare import Comparison
 from paceline.verify.explain import explain
 from paceline.verify.recipe import recipe_for
 from paceline.verify.together import Case
-from tests.verify.conftest import HERE, subject
+from tests.verify.conftest import BROKEN, HERE, subject
 
 SMALL = 0.0005
 STAGES = {f"zero {stage}": Strategy(zero=stage, bucket_mb=SMALL) for stage in (0, 1, 2, 3)}
@@ -125,7 +125,7 @@ BREAKAGES = [
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "kind", "bucket", "op"), BREAKAGES)
 def test_a_wrong_operation_of_the_engine_is_named(compare, model, strategy, ranks, kind, bucket, op) -> None:
-    outcome = compare(subject(model), strategy, ranks=ranks)
+    outcome = compare(subject(model, BROKEN), strategy, ranks=ranks)
     first = outcome.report.first
     assert outcome.verdict == "differs" and first is not None, outcome.details
     assert first.op == op and kind in (None, first.kind) and bucket in (None, first.bucket), first
