@@ -172,6 +172,7 @@ def pages() -> dict[Path, str]:
     benchmarks = {
         "strategies": strategies(results("strategies")["rows"]),
         "bfloat16": strategies(results("strategies-bf16")["rows"]),
+        "bfloat16-compute": strategies(results("strategies-bf16-compute")["rows"]),
         "four": strategies(results("strategies-4")["rows"]),
         "four-compute": strategies(results("strategies-4-compute")["rows"]),
         "collectives": collectives(results("comm")["rows"]),
