@@ -93,7 +93,7 @@ def test_misuse_is_answered_with_what_to_do(ranks) -> None:
     assert "expected one of direct, ring" in unknown
     assert "on the CPU, got one on meta" in device
     assert root == "broadcast: expected a root from 0 to 1, got 2"
-    assert flags.startswith("reduce: torch.bool cannot be added up; pass a copy in one that can")
+    assert flags.startswith("reduce: torch.bool cannot be added up; pass a copy in a dtype that can")
     assert half == "reduce_scatter: scale=0.5 does not go with torch.int64; leave it out and divide the sum"
 
 

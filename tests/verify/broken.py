@@ -25,16 +25,10 @@ def broken_transport(collective: str, label: str, factor: float, when: int = 0) 
     calls = 0
 
     def wrong(
-        self: Any,
-        kind: str,
-        buffer: Tensor,
-        target: str,
-        scale: float = 1.0,
-        shard: Tensor | None = None,
-        once: bool = False,
+        self: Any, kind: str, buffer: Tensor, target: str, scale: float = 1.0, shard: Tensor | None = None, **more: Any
     ) -> Any:
         nonlocal calls
-        traffic = run(self, kind, buffer, target, scale, shard, once)
+        traffic = run(self, kind, buffer, target, scale, shard, **more)
         if (kind, target) == (collective, label):
             calls += 1
             if calls > when and collective == "all_gather":
