@@ -19,6 +19,8 @@ settings.load_profile("patient")
 UNITS = (ROOT, "embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head")
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
+micro_batch_counts = st.integers(1, 3)
+
 
 def spec(
     name: str,

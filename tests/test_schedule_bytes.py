@@ -13,8 +13,8 @@ from paceline.ops import COMPUTE, COUNTS
 from paceline.placement import DEPTH
 from paceline.schedule import Schedule
 from paceline.strategy import SYSTEMS, Strategy
-from tests.drawn import schedules
-from tests.test_schedule import SIZE, micro_batch_counts, schedule
+from tests.drawn import micro_batch_counts, schedules
+from tests.test_schedule import SIZE, schedule
 
 
 def sent(plan: Schedule, micro_batches: int) -> dict[str, int]:

@@ -14,9 +14,7 @@ from paceline.ops import COMPUTE, COUNTS, PREVIOUS, READ, STREAMS, WRITTEN, Key,
 from paceline.schedule import Schedule
 from paceline.strategy import Strategy
 from tests import drawn
-from tests.drawn import schedules
-
-micro_batch_counts = st.integers(1, 3)
+from tests.drawn import micro_batch_counts, schedules
 
 
 @given(schedules(), micro_batch_counts)
