@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from paceline.errors import UserError
 from paceline.train.failure import Failure, first_failure, read_failure
@@ -202,13 +203,14 @@ def _blocked_interrupts() -> Iterator[None]:
 
 def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: int, stacks: str) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    folder = Path(stacks).parent
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     os.environ.update(environment)
     import torch
 
     torch.set_num_threads(threads)
     # Only the pipe raises outside of the function: it is closed when the parent ends.
-    with open(stacks, "w") as sink, contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, OSError), open(stacks, "w") as sink:
         pipe.send(None)
         while True:
             limit, function, args = pipe.recv()
@@ -227,11 +229,17 @@ def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: in
                 # An engine that the exception left behind ends its threads and connections here.
                 gc.collect()
             pipe.send(answer)
-    os._exit(1)
+    _end_abandoned(folder)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    _end_abandoned(folder)
+
+
+def _end_abandoned(folder: Path) -> NoReturn:
+    """Ends a rank whose parent is gone, and could not remove what it had made."""
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -117,10 +117,12 @@ if __name__ == "__main__":
 def test_no_rank_outlives_the_process_that_started_it(tmp_path: Path, number: signal.Signals, fresh: list[str]) -> None:
     script = tmp_path / "run.py"
     script.write_text(PROGRAM)
-    with program([sys.executable, str(script), *fresh], tmp_path, {"PYTHONPATH": str(ROOT)}) as started:
+    (tmp_path / "tmp").mkdir()
+    environment = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")}
+    with program([sys.executable, str(script), *fresh], tmp_path, environment) as started:
         assert started.process.stdout is not None
         assert started.process.stdout.readline() == "started\n"
-        assert len(started.alive()) > 2
+        assert len(started.alive()) > 2 and list((tmp_path / "tmp").glob("paceline-ranks-*"))
         # As a terminal does it: to the whole group for Ctrl-C.
         if number == signal.SIGINT:
             os.killpg(started.process.pid, number)
@@ -130,3 +132,4 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path: Path, number: si
         _, err = started.process.communicate()
     # The ranks themselves say nothing.
     assert err.count("Traceback") == (number == signal.SIGINT)
+    assert not list((tmp_path / "tmp").glob("paceline-*"))
