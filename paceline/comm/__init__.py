@@ -1,4 +1,4 @@
-"""Communication between ranks: collectives as plans, and the transports that carry them out."""
+"""Communication between ranks: collectives, and the transports that carry them out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Late, as plans are read without torch.
+    # Late, so that profiles are read without torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("paceline.comm.collectives"), name)

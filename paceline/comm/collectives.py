@@ -1,7 +1,7 @@
 """Collectives on tensors of the CPU, each by any of its algorithms.
 
 Every rank calls the same function with a tensor of the same size and dtype. Tensors are contiguous; where a collective
-cuts one up, rank r's shard is the r-th of N contiguous ones, sizes differing by at most one element (`plan.shard`).
+cuts one up, rank r's chunk is the r-th of N contiguous ones, sizes differing by at most one element (`rounds.chunk`).
 Everything happens in place. Tensors of any dtype can be moved, those of `SUMMED` added up too.
 
 An algorithm is one of `algorithms.ALGORITHMS[collective]`, "hierarchical" where `algorithms.HIERARCHICAL` has the
@@ -13,12 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms import SUMS
-from paceline.comm.choice import Choice
-from paceline.comm.cpu import CpuTransport
-from paceline.comm.plan import Traffic
-from paceline.comm.world import World, current_world, open_transport
-from paceline.errors import UserError
+from paceline.comm.connect import open_transport
+from paceline.comm.cpu.transport import CpuTransport
+from paceline.comm.world import World, current_world
+from paceline.core.collectives.algorithms import REDUCTIONS
+from paceline.core.collectives.choice import Choice
+from paceline.core.collectives.rounds import Traffic
+from paceline.core.errors import UserError
 
 SUMMED = frozenset(
     (
@@ -47,34 +48,34 @@ def all_reduce(tensor: Tensor, algorithm: str = "auto", scale: float = 1.0) -> T
 
 
 def scatter(tensor: Tensor, algorithm: str = "auto", root: int = 0) -> Traffic:
-    """Of the root's tensor, shard r to rank r, into its own shard r; the rest of the tensor is undefined after it."""
+    """Of the root's tensor, chunk r to rank r, into its own chunk r; the rest of the tensor is undefined after it."""
     return _run("scatter", tensor, algorithm, root=root)
 
 
 def gather(tensor: Tensor, algorithm: str = "auto", root: int = 0) -> Traffic:
-    """Shard r of every rank r to the root; what others hold elsewhere is undefined after it."""
+    """Chunk r of every rank r to the root; what others hold elsewhere is undefined after it."""
     return _run("gather", tensor, algorithm, root=root)
 
 
 def all_gather(tensor: Tensor, algorithm: str = "auto") -> Traffic:
-    """Shard r of every rank r to every rank."""
+    """Chunk r of every rank r to every rank."""
     return _run("all_gather", tensor, algorithm)
 
 
 def reduce_scatter(tensor: Tensor, algorithm: str = "auto", scale: float = 1.0) -> Traffic:
-    """`scale` times the sum of all ranks' shards r to rank r; the rest of the tensor is undefined after it."""
+    """`scale` times the sum of all ranks' chunks r to rank r; the rest of the tensor is undefined after it."""
     return _run("reduce_scatter", tensor, algorithm, scale)
 
 
 def all_to_all(tensor: Tensor, algorithm: str = "auto") -> Traffic:
-    """Each rank's shard j becomes shard r of rank j.
+    """Each rank's chunk j becomes chunk r of rank j.
 
     Raises:
         UserError: The number of ranks does not divide the tensor.
     """
     ranks = current_world().world_size
     if tensor.numel() % ranks:
-        raise UserError(f"all_to_all: {ranks} ranks cannot cut {tensor.numel()} elements into equal shards; pad them")
+        raise UserError(f"all_to_all: {ranks} ranks cannot cut {tensor.numel()} elements into equal chunks; pad them")
     return _run("all_to_all", tensor, algorithm)
 
 
@@ -98,7 +99,7 @@ def _run(collective: str, tensor: Tensor, algorithm: str, scale: float = 1.0, ro
         )
     if not tensor.is_contiguous():
         raise UserError(f"{collective}: expected a contiguous tensor; pass a copy (`.contiguous()`) and copy it back")
-    if collective in SUMS and tensor.dtype not in SUMMED:
+    if collective in REDUCTIONS and tensor.dtype not in SUMMED:
         raise UserError(
             f"{collective}: {tensor.dtype} cannot be added up; pass a copy in a dtype that can, such as int32"
         )

@@ -6,10 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.algorithms import traffic
-from paceline.comm.plan import Traffic
 from paceline.comm.transport import Transport
-from paceline.errors import UserError
+from paceline.core.collectives.algorithms import traffic
+from paceline.core.collectives.rounds import Traffic
+from paceline.core.errors import UserError
+
+# Torch 2.13 calls them so, and warns of the names before, which is all that 2.11 knows.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class NcclTransport:
@@ -52,11 +56,11 @@ class NcclTransport:
         size = buffer.numel() // self._world_size
         own = buffer[self._rank * size : (self._rank + 1) * size]
         if collective == "all_gather":
-            dist.all_gather_into_tensor(buffer, own if shard is None else shard, group=self._group)
+            _all_gather(buffer, own if shard is None else shard, group=self._group)
         elif collective == "reduce_scatter":
             same = shard is not None and shard.dtype == buffer.dtype
             out = shard if shard is not None and same else own
-            dist.reduce_scatter_tensor(out, buffer, operation, group=self._group)
+            _reduce_scatter(out, buffer, operation, group=self._group)
             if scale != 1.0 and not mean:
                 out.mul_(scale)
             if shard is not None and not same:
@@ -79,7 +83,7 @@ class NcclTransport:
     def inherit(self, other: Transport) -> None:
         """See `Transport.inherit`: buffers belong to this process alone."""
 
-    def interrupt(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """Not possible: a wait for a peer ends with the group's time limit."""
 
     def close(self) -> None:

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 KIND = "paceline hardware profile"
 VERSION = 1
 """Raised whenever an older reader would misunderstand a file."""
+
+Number = Annotated[float, msgspec.Meta(ge=0)]
+Whole = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
 class Fit:
     """The time of a collective as a straight line over its size: alpha + beta * bytes."""
 
-    alpha: float
+    alpha: Number
     """Seconds that a collective of no bytes would take."""
-    beta: float
+    beta: Number
     """Seconds for each byte of the buffer that the collective is over, not of what a rank sends."""
-    alpha_error: float
+    alpha_error: Number
     """Standard error of `alpha`, seconds."""
-    beta_error: float
+    beta_error: Number
     """Standard error of `beta`, seconds a byte."""
-    worst_error: float
+    worst_error: Number
     """The largest |predicted - measured| / measured among the sizes that were fitted."""
-    smallest: int
+    smallest: Whole
     """Bytes of the smallest buffer that was measured."""
-    largest: int
+    largest: Whole
     """Bytes of the largest buffer that was measured."""
 
     def seconds(self, size: float) -> float:
@@ -52,7 +55,7 @@ class Cost:
     """Such as "all_reduce"."""
     algorithm: str
     """Such as "ring"."""
-    ranks: int
+    ranks: Whole
     dtype: str
     """Such as "float32": sums of other dtypes take other times."""
     fit: Fit
@@ -62,10 +65,10 @@ class Cost:
 class Copy:
     """The bound that memory sets: every rank copying a private buffer to another, all at once."""
 
-    ranks: int
-    bytes: int
+    ranks: Whole
+    bytes: Whole
     """Size of one rank's buffer."""
-    seconds: float
+    seconds: Number
     """Time until the slowest rank has its copy."""
 
 
@@ -74,9 +77,9 @@ class Host:
     """The machine that was measured."""
 
     cpu: str
-    cores: int
+    cores: Whole
     """Cores that the benchmark could use."""
-    memory_bytes: int
+    memory_bytes: Whole
     gpus: tuple[str, ...]
     system: str
     """Operating system and its version."""
@@ -157,7 +160,7 @@ def read_profile(path: str | Path) -> HardwareProfile:
     """
     hint = "measure one with: paceline bench comm --profile FILE"
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data: Any = msgspec.json.decode(Path(path).read_bytes())
     except OSError as error:
         raise UserError(f"{path}: no hardware profile could be read: {error.strerror}; {hint}") from error
     except ValueError as error:
@@ -168,34 +171,6 @@ def read_profile(path: str | Path) -> HardwareProfile:
     if version != VERSION:
         raise UserError(f"{path}: expected a hardware profile of version {VERSION}, got {version!r}; {hint}")
     try:
-        profile = _decode(HardwareProfile, data, "")
-    except ValueError as error:
+        return msgspec.convert(data, HardwareProfile)
+    except msgspec.ValidationError as error:
         raise UserError(f"{path}: not a hardware profile: {error}; {hint}") from error
-    assert isinstance(profile, HardwareProfile)
-    return profile
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """`value` as `kind`: a dataclass, a tuple of one kind, text, or a finite number that is not negative."""
-    if is_dataclass(kind):
-        known = {field.name for field in fields(kind)}
-        if not isinstance(value, dict) or value.keys() != known:
-            got = f"the fields {', '.join(value)}" if isinstance(value, dict) else repr(value)
-            raise ValueError(f"{where or 'the file'}: expected the fields {', '.join(sorted(known))}; got {got}")
-        hints = get_type_hints(kind)
-        prefix = f"{where}." if where else ""
-        decoded = {name: _decode(hints[name], item, prefix + name) for name, item in value.items()}
-        return cast(Any, kind)(**decoded)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where}: expected a list, got {value!r}")
-        return tuple(_decode(get_args(kind)[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    if kind is str:
-        if not isinstance(value, str):
-            raise ValueError(f"{where}: expected text, got {value!r}")
-        return value
-    allowed = (int, float) if kind is float else int
-    if isinstance(value, bool) or not isinstance(value, allowed) or not 0 <= value < math.inf:
-        what = "a number" if kind is float else "a whole number"
-        raise ValueError(f"{where}: expected {what} of 0 or more, got {value!r}")
-    return kind(value)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from paceline.comm.plan import Traffic
-from paceline.comm.transport import CommunicationError
+from paceline.comm.transport import CommunicationError, explain
+from paceline.core.collectives.rounds import Traffic
 
 _CLOSING_SECONDS = 5.0
 
@@ -55,6 +56,33 @@ class CommStream(Protocol):
 _Item = tuple[Callable[[], Traffic], Pending, Sequence[Pending]]
 
 
+class _StreamThread(threading.Thread):
+    """A stream's thread.
+
+    Attributes:
+        is_waited_for: Whether another thread waits until a collective of it is complete.
+        is_idle: Whether it has nothing to do.
+    """
+
+    is_waited_for = False
+    is_idle = True
+
+
+_threads: weakref.WeakSet[_StreamThread] = weakref.WeakSet()
+
+
+def is_waited_for() -> bool:
+    """Whether the program waits until what this thread does is complete, as it does where it does so itself."""
+    thread = threading.current_thread()
+    return thread.is_waited_for if isinstance(thread, _StreamThread) else True
+
+
+def others_idle() -> bool:
+    """Whether no stream's thread of this process but the calling one has a collective under way."""
+    own = threading.current_thread()
+    return all(thread.is_idle or thread is own for thread in list(_threads))
+
+
 class ThreadStream:
     """A CPU stream: one thread that executes collectives in order.
 
@@ -65,9 +93,10 @@ class ThreadStream:
     def __init__(self, name: str) -> None:
         """Starts the thread."""
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
+        self._failure: str | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"paceline {name}", daemon=True)
+        self._thread = _StreamThread(target=self._run, name=f"paceline {name}", daemon=True)
+        _threads.add(self._thread)
         self._thread.start()
 
     def submit(self, work: Callable[[], Traffic], label: str, behind: Sequence[Pending] = ()) -> Pending:
@@ -75,40 +104,57 @@ class ThreadStream:
         pending = Pending(label)
         if self._closed:
             raise CommunicationError(f"{label}: the stream that would carry it is closed")
+        self._thread.is_idle = False
         self._queue.put((work, pending, behind))
         return pending
 
     def wait(self, pending: Pending) -> None:
         """Blocks until a collective is complete; see `CommStream.wait`."""
-        pending.done.wait()
+        if not pending.done.is_set():
+            self._thread.is_waited_for = True
+            pending.done.wait()
+            self._thread.is_waited_for = False
         if pending.error is not None:
             if isinstance(pending.error, CommunicationError):
-                raise CommunicationError(str(pending.error)) from pending.error
+                raise type(pending.error)(str(pending.error)) from pending.error
             raise pending.error
 
     def close(self) -> bool:
         """Lets the thread finish what was submitted, then end; one that waits for a peer in vain is left behind."""
         self._closed = True
         self._queue.put(None)
+        if threading.current_thread() is self._thread:
+            # The garbage collector ran between two collectives of this thread, which ends next.
+            return True
         self._thread.join(_CLOSING_SECONDS)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, pending, behind = item
+            self._carry_out(*item)
+            # A thread's frame is never collected, nor is what it holds while it waits for the next item.
+            del item
+            self._thread.is_idle = self._queue.empty()
+
+    def _carry_out(self, work: Callable[[], Traffic], pending: Pending, behind: Sequence[Pending]) -> None:
+        for other in behind:
+            other.done.wait()
+        pending.start = time.perf_counter()
+        try:
+            # The ranks no longer agree on what comes next; going on would mix data.
+            if self._failure is not None:
+                raise CommunicationError(self._failure)
             for other in behind:
-                other.done.wait()
-            pending.start = time.perf_counter()
-            try:
-                # The ranks no longer agree on what comes next; going on would mix data.
-                for failure in (self._failure, *(other.error for other in behind)):
-                    if failure is not None:
-                        raise failure
-                pending.traffic = work()
-            except BaseException as error:  # handed to the waiting thread
-                self._failure = pending.error = error
-            pending.end = time.perf_counter()
-            pending.done.set()
+                if other.error is not None:
+                    raise other.error
+            pending.traffic = work()
+        except BaseException as error:  # handed to the waiting thread
+            pending.error = error
+            if self._failure is None:
+                # In words: the error's traceback holds every frame below, and with them the model.
+                self._failure = explain(error)
+        pending.end = time.perf_counter()
+        pending.done.set()
 
 
 class CudaStream:

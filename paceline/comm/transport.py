@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.comm.plan import Traffic
+from paceline.core.collectives.rounds import Traffic
+from paceline.core.errors import EngineError
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed: a peer vanished, stopped answering, or called something else."""
+    """A collective failed: a peer vanished, stopped answering, or called something else.
+
+    The message says which rank does what. Where all ranks still run, `pl.reset(model)` on every rank opens the
+    connections anew; where one is gone, the job is to be started again.
+    """
+
+
+class DisagreementError(CommunicationError, EngineError):
+    """Ranks of one group are about to communicate different things: their training loops differ."""
+
+
+Exchange = Callable[[Any, str], list[Any]]
+"""Gathers one JSON-ready value from every rank of the job, in rank order; the text says what it is about."""
+
+_PASSED_ON = re.compile(r"rank \d+ gave up: ")
+
+
+def aborted_by(peer: int, reason: str) -> CommunicationError:
+    """What a rank raises whose peer aborted.
+
+    A reason that the peer itself was told stays as it is, so that the first one's stands last on every rank.
+    """
+    return CommunicationError(reason if _PASSED_ON.match(reason) else f"rank {peer} gave up: {reason}")
+
+
+def is_of_another(error: CommunicationError) -> bool:
+    """Whether its cause is an exception on another rank, and not that ranks did not meet."""
+    told = _PASSED_ON.match(str(error))
+    # What says that ranks did not meet begins with the rank; exceptions begin with their type.
+    return told is not None and not str(error)[told.end() :].startswith("rank")
+
+
+def explain(error: BaseException) -> str:
+    """An error in words, as ranks tell each other why they failed."""
+    if isinstance(error, CommunicationError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class Transport(Protocol):
@@ -43,7 +82,7 @@ class Transport(Protocol):
         """Runs one collective in place and returns when this rank's part is complete.
 
         Args:
-            collective: Name of a collective, or with an algorithm of it: see `algorithms.find_plan`.
+            collective: Name of a collective, or with an algorithm of it: see `algorithms.find_algorithm`.
             buffer: Contiguous, one dimension, the same size and dtype on every rank.
             label: Names the op in errors.
             scale: Factor for sums, applied once to the finished sum.
@@ -64,8 +103,12 @@ class Transport(Protocol):
         """Takes over the buffers that a transport between the same ranks, which is closed, allocated."""
         ...
 
-    def interrupt(self) -> None:
-        """Wakes a thread that waits for a peer in `run`, where that can be done; nothing can be run any more."""
+    def abort(self, reason: str = "") -> None:
+        """Ends all waiting for peers in `run`, where that can be done; nothing can be run any more.
+
+        Args:
+            reason: What failed first, which a thread of this rank that waits in `run` and all peers then raise.
+        """
         ...
 
     def close(self) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from paceline.comm.world import World, all_gather_json
-from paceline.errors import UserError
-from paceline.layout import ParameterSpec
-from paceline.strategy import Strategy
+from paceline.comm.control import all_gather_json
+from paceline.comm.world import World
+from paceline.core.errors import UserError
+from paceline.core.layout import ParameterSpec
+from paceline.core.strategy import Strategy
 
 
 def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module, strategy: Strategy) -> None:
@@ -22,7 +23,7 @@ def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module, strategy
     Raises:
         UserError: Ranks differ; names the first difference and the ranks on each side.
     """
-    strategies = all_gather_json(repr(strategy))
+    strategies = all_gather_json(repr(strategy), "strategy")
     if len(set(strategies)) > 1:
         other = next(rank for rank, text in enumerate(strategies) if text != strategies[0])
         raise UserError(
@@ -31,10 +32,10 @@ def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module, strategy
         )
     mine = [[s.name, list(s.shape), s.dtype, s.trainable, list(s.stride), s.unit] for s in specs]
     mine += [[name, list(b.shape), str(b.dtype), False] for name, b in module.named_buffers()]
-    digests = all_gather_json(hashlib.blake2b(json.dumps(mine).encode()).hexdigest())
+    digests = all_gather_json(hashlib.blake2b(json.dumps(mine).encode()).hexdigest(), "digest of the model")
     if len(set(digests)) == 1:
         return
-    models = all_gather_json(mine)
+    models = all_gather_json(mine, "parameters of the model")
     for index in range(max(map(len, models))):
         entries = [json.dumps(model[index]) if index < len(model) else "nothing" for model in models]
         if len(set(entries)) > 1:
@@ -53,7 +54,7 @@ def agree_on_order(order: Sequence[str], world: World) -> list[str]:
     if world.world_size == 1:
         return list(order)
     agreed: list[str] = []
-    for seen in all_gather_json(list(order)):
+    for seen in all_gather_json(list(order), "order of units"):
         position = 0
         for unit in seen:
             if unit not in agreed:

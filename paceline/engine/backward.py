@@ -1,39 +1,50 @@
-"""One backward pass: gradients are collected unit by unit, which launches their reductions."""
+"""One backward pass: gradients are copied in unit by unit, which launches their reductions."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
+from paceline.comm.control import all_gather_json
+from paceline.core.errors import EngineError
+from paceline.core.layout import ROOT
+from paceline.core.ops import GRADIENTS, STATISTICS, Key, Op
 from paceline.engine.agreement import agree_on_order
 from paceline.engine.forward import ForwardPass
-from paceline.engine.progress import EngineError
-from paceline.engine.running import Running
-from paceline.ops import COUNTS, Key
+from paceline.engine.program import Program
+from paceline.engine.state import StepState
+from paceline.engine.structure import accumulator, will_accumulate
 
 
 class BackwardPass:
     """Follows backward passes.
 
+    A gradient is complete when autograd has added it to `p.grad`; which units' gradients could be complete, the
+    backward of the unit before them tells.
+
     Attributes:
-        reduced_late: Whether gradients came after their unit was collected in the latest synchronised one.
+        reduced_late: Whether gradients came after their unit was copied in, in the latest synchronised one.
+        when_over: Is called at the end of each.
     """
 
-    def __init__(self, running: Running, forward: ForwardPass) -> None:
-        """Takes the forward order from `forward`, which also brings parameters."""
-        self._running, self._forward = running, forward
+    def __init__(self, program: Program, state: StepState, forward: ForwardPass) -> None:
+        """Takes the forward order from `forward`, which also unshards parameters."""
+        self._program, self._state, self._forward = program, state, forward
         self.reduced_late = False
         self._knows_order = False
-        self._improvises = False
-        self._places_changed = False
+        self._slots_changed = False
         self._outstanding: Counter[str] = Counter()
-        self._uncollected: list[str] = []
+        self._uncopied: list[str] = []
         self._over: set[str] = set()
+        self._over_from = 0
         self._begun: set[str] = set()
+        self._slow: set[int] = set()
         self._ignored_pass = -1
+        self.when_over: Callable[[], None] = lambda: None
 
     # ---- what the hooks tell
 
@@ -43,50 +54,75 @@ class BackwardPass:
 
     def wants(self, unit: str) -> bool:
         """Whether a unit whose first forward ran inside a reentrant checkpoint has yet to be followed."""
-        return unit in self._uncollected and unit not in self._begun and self._outstanding[unit] == 0
+        if self._state.phase != "backward":
+            # Nothing has told of this pass yet: the checkpoint is around the whole model.
+            return True
+        return unit in self._uncopied and unit not in self._begun and self._outstanding[unit] == 0
 
     def unit_nears(self, unit: str, generation: int) -> None:
         """The first gradient of a unit with several outputs is there."""
-        if self._follows(generation) or self._running.schedule.gathers_units:
-            self._forward.bring(unit)
+        if self._follows(unit, generation) or self._program.schedule.shards_parameters:
+            self._forward.unshard(unit)
 
     def unit_begins(self, unit: str | None, generation: int) -> None:
         """The backward of a unit begins, or (None) that of the whole model."""
-        follows = self._follows(generation)
+        follows = self._follows(unit, generation)
         if unit is None:
+            if follows and not self._program.schedule.order:
+                self._begin_unit(ROOT)
             return
-        if self._running.schedule.lets_go:
+        schedule, executor = self._program.schedule, self._program.executor
+        if schedule.reshards_after_forward:
             self._refuse_graph(unit)
             if not follows:
                 # torch.autograd.grad computes with the parameters too.
-                self._forward.bring(unit)
+                self._forward.unshard(unit)
         if follows:
             self._begun.add(unit)
             self._outstanding[unit] -= 1
-            self._running.executor.end()
-            self._collect(self._finished_by(unit))
-            self._running.executor.begin(Key("backward", unit, self._running.progress.micro_batch, "backward"))
-            self._forward.bring(unit)
+            executor.end()
+            self._end_units_after(unit)
+            self._forward.unshard(unit)
+            self._begin_unit(unit)
 
-    def _follows(self, generation: int) -> bool:
+    def _begin_unit(self, unit: str) -> None:
+        key = Key("backward", unit, self._state.micro_batch, "backward")
+        if not self._program.executor.knows(key):
+            self._program.executor.admit(
+                Op("backward", unit, self._state.micro_batch, "backward", "compute", planned=False)
+            )
+        self._program.executor.begin(key)
+
+    def accumulates(self, parameter: nn.Parameter) -> None:
+        """Autograd is about to add to a parameter's gradient, or to hand it to `torch.autograd.grad`."""
+        if self._state.phase != "backward" and self._is_ours((parameter,)):
+            self._begin_in_autograd()
+
+    def accumulated(self, parameter: nn.Parameter) -> None:
+        """Autograd has added to a parameter's gradient."""
+        if self._state.phase != "backward":
+            self._begin_in_autograd()
+        gradients = self._program.gradients
+        if gradients is not None:
+            gradients.accumulated(self._program.parameters.index_of[id(parameter)])
+
+    def _follows(self, unit: str | None, generation: int) -> bool:
         """Whether the backward under way is this model's; begins it where it is new."""
-        progress = self._running.progress
-        if progress.phase != "backward" and not self._is_ours():
-            return False
-        progress.require_current(generation)
-        if progress.phase != "backward":
-            self._begin()
-            # Queued from the outermost graph: from inside a reentrant checkpoint it would run when that one ends.
-            Variable._execution_engine.queue_callback(self._end)
+        state, program = self._state, self._program
+        if state.phase != "backward":
+            own = [program.parameters.all[i] for i in program.slots_of(unit)] if unit is not None else []
+            if not (self._is_ours(own) or self._is_ours(program.parameters.all)):
+                program.structure.require_unchanged()
+                self._ignored_pass = torch._C._current_graph_task_id()
+                return False
+        state.require_current(generation)
+        if state.phase != "backward":
+            self._begin_in_autograd()
         return True
 
-    def _is_ours(self) -> bool:
+    def _is_ours(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the pass that begins leaves gradients in parameters; if not, all of its hooks are passed over."""
-        self._running.arranged.require_unchanged()
-        this_pass = torch._C._current_graph_task_id()
-        if this_pass != self._ignored_pass and not self._running.arranged.differentiates_parameters():
-            self._ignored_pass = this_pass
-        return this_pass != self._ignored_pass
+        return torch._C._current_graph_task_id() != self._ignored_pass and will_accumulate(parameters)
 
     def _refuse_graph(self, unit: str) -> None:
         if torch.is_grad_enabled():
@@ -100,140 +136,197 @@ class BackwardPass:
     def idle(self) -> None:
         """Takes part in the communication of a micro-batch that other ranks have and this one has not."""
         self._forward.enter()
-        self._running.executor.launch_left("gather")
+        self._program.executor.launch_left("gather")
         self._begin()
         self._end()
 
     def reset(self) -> None:
-        """Forgets the pass under way."""
+        """Forgets the pass under way. A collective call."""
         self._outstanding.clear()
-        self._uncollected.clear()
+        self._uncopied.clear()
+        if self._program.world.world_size > 1:
+            # A rank that failed in the first step may not have agreed on the order that others have.
+            self._knows_order = all(all_gather_json(self._knows_order, "pl.reset: whether the order of units is known"))
+
+    def _begin_in_autograd(self) -> None:
+        self._begin()
+        # Queued from the outermost graph: from inside a reentrant checkpoint it would run when that one ends.
+        Variable._execution_engine.queue_callback(self._end)
 
     def _begin(self) -> None:
-        running, progress = self._running, self._running.progress
-        progress.begin_backward()
-        self._adopt_order()
-        if self._places_changed and progress.micro_batch == 0:
-            running.allocate_gradients()
-            self._places_changed = False
+        program, state = self._program, self._state
+        program.structure.require_unchanged()
+        reduced = state.gradients == "reduced"
+        state.begin_backward()
+        if state.micro_batch == 0:
+            # Not in the middle of a step, whose gradients lie as the order so far has it.
+            self._adopt_order()
         self._begun.clear()
         self._over.clear()
-        if running.gradients is not None:
-            self._uncollected = list(running.schedule.collected)
-            running.gradients.begin(progress.micro_batch, progress.synchronises)
-            running.gradients.allocate_sums()
-        running.executor.load(progress.step, running.schedule.backward(progress.micro_batch, progress.synchronises))
-        if self._improvises:
-            running.executor.drop("gather")
+        self._over_from = len(program.schedule.order)
+        self._slow.clear()
+        program.executor.load(state.step, program.schedule.backward(state.micro_batch, state.synchronises))
+        if program.gradients is not None:
+            self._uncopied = list(program.schedule.copied_units)
+            program.gradients.begin(state.micro_batch, state.synchronises, reduced)
 
     def _adopt_order(self) -> None:
         """The first forward shows in which order units really run: the same for all ranks, rank 0's."""
-        if self._knows_order:
+        program = self._program
+        if not (self._knows_order or program.schedule.shards_parameters):
+            self._slots_changed = self._agree_on_order()
+        if program.gradients is None or self._slots_changed:
+            if program.schedule.shards_parameters and program.collectives is not None:
+                # A rank that ran its units in another order may still wait for one to be gathered: so both are told.
+                program.executor.settle_stream("gather")
+                program.collectives.meet("order of units")
+            program.allocate_gradients()
+            self._slots_changed = False
+
+    def updated(self) -> None:
+        """An optimizer has stepped. Only now does no graph need what lies gathered in slots, which the order gives.
+
+        A collective call the first time.
+        """
+        program = self._program
+        if self._knows_order or not program.schedule.shards_parameters:
             return
-        self._knows_order = True
-        running = self._running
-        if running.schedule.gathers_units and running.synchronizer is not None:
-            # A rank that ran its units in another order may still wait for one to be gathered: so both are told.
-            running.executor.settle_stream("gather")
-            running.synchronizer.meet("order of units")
-        order = tuple(agree_on_order(self._forward.order, running.world))
-        if order != running.schedule.order:
-            if running.weights.swapped:
-                # Pieces stay where they are, for an optimizer may have made its states for them.
-                running.arranged.reorder(order)
-                self._improvises = running.schedule.gathers_units
-            else:
-                running.arranged = running.arrange(order)
-        running.allocate_gradients()
+        if self._agree_on_order():
+            program.assign_slots()
+            self._slots_changed = True
 
-    def _finished_by(self, unit: str) -> list[str]:
-        """Units whose backward is over when that of `unit` begins: all their gradients exist."""
-        running = self._running
-        after = running.arranged.units_after(unit)
-        if not running.schedule.rotates:
-            return [other for other in self._uncollected if other in after and self._outstanding[other] <= 0]
-        if running.schedule.place:
-            over = after - self._over
-            self._over |= over
-            running.executor.done(*(Key("backward", other, running.progress.micro_batch, "backward") for other in over))
-        return [other for other in self._uncollected if other in after]
+    def _agree_on_order(self) -> bool:
+        """Adopts the order that the first forward has shown; whether it is another one than before."""
+        before = self._program.schedule.order
+        order = tuple(agree_on_order(self._forward.order, self._program.world))
+        # Empty where nothing that ran told of itself, as in a reentrant checkpoint around the whole model.
+        if order:
+            self._program.adopt(order)
+            self._knows_order = True
+        return self._program.schedule.order != before
 
-    def _collect(self, units: Sequence[str]) -> None:
-        """Takes the gradients of `units` into their buckets, which launches the reductions that waited for them."""
-        running = self._running
-        for unit in units:
-            assert running.gradients is not None
-            key = Key("collect", unit, running.progress.micro_batch, "backward")
-            running.executor.begin(key)
-            self._look(running.arranged.slots_of(unit))
-            running.gradients.collect(running.arranged.slots_of(unit))
-            running.executor.end()
-            if unit not in running.schedule.late:
-                self._forward.let_go(unit)
-            self._uncollected.remove(unit)
-            running.executor.done(key)
+    def _end_units_after(self, unit: str) -> None:
+        """The backward of every unit that runs after this one is over: it is resharded, and copied in if complete."""
+        schedule = self._program.schedule
+        if unit not in schedule.position:
+            return
+        after = schedule.position[unit] + 1
+        over = schedule.order[after : self._over_from][::-1]
+        self._over_from = min(after, self._over_from)
+        self._over.update(over)
+        for other in over:
+            self._reshard(other)
+        self._copy_in_order()
+
+    def _reshard(self, unit: str) -> None:
+        key = Key("reshard", unit, self._state.micro_batch, "backward")
+        if self._program.executor.knows(key):
+            self._program.parameters.reshard((unit,))
+            self._program.executor.mark(key)
+
+    def _copy_in_order(self) -> None:
+        """Copies units in, in the order of the schedule, as far as their gradients are complete."""
+        early = self._program.schedule.copied_early
+        while self._uncopied and (unit := self._uncopied[0]) in early:
+            if unit not in self._over or not self._is_complete(unit):
+                break
+            self._copy_in(unit)
+
+    def _is_complete(self, unit: str) -> bool:
+        """Whether autograd will add nothing more to the gradients of a unit's parameters."""
+        gradients, parameters = self._program.gradients, self._program.parameters.all
+        assert gradients is not None
+        for index in self._program.slots_of(unit):
+            parameter = parameters[index]
+            if index in gradients.fired or not parameter.requires_grad:
+                continue
+            if torch._C._will_engine_execute_node(accumulator(parameter)):
+                self._slow.add(index)
+                return False
+        return True
+
+    def _copy_in(self, unit: str) -> None:
+        """Takes the gradients of a unit into their buckets, which launches the reductions that waited for them."""
+        program = self._program
+        assert program.gradients is not None
+        key = Key("copy_in", unit, self._state.micro_batch, "backward")
+        program.executor.begin(key)
+        program.gradients.copy_in(program.slots_of(unit))
+        program.executor.end()
+        self._uncopied.remove(unit)
+        program.executor.done(key)
 
     def _end(self) -> None:
-        running, gradients = self._running, self._running.gradients
-        synchronises = running.progress.synchronises
-        running.executor.end()
+        program, state = self._program, self._state
+        executor, gradients = program.executor, program.gradients
+        executor.end()
+        for unit in reversed(program.schedule.order):
+            if unit not in self._over:
+                self._reshard(unit)
         # For units that this rank did not run and others may still have to, before it waits for their gradients.
-        running.executor.launch_left("gather")
-        self._collect(list(self._uncollected))
-        late = gradients.late() if gradients and synchronises else []
+        executor.launch_left("gather")
         if gradients is not None:
-            gradients.used.update(late)
-            self._look(late)
-            if running.synchronizer is None:
-                gradients.collect(late)
-                gradients.add_all_reduced()
-        self._complete(late)
-        if gradients is not None and synchronises:
-            used: Collection[int] = gradients.used
-            if running.synchronizer is not None:
-                self._reduce_late(late, running.counts.late(late, first=running.progress.step == 0))
-                used = used if gradients.complete else running.counts.used()
-            running.weights.rest_in_pieces()
-            gradients.publish(used, keep=running.world.rank == 0 or not running.served)
-        elif gradients is not None:
-            gradients.end_local()
-        if self._improvises:
-            running.weights.rest()
-            running.weights.assign_places(running.schedule)
-            self._improvises = False
-        running.counts.close(synchronises, running.world.world_size)
+            for unit in list(self._uncopied):
+                self._copy_in(unit)
+            self._reduce(gradients.late())
+        executor.launch_all() if not state.synchronises else executor.complete()
+        if state.synchronises:
+            program.statistics.close()
+        self._rest()
+        if gradients is not None and not state.synchronises:
+            if program.strategy.reduces_each and program.collectives is not None:
+                gradients.publish_sums()
+            else:
+                gradients.end_local()
         self._outstanding.clear()
-        running.progress.end_backward()
+        state.end_backward()
+        self.when_over()
 
-    def _look(self, indices: Iterable[int]) -> None:
-        counts, parameters = self._running.counts, self._running.weights.parameters
-        if counts.looks:
-            counts.look([grad for i in indices if (grad := parameters[i].grad) is not None and not grad.is_sparse])
+    def _rest(self) -> None:
+        """Lets parameters be what they are outside of forward and backward."""
+        program, parameters = self._program, self._program.parameters
+        if program.schedule.reshards_after_forward:
+            # Units that ran several times, or in another order. What is kept for the step stays until the update.
+            parameters.reshard(program.schedule.gathered_units)
 
-    def _complete(self, late: Sequence[int]) -> None:
-        """Lets the ranks agree on a synchronised step and waits for its collectives."""
-        running, gradients = self._running, self._running.gradients
-        if not running.progress.synchronises:
-            running.executor.launch_all()
+    def _reduce(self, late: Sequence[int]) -> None:
+        """Lets the ranks agree on a synchronised step, waits for its reductions and publishes them."""
+        program, state = self._program, self._state
+        executor, gradients, schedule = program.executor, program.gradients, self._program.schedule
+        assert gradients is not None
+        gradients.used.update(late)
+        if program.collectives is None:
+            gradients.copy_in(late)
+        if not state.synchronises:
+            if program.strategy.reduces_each and program.collectives is not None:
+                gradients.keep_late()
             return
-        if gradients is not None and running.synchronizer is not None:
-            running.executor.begin(Key("measure", COUNTS, running.progress.micro_batch, "backward"))
-            squares = gradients.square_sum() if running.schedule.shards > 1 else None
-            running.counts.fill(gradients.used, late, squares, gradients.carries)
-        running.executor.complete()
+        used: Collection[int] = gradients.used_in_step
+        if program.collectives is not None:
+            executor.begin(Key("statistics", STATISTICS, state.micro_batch, "backward"))
+            squares = gradients.square_sum() if schedule.shards > 1 else None
+            slow = sorted(self._slow.union(late))
+            checks = (state.micro_batch, executor.take_hash())
+            program.statistics.fill(used, slow, squares, gradients.carries, checks)
+            executor.end()
+            executor.done(Key("statistics", STATISTICS, state.micro_batch, "backward"))
+        executor.begin(Key("publish", GRADIENTS, state.micro_batch, "backward"))
+        if program.collectives is not None:
+            program.statistics.require_alike()
+            self._reduce_late(late, program.statistics.late(slow, first=state.step == 0))
+            used = used if gradients.complete else program.statistics.used()
+        gradients.publish(used, keep=program.world.rank == 0 or not schedule.has_server)
+        executor.end()
+        executor.done(Key("publish", GRADIENTS, state.micro_batch, "backward"))
 
     def _reduce_late(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
-        """Reduces what came after its unit was collected; from now on these units wait for the whole backward."""
-        running = self._running
+        """Reduces what came after its unit was copied in; from now on these units wait for the whole backward."""
+        program = self._program
         self.reduced_late = bool(anyones)
-        if not anyones or running.synchronizer is None or running.gradients is None:
+        if not anyones or program.gradients is None:
             return
-        for bucket in running.schedule.reduced:
+        for bucket in program.schedule.reduced_buckets:
             if not set(anyones).isdisjoint(bucket.slots):
-                op = running.schedule.reduce(bucket, running.progress.micro_batch)[0]
-                allocate = running.synchronizer.transports["reduce"].allocate
-                spare = allocate(bucket.numel, running.gradients.whole(bucket).dtype)
-                work = running.synchronizer.late_work(op, running.weights, running.gradients, mine, spare)
-                running.executor.run(op, work)
-        running.arranged.mark_late(anyones)
-        self._places_changed = running.schedule.rotates
+                program.reduce_late(bucket, mine, self._state.micro_batch)
+        program.defer(program.parameters.units_of(anyones))
+        self._slots_changed = program.schedule.reuses_gradient_slots

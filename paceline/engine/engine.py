@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.world import World
+from paceline.core.events import Event
+from paceline.core.layout import Layout
+from paceline.core.schedule import Schedule
+from paceline.core.strategy import Strategy
 from paceline.engine.backward import BackwardPass
+from paceline.engine.casting import cast_inputs, cast_singular_vectors
 from paceline.engine.forward import ForwardPass
-from paceline.engine.freed import return_freed_memory
-from paceline.engine.gradients import square_sum
-from paceline.engine.hooks import cast_inputs, install, open_for_states
-from paceline.engine.optimizers import leave_optimizers, prepare_optimizer, watch_optimizers
-from paceline.engine.progress import Progress
+from paceline.engine.gradients import Gradients, square_sum
+from paceline.engine.hooks import install, open_for_states, watch_parameters
+from paceline.engine.materialise import Init, materialiser
+from paceline.engine.optimizers import leave_optimizers, watch_optimizers
+from paceline.engine.outputs import Leftovers, own_copies, require_seen
+from paceline.engine.program import Program
 from paceline.engine.recompute import recompute
-from paceline.engine.running import Running
-from paceline.engine.units import find_blocks, find_units
-from paceline.errors import UserError
-from paceline.events import Event
-from paceline.layout import Layout
-from paceline.ops import READ, Key
-from paceline.schedule import Schedule
-from paceline.strategy import Strategy
+from paceline.engine.state import StepState
+from paceline.engine.units import find_blocks, find_units, require_own_parameters
+from paceline.engine.update import Update
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Handle(Protocol):
     def remove(self) -> None: ...
+
+
+def _gives_up(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """Lets peers that wait for this rank know when it raises in a hook."""
+
+    @functools.wraps(method)
+    def told(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if self.program.collectives is not None:
+                self.program.collectives.give_up(error)
+            raise
+
+    return told  # type: ignore[return-value]
 
 
 class Engine:
@@ -41,63 +62,83 @@ class Engine:
         strategy: How it is synchronised.
         world: The job.
         units: Unit modules by name.
-        running: Layout, weights, gradients and what executes the schedule.
+        state: Which step and micro-batch the training loop is in, and what it may do there.
+        program: The schedule, and the tensors, ranks and executor that it runs with.
     """
 
-    def __init__(self, module: nn.Module, strategy: Strategy, world: World) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: Strategy,
+        world: World,
+        init: Init | None = None,
+        weights: str | Path | None = None,
+    ) -> None:
         """Lays out the model, sends rank 0's weights and buffers to all, and registers hooks.
 
+        Args:
+            module: The model.
+            strategy: How it is synchronised.
+            world: The job.
+            init: See `parallelize`.
+            weights: See `parallelize`.
+
         Raises:
-            UserError: Ranks built different models, or the model is on the meta device.
+            UserError: Ranks built different models, or it cannot be made with `init` and `weights`.
         """
-        if any(p.is_meta for p in module.parameters()):
-            raise UserError("parallelize: the model is on the meta device; give it weights first (to_empty and init)")
         strategy.shards(world.world_size)
-        module.to(world.device)
+        require_own_parameters(module)
         self.module, self.strategy, self.world = module, strategy, world
         self.units = find_units(module, strategy.units)
-        self.running = Running(module, self.units, strategy, world)
-        self._forward = ForwardPass(self.running)
-        self._backward = BackwardPass(self.running, self._forward)
+        made_by = materialiser(module, self.units.values(), world, init, weights)
+        if made_by is None:
+            module.to(world.device)
+        self.state = StepState()
+        self.program = Program(module, self.units, strategy, world, self, made_by)
+        self.forward = ForwardPass(self.program, self.state)
+        self.backward = BackwardPass(self.program, self.state, self.forward)
+        self.update = Update(self.program, self.state, self.forward)
+        self.backward.when_over = self.update.resume
+        self._leftovers: dict[str, Leftovers] = {}
         self._handles: list[_Handle] = [*install(module, self.units, self)]
+        if self.schedule.copies_gradients:
+            before = self._accumulates if Gradients.looks_before(self.schedule) else None
+            trained = [p for p in module.parameters() if p.requires_grad]
+            self._handles += watch_parameters(trained, before, self._accumulated)
         watch_optimizers(self)
         if strategy.recompute != "none":
             blocks = [module.get_submodule(name) for name in find_blocks(module, strategy.units)]
             self._handles += recompute(blocks, strategy.recompute, strategy.recompute_every)
         if strategy.low:
             low = getattr(torch, strategy.precision)
-            self._handles.append(cast_inputs(module, low, lambda: not self._forward.is_full))
-        if self.running.weights.swapped:
-            self._handles += open_for_states(module, self._forward.open_states, self._forward.close_state)
-
-    @property
-    def progress(self) -> Progress:
-        """Which step and micro-batch the training loop is in."""
-        return self.running.progress
+            cast_singular_vectors(module, low)
+            self._handles += cast_inputs(module, self.units.values(), low, lambda: not self.forward.is_full)
+        if self.program.parameters.managed:
+            self._handles += open_for_states(module, self.forward.open_states, self.forward.close_state)
 
     @property
     def layout(self) -> Layout:
         """Where parameters and gradients sit."""
-        return self.running.layout
+        return self.program.layout
 
     @property
     def schedule(self) -> Schedule:
         """The ops of a step, read to decide what is launched when."""
-        return self.running.schedule
+        return self.program.schedule
 
     # ---- what the training loop calls
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate gradients; the next one outside completes the step's."""
-        return self.progress.deferring()
+        return self.state.deferring()
 
     def idle_micro_batch(self) -> None:
         """Takes part in the communication of a micro-batch that other ranks have and this one has not."""
-        self._backward.idle()
+        self.backward.idle()
 
     def count(self, *values: float | Tensor) -> None:
         """Adds numbers to be summed over micro-batches and ranks, called before `backward`; see `counts`."""
-        self.running.counts.add(values)
+        self.program.statistics.add(values)
 
     def counts(self) -> Tensor:
         """The sums of what `count` was given up to the last synchronised backward, over all ranks.
@@ -105,22 +146,7 @@ class Engine:
         Returns:
             fp64, one element per value of `count`, on the model's device.
         """
-        return self.running.counts.result()
-
-    def look_at_gradients(self) -> None:
-        """From now on each rank looks whether its own gradients are finite before they are summed; see `culprits`.
-
-        It costs a pass over the gradients, so it is for finding out whose a norm that is not finite comes from.
-        """
-        self.running.counts.looks = True
-
-    def culprits(self) -> Tensor:
-        """How many ranks' own gradients were not finite in the last synchronised backward, and the sum of these ranks.
-
-        Returns:
-            fp64, (2,), on the model's device, the same on every rank; the first is negative where no rank looked.
-        """
-        return self.running.counts.culprits()
+        return self.program.statistics.result()
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
@@ -130,16 +156,16 @@ class Engine:
         Raises:
             EngineError: The gradients are not reduced yet.
         """
-        running = self.running
-        running.require_reduced("the gradient norm")
-        present = [p.grad for p in running.weights.parameters if p.grad is not None]
+        program, schedule = self.program, self.schedule
+        self.update.require_reduced("the gradient norm")
+        present = [p.grad for p in program.parameters.all if p.grad is not None]
         squares = square_sum(present).to(self.world.device)
-        if running.synchronizer is not None and (self.schedule.shards > 1 or running.served):
-            squares = squares if self.world.rank == 0 or not running.served else torch.zeros_like(squares)
-            running.executor.settle()
+        if program.collectives is not None and (schedule.shards > 1 or schedule.has_server):
+            squares = squares if self.world.rank == 0 or not schedule.has_server else torch.zeros_like(squares)
+            self.settle()
             vector = squares.reshape(1)
-            running.synchronizer.sum(vector, "gradient norm")
-            squares = vector[0] / (1 if running.served else self.schedule.replicas)
+            program.collectives.sum(vector, "gradient norm", "pl.clip_grad_norm_")
+            squares = vector[0] / (1 if schedule.has_server else schedule.replicas)
         return self._as_norm(squares)
 
     def reduced_norm(self) -> Tensor:
@@ -147,8 +173,8 @@ class Engine:
 
         What was done to `p.grad` afterwards is not in it; see `grad_norm`.
         """
-        known = self.schedule.shards > 1 and not self._backward.reduced_late
-        squares = self.running.counts.squares() if known else None
+        known = self.schedule.shards > 1 and not self.backward.reduced_late
+        squares = self.program.statistics.squares() if known else None
         return self.grad_norm() if squares is None else self._as_norm(squares / self.schedule.replicas)
 
     def _as_norm(self, squares: Tensor) -> Tensor:
@@ -162,20 +188,20 @@ class Engine:
 
         A collective call where parameters are sharded: every rank enters, and writes the same.
         """
-        return self._forward.full()
+        return self.forward.full("pl.full_parameters")
 
     def settle(self) -> None:
         """Waits for collectives under way, such as those that send what was updated behind the next forward."""
-        self.running.executor.settle()
+        self.forward.wait_for_updates()
 
     def drain_events(self) -> list[Event]:
         """The events of every op executed since the last call."""
-        return self.running.executor.drain()
+        return self.program.executor.drain()
 
     def broadcast_buffers(self) -> None:
         """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call."""
-        if self.running.synchronizer is not None:
-            self.running.synchronizer.broadcast(self.module.buffers())
+        if self.program.collectives is not None:
+            self.program.collectives.broadcast(self.module.buffers(), "pl.broadcast_buffers")
 
     def reset(self) -> None:
         """After an exception in forward or backward: drops the step's gradients and makes the engine usable.
@@ -183,121 +209,152 @@ class Engine:
         A collective call. Ranks may have failed in different places: collectives that some began and others did not
         end with their connections, and new ones are opened. Weights are what they were before the step.
         """
-        running = self.running
-        running.progress.reset()
-        self._backward.reset()
-        self._forward.close_states()
-        for parameter in running.weights.parameters:
+        program = self.program
+        self.update.abandon()
+        self.state.reset()
+        self.forward.reset()
+        for parameter in program.parameters.all:
             parameter.grad = None
-        running.weights.rest()
-        running.weights.seal()
-        if running.synchronizer is not None:
-            running.synchronizer.reopen()
-        running.counts.clear()
-        running.start()
+        program.parameters.waiting.clear()
+        program.parameters.take_given()
+        program.parameters.unpin()
+        program.parameters.rest()
+        program.parameters.take_as_they_are()
+        if program.collectives is not None:
+            program.collectives.reopen()
+        self.backward.reset()
+        if program.gradients is not None:
+            program.gradients.reset()
+        program.statistics.clear()
+        program.start()
         # A gather after the last update may have been among what was given up.
-        running.weights.updated()
-        self._forward.gather_update()
+        program.parameters.updated()
+        self.forward.gather_update()
 
     def close(self) -> None:
         """Ends the engine: hooks, threads and connections. The model is then a plain one on this rank."""
         leave_optimizers(self)
+        if self.strategy.low:
+            cast_singular_vectors(self.module, torch.float32)
         for handle in self._handles:
             handle.remove()
-        synchronizer = self.running.synchronizer
-        if self.running.weights.swapped:
-            self.running.executor.settle()
-            self.running.weights.leave(synchronizer.gather if synchronizer else None)
-        if synchronizer is not None:
-            synchronizer.close()
+        collectives = self.program.collectives
+        if self.program.parameters.managed:
+            if collectives is not None and collectives.has_given_up:
+                collectives.reopen()
+                self.program.start()
+            self.settle()
+            self.program.parameters.leave(functools.partial(collectives.gather, "pl.release") if collectives else None)
+        if collectives is not None:
+            collectives.close()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """A deep copy of a parallel model is a plain model: it has no engine."""
+        """A copy of a parallel model is a plain model: it has no engine."""
         return (_no_engine, ())
 
     # ---- what the hooks tell (hooks.Listener)
 
+    @_gives_up
     def model_begins(self, records: bool) -> None:
         """See `hooks.Listener`."""
-        self._forward.model_begins(records)
+        if self.update.under_way:
+            self.update.suspend()
+        self.forward.model_begins(records)
 
     def model_ends(self, records: bool) -> int:
         """See `hooks.Listener`."""
-        self._forward.model_ends()
-        return self.progress.generation
+        self.forward.model_ends()
+        return self.state.generation
 
+    @_gives_up
     def forward_begins(self, unit: str, records: bool) -> None:
         """See `hooks.Listener`."""
-        self._forward.unit_begins(unit, records)
+        if self.update.under_way:
+            self.update.suspend()
+        self.forward.unit_begins(unit, records)
 
     def in_forward(self) -> bool:
         """See `hooks.Listener`."""
-        return self.progress.phase == "forward"
+        return self.state.phase == "forward"
 
+    @_gives_up
     def forward_ends(self, unit: str, records: bool, backward_follows: bool) -> int:
         """See `hooks.Listener`."""
         if backward_follows:
-            self._backward.forward_ended(unit)
-        self._forward.unit_ends(unit)
-        return self.progress.generation
+            self.backward.forward_ended(unit)
+        self.forward.unit_ends(unit)
+        return self.state.generation
+
+    @_gives_up
+    def own_outputs(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
+        """See `hooks.Listener`."""
+        schedule = self.schedule
+        if not schedule.reshards_after_forward or unit not in schedule.slot or self.forward.is_full:
+            return output, ()
+        kept = own_copies(output, self.program.parameters.memory_of(unit))
+        if not backward_follows:
+            return kept, ()
+        if unit not in self._leftovers:
+            self._leftovers[unit] = Leftovers(self.units[unit])
+        more = list(self._leftovers[unit].with_graphs())
+        require_seen(unit, kept, more)
+        return kept, more
 
     def wants_backward(self, unit: str) -> bool:
         """See `hooks.Listener`."""
-        return self._backward.wants(unit)
+        return self.backward.wants(unit)
 
+    @_gives_up
     def backward_nears(self, unit: str, generation: int) -> None:
         """See `hooks.Listener`."""
-        self._backward.unit_nears(unit, generation)
+        self.backward.unit_nears(unit, generation)
 
+    @_gives_up
     def backward_begins(self, unit: str | None, generation: int) -> None:
         """See `hooks.Listener`."""
-        self._backward.unit_begins(unit, generation)
+        self.backward.unit_begins(unit, generation)
+
+    @_gives_up
+    def _accumulates(self, parameter: nn.Parameter) -> None:
+        self.backward.accumulates(parameter)
+
+    @_gives_up
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        self.backward.accumulated(parameter)
+
+    # ---- what a sharded parameter asks (sharded_parameter.Owner)
+
+    def parameter_used(self, index: int, function: str, edits: bool) -> None:
+        """See `sharded_parameter.Owner`."""
+        self.forward.parameter_used(index, function, edits)
+
+    def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
+        """See `sharded_parameter.Owner`."""
+        return self.forward.dtype_seen(index, computed)
 
     # ---- what the optimizer's hooks tell (optimizers.Watcher)
 
     def holds_parameter(self, identity: int) -> bool:
         """Whether the parameter with this `id()` belongs to the model."""
-        return self.running.arranged.holds(identity)
+        return self.program.structure.holds(identity)
 
+    @_gives_up
     def update_begins(self, optimizer: Optimizer) -> None:
         """An optimizer that holds this model's parameters is about to step."""
-        running = self.running
-        running.require_reduced("optimizer.step()")
-        if running.weights.swapped:
-            running.executor.settle()
-            running.weights.require_sealed()
-            running.weights.rest_in_pieces()
-            if self.schedule.shards > 1:
-                prepare_optimizer(optimizer, running.weights, self.strategy)
-        if self.schedule.shares and running.synchronizer is not None:
-            # This rank has done with the parameters of this step; others may still read what it is about to write.
-            running.executor.run(self.schedule.update(self.progress.last_micro_batch)[0])
-        running.executor.begin(Key("update", "optimizer", self.progress.last_micro_batch, "update"))
+        self.update.begin(optimizer)
 
+    @_gives_up
     def update_ends(self) -> None:
         """The optimizer has stepped. Where parameters are kept whole elsewhere, they are now sent."""
-        running = self.running
-        if running.weights.swapped:
-            running.weights.updated()
-            running.weights.seal()
-        running.executor.end()
-        # Loaded only now: a closure may have run whole forward and backward passes inside the step.
-        ops = self.schedule.update(self.progress.last_micro_batch)
-        running.executor.load(self.progress.step, [op for op in ops if op.target != READ])
-        running.executor.done(Key("update", "optimizer", self.progress.last_micro_batch, "update"))
-        self.progress.end_update()
-        if self.progress.generation == 1 and self.world.device.type == "cpu":
-            # Now optimizer's states are there, too, and nothing as large is allocated again.
-            return_freed_memory()
-        if not running.weights.swapped:
-            running.executor.complete()
+        self.update.end()
+        self.backward.updated()
 
     def mean_loss(self, loss: float | Tensor) -> Tensor:
         """The mean over ranks of what an optimizer's closure returned. A collective call."""
         mean = torch.as_tensor(loss, dtype=torch.float64, device=self.world.device).detach().reshape(1).clone()
-        if self.running.synchronizer is not None:
-            self.running.executor.settle()
-            self.running.synchronizer.sum(mean, "the loss that an optimizer's closure returned")
+        if self.program.collectives is not None:
+            self.settle()
+            self.program.collectives.sum(mean, "the loss that an optimizer's closure returned")
         return mean[0] / self.world.world_size
 
 

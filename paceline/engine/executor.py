@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from zlib import crc32
 
-from paceline.comm.plan import Traffic
 from paceline.comm.streams import CommStream, CudaClock, HostClock, Mark, Pending
-from paceline.events import Event
-from paceline.ops import COMPUTE, PREVIOUS, Key, Op
+from paceline.core.collectives.rounds import Traffic
+from paceline.core.events import Event
+from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
 
 _KEPT = 1 << 14
 """Ops remembered where nobody drains the events, so that memory stays bounded."""
+
+_HASHES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -32,11 +35,14 @@ class _Record:
 
 
 class Executor:
-    """Runs the ops of a schedule in two kinds of places.
+    """Runs the ops of a schedule, and no others, in two kinds of places.
 
     Compute ops run in the caller (autograd, the optimizer), which tells when they begin and end, and wait here for
     the collectives that they come after. Collectives are launched from here, in schedule order on each stream, as
     soon as the compute ops they wait for are done.
+
+    Attributes:
+        step: Number of the step that was loaded last.
     """
 
     def __init__(
@@ -61,38 +67,51 @@ class Executor:
         self._records: deque[_Record] = deque(maxlen=_KEPT)
         self._running: _Record | None = None
         self._queues: dict[str, deque[Op]] = {}
+        self._known: dict[Key, Op] = {}
         self._done: set[Key] = set()
-        self._compute: dict[Key, Op] = {}
         self._outstanding: dict[Key, _Record] = {}
-        self._step = 0
+        self.step = 0
+        self._launched: dict[str, int] = {}
 
     def load(self, step: int, ops: Iterable[Op]) -> None:
         """Takes the next ops of step `step`; collectives that an earlier load left over are launched first."""
         for name in self._queues:
-            self._launch_queued(name)
-        if step != self._step:
-            self._step = step
+            self.launch_left(name)
+        if step != self.step:
+            self.step = step
             self._done.clear()
-            self._compute.clear()
+            self._known.clear()
             self._outstanding = {
                 key._replace(micro_batch=PREVIOUS): record for key, record in self._outstanding.items()
             }
         for op in ops:
             self._done.discard(op.key)
-            if op.kind in COMPUTE:
-                self._compute[op.key] = op
-            else:
+            self._known[op.key] = op
+            if op.kind not in COMPUTE:
                 self._queues.setdefault(op.stream, deque()).append(op)
         self._advance()
 
+    # ---- compute ops
+
+    def admit(self, op: Op) -> None:
+        """Takes a compute op that no schedule foresees, such as of a unit that ran for the first time."""
+        self._known[op.key] = op
+
     def begin(self, key: Key) -> None:
-        """A compute op begins, once what it waits for is complete; the one that was running ends."""
+        """A compute op begins, once what it waits for is complete; the one that was running ends.
+
+        Raises:
+            RuntimeError: It is not in what was loaded.
+        """
         self.end()
-        op = self._compute.get(key)
+        op = self._known.get(key)
         if op is None:
-            op = Op(key.kind, key.target, key.micro_batch, key.phase, "compute")  # type: ignore[arg-type]
+            raise RuntimeError(f"{key} is in no schedule that was loaded")
         self.require(op.after)
-        self._running = _Record(op, self._step, self._clock.now())
+        if key in self._done:
+            # A second forward of a unit in one micro-batch, say.
+            op = replace(op, planned=False)
+        self._running = _Record(op, self.step, self._clock.now())
         self._records.append(self._running)
 
     def end(self) -> None:
@@ -101,38 +120,70 @@ class Executor:
             self._running.end = self._clock.now()
             self._running = None
 
+    def mark(self, key: Key) -> None:
+        """A compute op that takes no time begins and is done."""
+        self.begin(key)
+        self.end()
+        self.done(key)
+
     def done(self, *keys: Key) -> None:
         """These compute ops are complete, their results in place: launches the collectives that waited for them."""
         self._done.update(keys)
         self._advance()
 
     def after(self, key: Key) -> tuple[Key, ...]:
-        """What a loaded compute op waits for; nothing if there is none of that name."""
-        op = self._compute.get(key)
+        """What a loaded op waits for; nothing if there is none of that name."""
+        op = self._known.get(key)
         return op.after if op is not None else ()
 
+    def knows(self, key: Key) -> bool:
+        """Whether an op of this name was loaded in this step."""
+        return key in self._known
+
+    # ---- waiting
+
     def require(self, keys: Iterable[Key]) -> None:
-        """Waits for collectives; one not launched yet is, with all before it on its stream."""
+        """Waits for ops; a collective not launched yet is, with all before it on its stream.
+
+        Raises:
+            RuntimeError: One is neither loaded nor under way nor of the step before.
+        """
         for key in keys:
-            if key not in self._outstanding and key not in self._done:
-                for name, queue in self._queues.items():
-                    if any(op.key == key for op in queue):
-                        self._launch_queued(name, key)
-            record = self._outstanding.pop(key, None)
+            record = self._outstanding.get(key)
+            if record is None and key not in self._done:
+                op = self._known.get(key)
+                if op is None:
+                    if key.micro_batch == PREVIOUS:
+                        # What is left of the step before is outstanding; the rest is complete.
+                        continue
+                    raise RuntimeError(f"{key} is waited for, but in no schedule that was loaded")
+                if op.kind in COMPUTE:
+                    raise RuntimeError(f"{key} is waited for, but has not run")
+                self._launch_queued(op.stream, key)
+                record = self._outstanding.get(key)
             if record is not None:
+                del self._outstanding[key]
                 self._wait(record)
 
-    def launch_left(self, stream: str) -> None:
-        """Launches what is left on a stream: what it waits for this rank skipped, but others may not have."""
-        self._launch_queued(stream)
+    def require_arrived(self, targets: Collection[str]) -> None:
+        """Waits for gathers, broadcasts and barriers under way for some targets."""
+        self.require(
+            [
+                key
+                for key, record in self._outstanding.items()
+                if key.target in targets and record.op.kind in ("all_gather", "broadcast", "barrier")
+            ]
+        )
 
-    def drop(self, stream: str) -> None:
-        """Forgets what is left on a stream: the model runs its units in an order that the schedule did not foresee."""
-        self._queues.pop(stream, None)
-
-    def require_arrived(self, stream: str, targets: Collection[str]) -> None:
-        """Waits for what is under way on a stream for some targets, whatever op of the step it is."""
-        self.require([key for key, r in self._outstanding.items() if r.op.stream == stream and key.target in targets])
+    def require_reduced(self, target: str) -> None:
+        """Waits for reductions of a bucket that are under way."""
+        self.require(
+            [
+                key
+                for key, record in self._outstanding.items()
+                if key.target == target and record.op.stream in ("reduce", "replicate") and key.phase == "backward"
+            ]
+        )
 
     def settle_stream(self, stream: str) -> None:
         """Waits for every collective under way on a stream."""
@@ -142,14 +193,25 @@ class Executor:
         """Waits for every collective under way."""
         self.require(tuple(self._outstanding))
 
-    def launch_all(self) -> None:
-        """Takes every compute op for complete and launches whatever is left.
+    def is_outstanding(self, key: Key) -> bool:
+        """Whether a collective was launched that nothing has waited for."""
+        return key in self._outstanding
 
-        Raises:
-            RuntimeError: A collective waits for an op that is not in what was loaded.
-        """
+    # ---- launching
+
+    def launch_left(self, stream: str) -> None:
+        """Launches what is left on a stream: what it waits for this rank skipped, but others may not have."""
+        self._launch_queued(stream)
+
+    def drop(self, stream: str) -> None:
+        """Forgets what is left on a stream: the model runs its units in an order that the schedule did not foresee."""
+        self._queues.pop(stream, None)
+
+    def launch_all(self) -> None:
+        """Launches whatever is left, as if every compute op were complete."""
         self.end()
-        self.done(*self._compute)
+        self._done.update(key for key, op in self._known.items() if op.kind in COMPUTE)
+        self._advance()
         if any(self._queues.values()):
             raise RuntimeError(f"collectives that nothing launches: {self._queues}")
 
@@ -158,20 +220,21 @@ class Executor:
 
         Raises:
             CommunicationError: A collective failed.
-            RuntimeError: A collective waits for an op that is not in what was loaded.
         """
         self.launch_all()
         self.settle()
 
-    def run(self, op: Op, work: Callable[[], Traffic] | None = None) -> None:
-        """Runs one collective that the schedule did not foresee, and waits for it.
+    def run(self, ops: Sequence[Op], work: Callable[[], Traffic] | None = None) -> None:
+        """Runs collectives of a schedule's part that data asked for, and waits for them.
 
         Args:
-            op: What is recorded.
-            work: Performs it; by default what performs such an op of a schedule.
+            ops: On one stream.
+            work: Performs the only one; by default what performs such ops of a schedule.
         """
-        self._launch(op, work or self._work(op))
-        self.require((op.key,))
+        for op in ops:
+            self._known[op.key] = op
+            self._launch(op, work or self._work(op))
+        self.require([op.key for op in ops])
 
     def drain(self) -> list[Event]:
         """The events of all ops completed since the last call, in order of their start on each stream."""
@@ -188,7 +251,7 @@ class Executor:
             # A collective may wait for one on another stream, which it then follows on that one's completion.
             progressed = False
             for queue in self._queues.values():
-                while queue and all(key in self._done for key in queue[0].after):
+                while queue and self._done.issuperset(queue[0].after):
                     self._launch_op(queue.popleft())
                     progressed = True
 
@@ -204,13 +267,20 @@ class Executor:
         self._launch(op, self._work(op), [self._outstanding[key] for key in op.after if key in self._outstanding])
 
     def _launch(self, op: Op, work: Callable[[], Traffic], behind: Sequence[_Record] = ()) -> None:
-        record = _Record(op, self._step)
+        record = _Record(op, self.step)
         stream = self._streams[op.stream]
         before = [other.pending for other in behind if other.pending is not None]
         record.pending = stream.submit(work, op.target, before)
         self._outstanding[op.key] = record
         self._records.append(record)
         self._done.add(op.key)
+        self._launched[op.stream] = (self._launched.get(op.stream, 0) * 31 + crc32(op.target.encode())) % _HASHES
+
+    def take_hash(self) -> int:
+        """A number below 2**20 that tells the collectives launched on each stream since the last call, in order."""
+        found = sum(self._launched.values()) % _HASHES
+        self._launched.clear()
+        return found
 
     def _wait(self, record: _Record) -> None:
         assert record.pending is not None
@@ -224,17 +294,6 @@ class Executor:
         sent, received = pending.traffic if pending else (0, 0)
         exposed = seconds(record.waits[1]) - seconds(record.waits[0]) if record.waits else 0.0
         return Event(
-            op.kind,
-            op.target,
-            op.micro_batch,
-            op.phase,
-            op.stream,
-            op.bytes,
-            sent,
-            received,
-            record.step,
-            self._rank,
-            seconds(start),
-            seconds(end),
-            exposed,
+            *(op.kind, op.target, op.micro_batch, op.phase, op.stream, op.bytes, sent, received),
+            *(record.step, self._rank, seconds(start), seconds(end), exposed, op.planned),
         )

@@ -1,184 +1,306 @@
-"""Parameters when they are needed: whole for a unit's computing, let go after it, gathered after an update."""
+"""Parameters when they are needed: unsharded for a unit's computing, resharded after it, gathered after an update."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 
-from paceline.engine.hooks import in_backward
-from paceline.engine.progress import EngineError
-from paceline.engine.running import Running
-from paceline.ops import READ, WRITTEN, Key, Phase
+import torch
+from torch import Tensor
+
+from paceline.core.errors import EngineError
+from paceline.core.layout import ROOT, Bucket
+from paceline.core.ops import EXTRA, READ, WRITTEN, Key, Op, Phase
+from paceline.engine.hooks import in_backward, in_transform
+from paceline.engine.program import Program
+from paceline.engine.state import StepState
+
+_lacking: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+"""Passes of models that some rank only follows the schedule of in this micro-batch, as it has none."""
 
 
 class ForwardPass:
-    """Follows forward passes, of training or not, and brings parameters there and in backward.
+    """Follows forward passes, of training or not, and unshards parameters there and in backward.
 
     Attributes:
         order: Units in the order in which the first forward runs them.
         is_full: Whether all parameters are whole and as they are updated.
     """
 
-    def __init__(self, running: Running) -> None:
-        """Leaves parameters as they are when nothing computes with them."""
-        self._running = running
+    def __init__(self, program: Program, state: StepState) -> None:
+        """Follows nothing yet."""
+        self._program, self._state = program, state
         self.order: list[str] = []
-        self._walk = 0
         self.is_full = False
+        self._index = 0
+        self._depth = 0
         self._states: list[AbstractContextManager[None]] = []
-        running.weights.rest()
-        running.weights.seal()
 
     # ---- a pass
 
     def model_begins(self, records: bool) -> None:
         """The whole model's forward begins."""
-        if self.is_full:
-            self._refuse_graph(records)
-        elif records and self.enter():
-            return
-        elif self._running.schedule.gathers_units and not in_backward():
-            # Another walk over the units, which gathers them all.
-            self._load(0)
-        elif not records:
-            self._settle_update()
-
-    def model_ends(self) -> None:
-        """The whole model's forward has ended."""
-        if not in_backward():
-            self._running.executor.end()
-            self._running.executor.launch_left("gather")
-
-    def unit_begins(self, unit: str, records: bool) -> None:
-        """A unit's forward begins."""
+        self._depth += 1
         if self.is_full:
             self._refuse_graph(records)
             return
         if records:
             self.enter()
-            if unit not in self.order:
-                self.order.append(unit)
-            self._running.executor.begin(Key("forward", unit, self._running.progress.micro_batch, "forward"))
-        self.bring(unit)
+            if not self._program.schedule.order:
+                self._begin_unit(ROOT)
+        elif not in_backward():
+            if self._program.schedule.shards_parameters:
+                # Another walk over the units, which gathers them all.
+                self._load_extra()
+            self._unshard_idle()
+
+    def model_ends(self) -> None:
+        """The whole model's forward has ended."""
+        self._depth = max(0, self._depth - 1)
+        if not in_backward() and not self.is_full:
+            self._program.executor.end()
+            self._program.executor.launch_left("gather")
+
+    def unit_begins(self, unit: str, records: bool) -> None:
+        """A unit's forward begins."""
+        if in_transform() and self._program.schedule.reshards_after_forward:
+            raise EngineError(
+                f"{unit} runs inside a transform of torch.func, which paceline cannot follow to let its parameters go "
+                "and gather them again: set strategy.zero to 2 or less, or strategy.accumulation to hold"
+            )
+        if self.is_full:
+            self._refuse_graph(records)
+            return
+        if not records:
+            self.unshard(unit)
+            return
+        self.enter()
+        if unit not in self.order:
+            self.order.append(unit)
+        self._begin_unit(unit)
+
+    def _begin_unit(self, unit: str) -> None:
+        key = Key("forward", unit, self._index, "forward")
+        executor = self._program.executor
+        executor.end()
+        if not executor.knows(key):
+            executor.admit(Op("forward", unit, self._index, "forward", "compute", planned=False))
+        executor.require(executor.after(key))
+        self.unshard(unit)
+        executor.begin(key)
 
     def unit_ends(self, unit: str) -> None:
         """A unit's forward has ended."""
+        program = self._program
         if in_backward() or self.is_full:
             return
-        self._running.executor.end()
-        if unit in self._running.schedule.place:
-            self._hold_accumulators((unit,))
-            self.let_go(unit)
-            self._running.executor.done(Key("forward", unit, self._walk, "forward"))
+        program.executor.end()
+        if unit in program.schedule.slot and program.schedule.reshards_after_forward:
+            program.parameters.reshard((unit,))
+            self._mark(Key("reshard", unit, self._index, "forward"))
 
-    def enter(self) -> bool:
-        """A training forward goes on; returns whether it began a micro-batch."""
-        if not self._running.progress.begin_forward():
-            return False
+    def enter(self) -> None:
+        """A training forward goes on, or begins.
+
+        Raises:
+            EngineError: It cannot begin here.
+        """
+        kind = self._state.begin_forward()
+        if kind == "within":
+            return
         self.close_states()
-        if self._running.weights.swapped and self._running.progress.micro_batch == 0:
-            self._running.weights.require_sealed()
-        if self._running.gradients is not None:
-            self._running.gradients.forget_zeroed()
-        self._load(self._running.progress.micro_batch)
-        return True
+        if kind == "extra" or self._state.micro_batch == 0:
+            self._program.parameters.require_unedited()
+        if kind == "extra":
+            self._load_extra()
+        else:
+            self._program.parameters.unpin()
+            self._index = self._state.micro_batch
+            self._program.executor.load(self._state.step, self._program.schedule.forward(self._index))
+        self._unshard_idle()
 
-    def _load(self, index: int) -> None:
-        schedule, executor, weights = self._running.schedule, self._running.executor, self._running.weights
-        self._walk = index
-        executor.load(self._running.progress.step, schedule.forward(index))
-        if schedule.gathers_after_update or schedule.shares:
-            executor.require(schedule.sent_before[1])
-        if schedule.gathers_units:
-            self._bring_residents()
-        elif weights.swapped:
-            weights.show_whole(self._running.layout.units)
-            self._hold_accumulators(self._running.layout.units)
+    def _load_extra(self) -> None:
+        self._index = EXTRA
+        ops = self._program.schedule.extra_forward() if self._program.schedule.shards_parameters else ()
+        self._program.executor.load(self._program.executor.step, ops)
 
-    def _hold_accumulators(self, units: Collection[str]) -> None:
-        if self._running.weights.dtype_changes:
-            self._running.arranged.hold_accumulators(units)
+    def _unshard_idle(self) -> None:
+        """Unshards what no unit's forward will: parameters that a container holds, or units that never run."""
+        schedule, parameters = self._program.schedule, self._program.parameters
+        if schedule.shards_parameters:
+            self._gather_kept()
+        elif parameters.managed:
+            for unit in self._program.layout.units:
+                if unit not in schedule.order:
+                    self.unshard(unit)
 
-    # ---- bringing
+    # ---- unsharding
 
-    def bring(self, unit: str) -> None:
-        """Makes a unit's parameters whole, if they are not: waits for their gather, or gathers out of turn."""
-        schedule, executor, weights = self._running.schedule, self._running.executor, self._running.weights
-        if not weights.swapped:
+    def unshard(self, unit: str) -> None:
+        """Makes a unit's parameters usable: waits for their gather, or gathers out of turn."""
+        schedule, executor, parameters = self._program.schedule, self._program.executor, self._program.parameters
+        if not parameters.managed:
             return
-        if not schedule.gathers_units:
-            if not in_backward():
-                weights.show_whole(self._running.layout.units)
+        if not schedule.shards_parameters:
+            self._wait_for_update(unit)
+            parameters.unshard((unit,))
             return
-        if not weights.gathered.holds_residents():
-            self._bring_residents()
-        if unit not in schedule.place:
+        self._require_own_company(unit)
+        if not parameters.unsharded.holds_kept():
+            self._gather_kept()
+        if unit not in schedule.slot:
+            parameters.unshard((unit,))
             return
         phase: Phase = "backward" if in_backward() else "forward"
-        index = self._running.progress.micro_batch if phase == "backward" else self._walk
-        executor.require(executor.after(Key(phase, unit, index, phase)))
-        executor.require_arrived("gather", {bucket.name for bucket in schedule.moving[unit]})
-        if not weights.gathered.holds(unit):
+        index = self._state.micro_batch if phase == "backward" else self._index
+        key = Key("unshard", unit, index, phase)
+        executor.require(executor.after(key))
+        executor.require_arrived({bucket.name for bucket in schedule.gathered_buckets[unit]})
+        if parameters.is_open(unit) and parameters.unsharded.holds(unit):
+            return
+        if not parameters.unsharded.holds(unit):
             # Not what the schedule foresaw, such as a second forward before backward.
+            self._require_company(f"{unit} is gathered in another order than planned")
             executor.drop("gather")
             executor.settle_stream("gather")
-            for bucket in schedule.moving[unit]:
-                executor.run(schedule.gather(bucket, index, phase))
-        weights.show_whole((unit,))
+            executor.run(schedule.gather_again(unit, index, phase))
+        parameters.unshard((unit,))
+        self._mark(key)
 
-    def let_go(self, unit: str) -> None:
-        """Lets a unit's parameters be pieces again, so that using them out of turn is an error and not stale."""
-        if self._running.schedule.lets_go and unit in self._running.schedule.place:
-            self._running.weights.let_go((unit,))
+    def _mark(self, key: Key) -> None:
+        if self._program.executor.knows(key):
+            self._program.executor.mark(key)
 
-    def _bring_residents(self) -> None:
-        schedule, executor, weights = self._running.schedule, self._running.executor, self._running.weights
-        ops = [schedule.gather(bucket, 0, "forward") for bucket in schedule.residents]
-        executor.require(op.key for op in ops)
-        if not weights.gathered.holds_residents():
-            for op in ops:
-                executor.run(op)
-        units = {unit: None for bucket in schedule.residents for unit in bucket.units}
-        weights.show_whole(units)
-        self._hold_accumulators(units)
+    def _wait_for_update(self, unit: str) -> None:
+        parameters, executor = self._program.parameters, self._program.executor
+        if not parameters.waiting:
+            return
+        if self._program.schedule.shares_memory:
+            executor.require_arrived({WRITTEN})
+            parameters.arrived(tuple(parameters.waiting))
+            return
+        buckets = {bucket.name for bucket in self._program.schedule.buckets_of.get(unit, ())} & parameters.waiting
+        if buckets:
+            executor.require_arrived(buckets)
+            parameters.arrived(buckets)
+
+    def wait_for_updates(self) -> None:
+        """Waits until every rank's update is here."""
+        self._program.executor.settle()
+        self._program.parameters.arrived(tuple(self._program.parameters.waiting))
+
+    def _gather_kept(self) -> None:
+        schedule, executor, parameters = self._program.schedule, self._program.executor, self._program.parameters
+        executor.require(op.key for op in schedule.gather_kept() if executor.knows(op.key))
+        if not parameters.unsharded.holds_kept():
+            executor.run(schedule.gather_kept_again())
+        parameters.unshard({unit: None for bucket in schedule.kept_buckets for unit in bucket.units})
+
+    def parameter_used(self, index: int, function: str, edits: bool) -> None:
+        """A parameter that is not usable as it is, is about to be used outside of its unit's forward.
+
+        Raises:
+            EngineError: It cannot be made usable here.
+        """
+        parameters, schedule = self._program.parameters, self._program.schedule
+        slot = self._program.layout.slots[index]
+        if not schedule.shards_parameters:
+            if edits and parameters.loses_edits:
+                parameters.refuse_edit(index)
+            self.unshard(slot.spec.unit)
+            return
+        if edits:
+            parameters.refuse_edit(index)
+        bucket = parameters.bucket_of.get(index)
+        under_way = self._depth or self._state.phase != "idle" or in_backward()
+        if bucket is None or not under_way:
+            raise EngineError(
+                f"{function} of {slot.spec.name} outside of forward and backward: with zero=3 this rank keeps only its "
+                "shard of it. Use it after the step's forward has begun and before its backward has ended, or read it "
+                "inside `with pl.full_parameters(model):`, on every rank"
+            )
+
+        self._require_company(f"{slot.spec.name} is used outside of its unit")
+
+        def gather(bucket: Bucket, memory: Tensor) -> None:
+            phase: Phase = "backward" if in_backward() else "forward"
+            op = replace(schedule.gather(bucket, EXTRA, phase), planned=False, writes=())
+            self._program.executor.run([op], self._program.gather_into(op, bucket, memory))
+
+        parameters.pin(index, gather)
+
+    def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
+        """See `sharded_parameter.Owner`."""
+        local = self._program.parameters.local(index)
+        computing = self._depth or self._state.phase != "idle" or in_backward()
+        return computed if computing or local is None else local.dtype
+
+    def lacks_ranks(self, lacks: bool) -> None:
+        """Takes note whether some rank has no micro-batch now, so that it only follows this model's schedule."""
+        (_lacking.add if lacks else _lacking.discard)(self)
+
+    def _require_company(self, what: str) -> None:
+        """Refuses what ranks without a micro-batch do not take part in.
+
+        Raises:
+            EngineError: There is one.
+        """
+        if self in _lacking:
+            self._refuse_alone(
+                f"{what} while a rank has no micro-batch, which with zero=3 follows the plan alone: give every rank as "
+                "many micro-batches, or set strategy.zero to 2 or less"
+            )
+
+    def _require_own_company(self, unit: str) -> None:
+        """Refuses to gather a unit in a micro-batch of another model's that some rank has not.
+
+        Raises:
+            EngineError: There is such a model, and this is none.
+        """
+        if _lacking and self not in _lacking:
+            self._refuse_alone(
+                f"{unit} is gathered in a micro-batch that pl.accumulate gives to another model and not to every rank, "
+                "so some will not take part: set strategy.zero to 2 or less for this model, or give every rank as many"
+            )
+
+    def _refuse_alone(self, message: str) -> None:
+        error = EngineError(message)
+        if self._program.collectives is not None:
+            self._program.collectives.give_up(error)
+        raise error
 
     def gather_update(self) -> None:
-        """Gathers whole parameters, as after an update, and waits for them.
-
-        Where the step has no number of its own yet, its forward could not tell them from its own gathers.
-        """
-        if self._running.schedule.gathers_after_update:
-            update, *gathers = self._running.schedule.update(self._running.progress.last_micro_batch)
-            self._running.executor.load(self._running.progress.step, gathers)
-            self._running.executor.done(update.key)
-            self._running.executor.settle()
-
-    def _settle_update(self) -> None:
-        """Waits for gathers that no scheduled op will wait for, and shows what they brought."""
-        if in_backward() or not self._running.weights.swapped or self._running.schedule.gathers_units:
-            return
-        self._running.executor.settle()
-        self._running.weights.show_whole(self._running.layout.units)
+        """Gathers whole parameters, as after an update, and waits for them."""
+        schedule, executor = self._program.schedule, self._program.executor
+        ops = [replace(op, planned=False) for op in schedule.send_update(EXTRA, ())]
+        if schedule.gathers_updates:
+            executor.run(ops)
+        self._program.parameters.waiting.clear()
 
     # ---- whole parameters, for reading, editing, saving and loading
 
     @contextmanager
-    def full(self, edits: bool = True) -> Iterator[None]:
-        """Inside, every parameter is whole and as it is updated. A collective call where they are sharded.
+    def full(self, call: str, edits: bool = True) -> Iterator[None]:
+        """Lets every parameter be whole and as it is updated. A collective call where they are sharded.
 
         Args:
+            call: What the user called, for messages.
             edits: Whether they may be written to. Where ranks share one copy, only that is a collective call.
         """
-        if self.is_full or not self._running.weights.swapped:
+        program = self._program
+        if self.is_full or not program.parameters.managed:
             yield
             return
-        self._running.executor.settle()
-        self._running.weights.require_sealed()
+        self.wait_for_updates()
+        program.parameters.require_unedited()
         self.is_full = True
-        synchronizer = self._running.synchronizer
-        shared_by = synchronizer if edits and self._running.schedule.shares else None
+        collectives = program.collectives
+        shared_by = collectives if edits and program.schedule.shares_memory else None
         try:
-            with self._running.weights.full(synchronizer.gather if synchronizer else None, edits):
+            with program.parameters.full(partial(collectives.gather, call) if collectives else None, edits):
                 try:
                     yield
                 finally:
@@ -192,7 +314,7 @@ class ForwardPass:
 
     def open_states(self, edits: bool) -> None:
         """Enters `full`, until `close_state`."""
-        self._states.append(self.full(edits))
+        self._states.append(self.full("model.load_state_dict()" if edits else "model.state_dict()", edits))
         self._states[-1].__enter__()
 
     def close_state(self) -> None:
@@ -203,6 +325,12 @@ class ForwardPass:
         """Leaves what a `load_state_dict` that raised left open."""
         while self._states:
             self.close_state()
+
+    def reset(self) -> None:
+        """Forgets the pass under way."""
+        self._depth = 0
+        self.lacks_ranks(False)
+        self.close_states()
 
     def _refuse_graph(self, records: bool) -> None:
         if records:

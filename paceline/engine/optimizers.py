@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +17,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from paceline.engine.weights import Weights
-from paceline.errors import UserError
-from paceline.strategy import Strategy
+from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
+from paceline.engine.parameters import Parameters
 
 ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.ASGD,
@@ -34,8 +36,11 @@ ELEMENTWISE: set[type[Optimizer]] = {
 }
 """Optimizers whose update of an element depends on that element alone, so that a shard can be updated by itself."""
 
-PIECE = "paceline_piece"
-"""Key of a parameter group: which piece of its parameters the states are of, and of how many."""
+_OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
+"""States of torch's optimizers that are one number for all elements of a parameter."""
+
+SHARD = "paceline_shard"
+"""Key of a parameter group: which shard of its parameters the states are of, and of how many."""
 
 
 def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
@@ -47,44 +52,78 @@ def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
     return optimizer
 
 
-def prepare_optimizer(optimizer: Optimizer, weights: Weights, strategy: Strategy) -> None:
-    """Makes an optimizer step on pieces: cuts states that it holds for whole parameters, which some make when built.
+def prepare_optimizer(optimizer: Optimizer, parameters: Parameters, strategy: Strategy) -> None:
+    """Makes an optimizer step on shards: cuts states that it holds for whole parameters, which some make when built.
 
     Raises:
-        UserError: The optimizer would compute something else from a piece than from the whole.
+        UserError: The optimizer would compute something else from a shard than from the whole.
     """
+    own, shards = parameters.number
+    if isinstance(optimizer, torch.optim.LBFGS) and parameters.has_masters:
+        raise UserError("LBFGS keeps gradients of all parameters in one vector: set strategy.precision to float32")
+    if shards > 1:
+        _require_elementwise(optimizer, strategy)
+        require_states_of(optimizer, own, shards)
+        for group in optimizer.param_groups:
+            # It is saved and loaded with the states, which look alike on all ranks.
+            group[SHARD] = [own, shards]
+    managed = set(parameters.managed)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        index = parameters.index_of.get(id(parameter))
+        states = optimizer.state.get(parameter)
+        if index in managed and states:
+            _cut_states(type(optimizer).__name__, states, parameters, index)
+
+
+def require_states_of(optimizer: Optimizer, own: int = 0, shards: int = 1) -> None:
+    """Refuses states of other shards than those that an optimizer is about to update.
+
+    Args:
+        optimizer: Any.
+        own: Which of `shards` it updates of each parameter.
+        shards: Into how many parameters are cut; 1 if they are whole.
+
+    Raises:
+        UserError: It holds states of another shard.
+    """
+    if not optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        theirs, of = group.get(SHARD, (own, shards))
+        if (theirs, of) != (own, shards):
+            updates = f"this rank updates shard {own} of {shards}" if shards > 1 else "parameters are whole now"
+            raise UserError(
+                f"{type(optimizer).__name__} holds states of shard {theirs} of {of}, but {updates}: load on each rank "
+                "what that rank saved, with the same strategy and number of ranks, or the states of one process; or "
+                "make a new optimizer"
+            )
+
+
+def _require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
     if type(optimizer) not in ELEMENTWISE:
         raise UserError(
             f"{type(optimizer).__name__} may need whole parameters or norms across them, but with "
-            f"zero={strategy.zero} each rank updates its own pieces: set strategy.zero to 0, or use one of torch's "
+            f"zero={strategy.zero} each rank updates its own shards: set strategy.zero to 0, or use one of torch's "
             "elementwise optimizers (AdamW, SGD, ...); vouch for one of your own with pl.elementwise(YourOptimizer)"
         )
-    for group in optimizer.param_groups:
-        # It is saved and loaded with the states, which look alike on all ranks.
-        (theirs, of), (own, shards) = group.get(PIECE, weights.number), weights.number
-        if optimizer.state and (theirs, of) != (own, shards):
+
+
+def _cut_states(optimizer: str, states: dict[str, Any], parameters: Parameters, index: int) -> None:
+    """Makes what an optimizer holds for one parameter go with this rank's shard of it, in the dtype of its update."""
+    local, spec = parameters.local(index), parameters.layout.slots[index].spec
+    assert local is not None
+    for name, state in states.items():
+        if not isinstance(state, Tensor) or (not state.dim() and name in _OF_ALL):
+            continue
+        if tuple(state.shape) == spec.shape:
+            if state.shape != local.shape or state.dtype != local.dtype:
+                states[name] = parameters.cut(index, state)
+        elif state.shape != local.shape and state.dim():
             raise UserError(
-                f"{type(optimizer).__name__} holds states of piece {theirs} of {of}, but this rank updates piece {own} "
-                f"of {shards}: load on each rank what that rank saved, with the same strategy and number of ranks, or "
-                "the states of one process"
+                f"{optimizer} holds {name} of shape {list(state.shape)} for {spec.name}, of which "
+                f"this rank updates {local.numel()} elements: load states that were saved with the same strategy "
+                "and number of ranks, or those of one process"
             )
-        group[PIECE] = [own, shards]
-    indices = {id(weights.parameters[index]): index for index in weights.swapped}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in indices):
-        index = indices[id(parameter)]
-        piece, spec = weights.piece(index), weights.layout.slots[index].spec
-        assert piece is not None
-        states = optimizer.state.get(parameter, {})
-        for name, state in states.items():
-            if not isinstance(state, Tensor) or not state.dim() or state.shape == piece.shape:
-                continue
-            if tuple(state.shape) != spec.shape:
-                raise UserError(
-                    f"{type(optimizer).__name__} holds {name} of shape {list(state.shape)} for {spec.name}, of which "
-                    f"this rank updates {piece.numel()} elements: load states that were saved with the same strategy "
-                    "and number of ranks, or those of one process"
-                )
-            states[name] = weights.cut(index, state)
 
 
 class Watcher(Protocol):
@@ -107,7 +146,8 @@ class Watcher(Protocol):
         ...
 
 
-_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_watchers: list[weakref.ref[Watcher]] = []
+"""In the order in which models were made parallel, the same on every rank: what they do before a step they do in it."""
 
 
 def watch_optimizers(watcher: Watcher) -> None:
@@ -116,12 +156,12 @@ def watch_optimizers(watcher: Watcher) -> None:
     Users make their optimizers as ever; nothing is wrapped. It ends with the watcher, or by `leave_optimizers`.
     """
     _hook_optimizers()
-    _watchers.add(watcher)
+    _watchers.append(weakref.ref(watcher, _watchers.remove))
 
 
 def leave_optimizers(watcher: Watcher) -> None:
     """Ends watching."""
-    _watchers.discard(watcher)
+    _watchers[:] = [reference for reference in _watchers if reference() is not watcher]
 
 
 @cache
@@ -132,7 +172,9 @@ def _hook_optimizers() -> None:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    watching = _watching(optimizer)
+    watching = _watching(optimizer, sys._getframe(1))
+    if not watching and not any(_holds(watcher, optimizer) for watcher in _alive()):
+        require_states_of(optimizer)
     for watcher in watching:
         watcher.update_begins(optimizer)
     if not watching or not isinstance(optimizer, torch.optim.LBFGS):
@@ -149,10 +191,37 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for watcher in _watching(optimizer):
+    for watcher in _watching(optimizer, sys._getframe(1)):
         watcher.update_ends()
 
 
-def _watching(optimizer: Optimizer) -> list[Watcher]:
-    identities = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    return [watcher for watcher in _watchers if any(map(watcher.holds_parameter, identities))]
+def _watching(optimizer: Optimizer, step: FrameType) -> list[Watcher]:
+    """Whose parameters an optimizer holds, but for those that are in a step already, of which this one is a part.
+
+    Args:
+        optimizer: Is about to step, or has stepped.
+        step: Torch's frame around its `step`, which calls the hooks.
+    """
+    watching = [watcher for watcher in _alive() if _holds(watcher, optimizer)]
+    outer = list(_steps_around(step)) if watching else []
+    return [watcher for watcher in watching if not any(_holds(watcher, other) for other in outer)]
+
+
+def _alive() -> list[Watcher]:
+    return [watcher for reference in tuple(_watchers) if (watcher := reference()) is not None]
+
+
+def _holds(watcher: Watcher, optimizer: Optimizer) -> bool:
+    return any(watcher.holds_parameter(id(p)) for group in optimizer.param_groups for p in group["params"])
+
+
+def _steps_around(step: FrameType) -> Iterator[Optimizer]:
+    """Optimizers in whose step this one is, such as the one that calls `super().step()`.
+
+    They are read off the stack: no hook of torch's tells of a step that raised, so that counting would go wrong.
+    """
+    frame = step.f_back
+    while frame is not None:
+        if frame.f_code is step.f_code:
+            yield frame.f_locals["self"]
+        frame = frame.f_back

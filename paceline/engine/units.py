@@ -9,10 +9,13 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from paceline.errors import UserError
-from paceline.layout import ROOT, ParameterSpec
+from paceline.core.errors import UserError
+from paceline.core.layout import ROOT, ParameterSpec
+from paceline.engine.sharded_parameter import is_owned
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called themselves."""
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.Module]:
@@ -37,7 +40,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.M
 
     def visit(name: str, module: nn.Module) -> None:
         inside = any(block != name and (not name or block.startswith(name + ".")) for block in blocks)
-        callable_whole = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        callable_whole = not isinstance(module, _HOLDERS)
         if name and not inside and callable_whole:
             if any(True for _ in module.parameters()):
                 units[name] = module
@@ -54,11 +57,42 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     return _named_blocks(model, patterns) if patterns else _repeated_blocks(model)
 
 
+def require_own_parameters(model: nn.Module) -> None:
+    """Refuses parameters that lie in the same memory without being the same, or belong to another parallel model.
+
+    Raises:
+        UserError: There are such.
+    """
+    places: dict[tuple[int, int], str] = {}
+    for name, parameter in model.named_parameters():
+        if is_owned(parameter):
+            raise UserError(
+                f"parallelize: {name} belongs to another parallel model already: parallelize the outermost model "
+                "alone, or call pl.release on the other"
+            )
+        if parameter.numel() and not parameter.is_meta:
+            place = (parameter.untyped_storage().data_ptr(), int(parameter.storage_offset()))
+            if place in places:
+                raise UserError(
+                    f"parallelize: {name} and {places[place]} are two parameters in the same memory, which would come "
+                    "apart: tie them as one (model.b.weight = model.a.weight)"
+                )
+            places[place] = name
+
+
 def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpec]:
     """Every parameter of a model once, with the unit it belongs to.
 
-    A parameter that several units use (tied) belongs to none of them, but to `ROOT`.
+    A parameter that several units use (tied) belongs to none of them, but to `ROOT`. Those of BatchNorm in fp32 stay so
+    beside their fp32 statistics, as under `torch.autocast`: on CPUs torch computes with no other.
     """
+    uncast = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dtype == torch.float32
+    }
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = next((unit for unit in units if name.startswith(unit + ".")), ROOT)
@@ -72,6 +106,7 @@ def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpe
             itemsize=parameter.itemsize,
             unit=next(iter(owners[id(parameter)])) if len(owners[id(parameter)]) == 1 else ROOT,
             trainable=parameter.requires_grad,
+            casts=id(parameter) not in uncast,
         )
         for name, parameter in model.named_parameters()
     ]

@@ -1,0 +1,220 @@
+"""Control messages: small values that every rank tells all others, each with what it is about.
+
+They go through Gloo's process group, where the n-th message of one rank meets the n-th of every other, whatever they
+are about. So each carries a label and its generation, which `new_generation` counts on: ranks whose messages differ in
+either are told so, instead of taking one value for another.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.cpu.registry import find_deadlock
+from paceline.comm.patience import Silence, limit
+from paceline.comm.transport import CommunicationError
+from paceline.comm.world import World, current_world
+
+_LENGTHS = struct.Struct("<II")
+"""Bytes of the subject and of the value that follow it."""
+_AT_FIRST = 1024
+"""Bytes of a message that are gathered before its length is known; most messages end there."""
+_LABEL = 200
+"""Characters of a label that others are told."""
+_LOOK_SECONDS = 0.5
+"""Between looks, while others do not come, at whether they wait for this rank elsewhere."""
+
+
+class _Subject(NamedTuple):
+    """What a control message is about."""
+
+    generation: int
+    label: str
+
+
+@dataclass
+class _Sent:
+    """A message that this rank sent, and what arrives from the others."""
+
+    message: bytes
+    rows: list[Tensor]
+    work: dist.Work
+
+
+class _Control:
+    """The control messages of one job.
+
+    Attributes:
+        world: The job.
+        generation: Of the messages that are sent now.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.generation = 0
+        self._left: _Sent | None = None
+        """What this rank gave up waiting for; the others' next message still meets it."""
+
+    def exchange(self, label: str, value: Any) -> tuple[list[_Subject], list[Any]]:
+        """Every rank's subject and, where all are the same, its value, in rank order."""
+        subject = json.dumps(_Subject(self.generation, label[:_LABEL])).encode()
+        text = json.dumps(value).encode()
+        message = _LENGTHS.pack(len(subject), len(text)) + subject + text
+        rows = self._gather(message, _AT_FIRST, label)
+        lengths = [_LENGTHS.unpack_from(row) for row in rows]
+        start = _LENGTHS.size
+        subjects = [
+            _Subject(*json.loads(row[start : start + length])) for row, (length, _) in zip(rows, lengths, strict=True)
+        ]
+        if len(set(subjects)) > 1:
+            return subjects, []
+        longest = start + max(map(sum, lengths))
+        if longest > _AT_FIRST:
+            rows = self._gather(message, longest, label)
+        start += len(subject)
+        return subjects, [json.loads(row[start : start + size]) for row, (_, size) in zip(rows, lengths, strict=True)]
+
+    def _gather(self, message: bytes, size: int, label: str) -> list[bytes]:
+        """The first `size` bytes of every rank's message, filled up with zeros."""
+        padded = message[:size].ljust(size, b"\0")
+        sent, self._left = self._left, None
+        if sent is None or sent.message != padded:
+            own = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+            rows = [torch.empty_like(own) for _ in range(self.world.world_size)]
+            sent = _Sent(padded, rows, _started(lambda: dist.all_gather(rows, own, async_op=True), label))
+        suspicion, silence = "", Silence(self.world.timeout)
+        while not self._arrived(sent, label):
+            found = find_deadlock(f"rank {self.world.rank} waits in {label}")
+            if found is not None and found.reason == suspicion:
+                # It was the same a while ago, and nothing of this rank is under way that could change it.
+                self._left = sent
+                found.transport.abort(suspicion)
+                raise CommunicationError(suspicion)
+            suspicion = found.reason if found is not None else ""
+            if silence.left() <= 0:
+                raise _lost(label, f" within {limit(self.world.timeout):g} s")
+        return [row.numpy().tobytes() for row in sent.rows]
+
+    def _arrived(self, sent: _Sent, label: str) -> bool:
+        """Waits a while; whether everything has arrived."""
+        try:
+            sent.work.wait(timedelta(seconds=_LOOK_SECONDS))
+        except RuntimeError as error:
+            if not sent.work.is_completed():
+                return False
+            # What Gloo says is about its sockets.
+            raise _lost(label) from error
+        return True
+
+
+_control: _Control | None = None
+
+
+def _current() -> _Control:
+    global _control
+    world = current_world()
+    if _control is None or _control.world is not world:
+        _control = _Control(world)
+    return _control
+
+
+def all_gather_json(value: Any, label: str = "all_gather_json") -> list[Any]:
+    """Every rank's JSON-ready `value`, in rank order. For small control data; JSON, so nothing is executed.
+
+    Args:
+        value: What this rank tells the others: numbers, text, lists, dictionaries. Not tensors: `loss.item()`.
+        label: What it is about, in words: the same on every rank.
+
+    Returns:
+        A list of as many values as there are ranks, the same on every rank.
+
+    Raises:
+        CommunicationError: Other ranks exchange something else, or are gone; says who does what.
+        TypeError: JSON cannot say the value.
+
+    Example:
+        >>> losses = pl.all_gather_json({"loss": 0.25, "samples": 8}, "validation")
+        >>> sum(one["loss"] for one in losses) / len(losses)
+        0.25
+    """
+    control = _current()
+    if control.world.world_size == 1:
+        return [value]
+    subjects, values = control.exchange(label, value)
+    if not values:
+        raise CommunicationError(_disagreement(subjects))
+    return values
+
+
+def barrier() -> None:
+    """Returns when every rank has called it, as before reading a file that rank 0 writes.
+
+    Raises:
+        CommunicationError: Other ranks exchange something else, or are gone; says who does what.
+
+    Example:
+        >>> if pl.init().rank == 0:
+        ...     torch.save({"step": 100}, "progress.pt")
+        >>> pl.barrier()
+        >>> torch.load("progress.pt")
+        {'step': 100}
+    """
+    all_gather_json(None, "pl.barrier")
+
+
+def new_generation(label: str = "pl.reset") -> None:
+    """Leaves behind the control messages of a step that failed. A collective call.
+
+    Until every rank has come, those who still exchange messages of an older generation are told that others are here,
+    and their messages are not taken for answers to anything.
+
+    Raises:
+        CommunicationError: A rank is gone.
+    """
+    control = _current()
+    if control.world.world_size == 1:
+        return
+    while True:
+        subjects, _ = control.exchange(label, None)
+        if all(subject.label == label[:_LABEL] for subject in subjects):
+            # Where some began one that failed, they are further than others.
+            control.generation = 1 + max(subject.generation for subject in subjects)
+            return
+
+
+def _disagreement(subjects: Sequence[_Subject]) -> str:
+    """Who exchanges what, and what to do."""
+    several = len({subject.generation for subject in subjects}) > 1
+    sides = [
+        f"rank {', '.join(str(rank) for rank, other in enumerate(subjects) if other == subject)}: {subject.label}"
+        + (f" (after {subject.generation} resets)" if several else "")
+        for subject in dict.fromkeys(subjects)
+    ]
+    return (
+        f"ranks disagree on what to exchange; {'; '.join(sides)}. Every rank must make the same calls in the same "
+        "order; where a step failed on some ranks, call pl.reset(model) on all of them"
+    )
+
+
+def _started(start: Callable[[], dist.Work | None], label: str) -> dist.Work:
+    try:
+        work = start()
+    except RuntimeError as error:
+        raise _lost(label) from error
+    assert work is not None
+    return work
+
+
+def _lost(label: str, why: str = "") -> CommunicationError:
+    return CommunicationError(
+        f"a rank is gone or did not answer in {label}{why}: every rank must call it, equally often. If a rank failed, "
+        "what it raised says more"
+    )

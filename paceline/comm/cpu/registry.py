@@ -1,0 +1,80 @@
+"""The transports of this process: what becomes of them all in a deadlock, in a forked child, and at the end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from paceline.comm.streams import others_idle
+from paceline.comm.transport import explain
+
+
+class _Registered(Protocol):
+    def blocked_peers(self) -> Iterable[tuple[int, str]]: ...
+
+    def abort(self, reason: str = "") -> None: ...
+
+    def close_sockets(self) -> None: ...
+
+
+_transports: weakref.WeakSet[_Registered] = weakref.WeakSet()
+
+
+def register(transport: _Registered) -> None:
+    """Remembers a transport for as long as it lives."""
+    _transports.add(transport)
+
+
+class Deadlock(NamedTuple):
+    """Two ranks that wait for each other."""
+
+    transport: _Registered
+    """In which the other one waits."""
+    reason: str
+    """Who waits for whom, in words."""
+
+
+def find_deadlock(waiting: str, peer: int | None = None) -> Deadlock | None:
+    """A rank that waits for this one in a collective, while this one waits for it elsewhere.
+
+    Ranks that are connected by sockets alone do not see where others wait.
+
+    Args:
+        waiting: Where this rank waits, such as "rank 0 waits in pl.barrier".
+        peer: Whom it waits for; None for all.
+    """
+    # What is under way here may be what the other one waits for.
+    if not others_idle():
+        return None
+    for transport in list(_transports):
+        for blocked, collective in transport.blocked_peers():
+            if peer in (None, blocked):
+                return Deadlock(
+                    transport,
+                    f"{waiting} for rank {blocked}, which waits for it in {collective}. Every rank must make the same "
+                    "calls in the same order",
+                )
+    return None
+
+
+def _tell_of_exception() -> None:
+    """Tells peers, at the interpreter's end, of an exception that nobody caught."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        for transport in list(_transports):
+            transport.abort(explain(error))
+
+
+def _after_fork() -> None:
+    """Lets go of the parent's connections, so that its death is seen while the child lives."""
+    for transport in list(_transports):
+        transport.close_sockets()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+# What is registered last runs first: before the transports are closed.
+atexit.register(_tell_of_exception)

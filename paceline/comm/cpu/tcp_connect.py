@@ -1,0 +1,102 @@
+"""Opens TCP connections between ranks on any hosts, which strangers cannot enter."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+from paceline.comm.cpu.reception import BACKLOG, Reception, greeting
+from paceline.comm.transport import CommunicationError, Exchange
+
+_SIOCGIFADDR = 0x8915
+_CONNECT_SECONDS = 5.0
+
+
+def connect(
+    rank: int, group: Sequence[int], peers: Sequence[int], exchange: Exchange, timeout: float
+) -> dict[int, socket.socket]:
+    """Connects this rank to peers on any hosts.
+
+    Each rank listens at a port of its own while it connects and lets in only who knows the job's secret, which travels
+    by `exchange`.
+
+    Args:
+        rank: This rank.
+        group: The ranks of its group.
+        peers: Those of the group to connect to; each has this rank among its own.
+        exchange: Gathers one JSON value from every rank of the job, in rank order; says what it is about.
+        timeout: Seconds to wait for a peer.
+
+    Returns:
+        Sockets by the peer's position in the group.
+
+    Raises:
+        CommunicationError: A peer cannot be reached.
+    """
+    own = group.index(rank)
+    sockets: dict[int, socket.socket] = {}
+    listener = socket.socket()
+    listener.bind(("0.0.0.0", 0))
+    listener.listen(BACKLOG)
+    port = listener.getsockname()[1]
+    reception = Reception(listener, [group.index(peer) for peer in peers if peer > rank], timeout)
+    try:
+        told = exchange([addresses(), port, reception.secret], "addresses of TCP sockets")
+        for peer in sorted(peer for peer in peers if peer < rank):
+            theirs, port, secret = told[peer]
+            connection = _reach(theirs, port, min(timeout, _CONNECT_SECONDS))
+            if connection is None:
+                raise CommunicationError(
+                    f"rank {rank} cannot reach rank {peer} at port {port} of {', '.join(theirs)}; let the hosts reach "
+                    "each other at any port, or name the interface to use in GLOO_SOCKET_IFNAME"
+                )
+            connection.settimeout(timeout)
+            try:
+                connection.sendall(greeting(own, secret))
+            except OSError as error:
+                raise CommunicationError(f"rank {peer} is gone: rank {rank} was about to connect to it") from error
+            sockets[group.index(peer)] = connection
+        if not reception.wait():
+            names = ", ".join(f"rank {group[peer]}" for peer in sorted(reception.missing))
+            raise CommunicationError(f"{names} did not reach rank {rank} within {timeout:g} s")
+    finally:
+        reception.close()
+    sockets |= reception.accepted
+    for connection in sockets.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return dict(sorted(sockets.items()))
+
+
+def addresses() -> list[str]:
+    """IPv4 addresses of this host, most useful first: of the interface that GLOO_SOCKET_IFNAME names, or of all."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    names = named.split(",") if named else [name for _, name in socket.if_nameindex()]
+    found: list[str] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if not named:
+            with contextlib.suppress(OSError):
+                # The address from which the rendezvous is reached; connecting a datagram socket sends nothing.
+                probe.connect((os.environ["MASTER_ADDR"], 9)) if "MASTER_ADDR" in os.environ else None
+                found += [probe.getsockname()[0]] if "MASTER_ADDR" in os.environ else []
+        for name in names:
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    # Loopback last: on another host it is that host.
+    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
+
+
+def _reach(theirs: Sequence[str], port: int, timeout: float) -> socket.socket | None:
+    for address in theirs:
+        connection = socket.socket()
+        connection.settimeout(timeout)
+        try:
+            connection.connect((address, port))
+            return connection
+        except OSError:
+            connection.close()
+    return None

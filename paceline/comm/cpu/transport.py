@@ -1,0 +1,300 @@
+"""Collectives over the memory of CPUs: shared memory between ranks of one host, sockets between hosts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from paceline.comm.cpu.codecs import CODECS, Wire
+from paceline.comm.cpu.compile import prepare
+from paceline.comm.cpu.execute import execute
+from paceline.comm.cpu.link_costs import measure_links
+from paceline.comm.cpu.prepared import PreparedCollective, copy_kernel, prepare_direct_gather, prepare_handshake
+from paceline.comm.cpu.registry import register
+from paceline.comm.cpu.scratch import Scratch
+from paceline.comm.cpu.shared_memory import SharedBuffers
+from paceline.comm.cpu.signals import Signals
+from paceline.comm.cpu.sums import accumulation_dtype
+from paceline.comm.cpu.tcp import TcpConnections
+from paceline.comm.transport import CommunicationError, Transport, explain
+from paceline.core.collectives.algorithms import BANDWIDTH_OPTIMAL, REDUCTIONS, find_algorithm
+from paceline.core.collectives.choice import Choice, Topology, choose
+from paceline.core.collectives.rounds import Algorithm, Traffic, chunk
+from paceline.core.errors import UserError
+
+_STAGING_BYTES = 1 << 20
+_MOST_PREPARED = 4096
+_ELEMENTWISE = ("all_reduce", "reduce", "broadcast")
+"""Collectives that may be run on pieces of a buffer one after another."""
+
+
+class CpuTransport:
+    """Runs collectives between the ranks of one group, which are numbered by their position in it."""
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        channels: dict[int, socket.socket],
+        sockets: dict[int, socket.socket],
+        timeout: float,
+        wire: Wire = "full",
+        world_ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Takes over connected sockets. A collective call.
+
+        Args:
+            rank: This rank.
+            hosts: Of each rank.
+            channels: Unix sockets to the other ranks of this host (`unix_sockets.connect`).
+            sockets: TCP sockets to all other ranks (`tcp.connect`).
+            timeout: Seconds after which a silent peer is given up.
+            wire: What fp32 elements are sent as between hosts where they are summed.
+            world_ranks: What errors call each rank, if not by its position in the group.
+        """
+        self._codec = CODECS[wire] if wire != "full" else None
+        self._rank = rank
+        self._world_size = len(hosts)
+        self.hosts = tuple(hosts)
+        self.ranks_per_host = _ranks_per_host(hosts)
+        # Where any do, all cut what must be staged into the same pieces.
+        self._some_share = len(set(hosts)) < len(hosts)
+        self._channels = channels
+        for channel in channels.values():
+            channel.settimeout(timeout)
+        self._signals = Signals(rank, channels, timeout, world_ranks) if channels else None
+        self._buffers = SharedBuffers(rank, channels)
+        self._remote = tuple(sockets)
+        self._connections = TcpConnections(rank, sockets, timeout, world_ranks) if sockets else None
+        self.name = " and ".join(["shared memory"] * bool(channels) + ["tcp"] * bool(sockets)) or "alone"
+        self._prepared: dict[tuple[object, ...], PreparedCollective] = {}
+        self._scratch = Scratch()
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._failure: str | None = None
+        self._topology: Topology | None = None
+        register(self)
+        if self._connections is not None:
+            # Here, where every rank is, rather than in the first collective that needs it.
+            self._topology = measure_links(self)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat buffer that ranks of this host can read. A collective call."""
+        # New buffers may take the place of others, which collectives that were made ready would keep.
+        self._prepared.clear()
+        return self._buffers.allocate(numel, dtype)
+
+    def allocate_shared(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Transport.allocate_shared`: rank 0's part of a buffer."""
+        if self._connections is not None:
+            raise UserError(
+                "strategy.share_parameters: the ranks that hold one copy of the parameters must be on one host, but "
+                f"they are connected by {self.name}; leave share_parameters out, or set strategy.shard to the number "
+                "of ranks of a host"
+            )
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        views = self._buffers.views(self.allocate(numel, dtype))
+        assert views is not None
+        return views[0]
+
+    def run(
+        self,
+        collective: str,
+        buffer: Tensor,
+        label: str,
+        scale: float = 1.0,
+        shard: Tensor | None = None,
+        once: bool = False,
+    ) -> Traffic:
+        """Runs one collective in place; see `Transport.run`."""
+        if not buffer.numel():
+            # Peers that have something to move are told so.
+            self._shake_hands(collective, buffer, label)
+            return Traffic(0, 0)
+        shard_address = 0 if shard is None else shard.data_ptr()
+        key = (collective, label, buffer.data_ptr(), buffer.numel(), buffer.dtype, scale, shard_address)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            ours = self._buffers.views(buffer) is not None
+            # Peers read the shard, and none of the buffer that is filled.
+            direct_gather = shard is not None and self._connections is None and collective.startswith("all_gather")
+            if self._some_share and not ours and not direct_gather:
+                return self._run_staged(collective, buffer, label, scale, shard)
+            prepared = self._prepare(collective, buffer, label, scale, shard)
+            if (ours or direct_gather) and not once:
+                # It keeps what it moves: memory that comes and goes is not for keeping.
+                if len(self._prepared) >= _MOST_PREPARED:
+                    self._prepared.clear()
+                self._prepared[key] = prepared
+        self._execute(prepared)
+        return prepared.traffic
+
+    def run_algorithm(self, algorithm: Algorithm, buffer: Tensor, label: str) -> None:
+        """Runs any algorithm on a buffer from `allocate`."""
+        local = self._buffers.views(buffer)
+        assert local is not None
+        ranks = self._rank, self._world_size
+        self._execute(prepare("algorithm", label, algorithm, *ranks, buffer, local, 1.0, None, self._scratch))
+
+    def inherit(self, other: Transport) -> None:
+        """See `Transport.inherit`."""
+        assert isinstance(other, CpuTransport)
+        self._buffers.inherit(other._buffers)
+        self._staging = other._staging
+
+    def why(self, collective: str, size: int, bandwidth_optimal: bool = False) -> Choice:
+        """Which algorithm takes least time for a buffer of `size` bytes, and what each would. A collective call.
+
+        Args:
+            collective: Such as "all_reduce".
+            size: Bytes.
+            bandwidth_optimal: Only those that move the fewest bytes.
+        """
+        if self._topology is None:
+            self._topology = measure_links(self)
+        return choose(collective, size, self._topology, bandwidth_optimal)
+
+    def abort(self, reason: str = "") -> None:
+        """Ends all waiting for peers, here and there; see `Transport.abort`."""
+        if reason:
+            self._tell(reason)
+        elif self._failure is None:
+            self._failure = f"rank {self._rank} ended its connections itself"
+        if self._signals is not None:
+            self._signals.interrupt()
+        if self._connections is not None:
+            self._connections.interrupt()
+
+    def close(self) -> None:
+        """Ends the connections; a peer still waiting for this rank is told so by that."""
+        self.abort()
+        self.close_sockets()
+
+    def close_sockets(self) -> None:
+        """Lets go of this process's ends."""
+        for channel in self._channels.values():
+            channel.close()
+        if self._signals is not None:
+            self._signals.close()
+        if self._connections is not None:
+            self._connections.close()
+
+    def blocked_peers(self) -> Iterable[tuple[int, str]]:
+        """See `Signals.blocked_peers`; none where ranks are connected by sockets alone."""
+        return self._signals.blocked_peers() if self._signals is not None and self._failure is None else ()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes handed to sockets so far, headers included."""
+        return self._connections.sent_bytes if self._connections is not None else 0
+
+    # ---- making ready
+
+    def _algorithm(self, collective: str, buffer: Tensor) -> str:
+        """The collective with the algorithm to run it by.
+
+        Without a name it is the fastest of those that move the fewest bytes. But not inside a host, where the default
+        adds in the order of the ranks and makes a sum the same to the bit wherever a buffer is cut; nor for low
+        precision, where the default rounds a sum only once.
+        """
+        name, _, algorithm = collective.partition("/")
+        algorithm, at, root = algorithm.partition("@")
+        if not algorithm and self._encodes(collective, buffer) and name in BANDWIDTH_OPTIMAL:
+            # In one hop between hosts, so that nothing is rounded twice.
+            return f"{name}/hierarchical" if self.ranks_per_host > 1 else collective
+        if algorithm == "auto":
+            return f"{name}/{self.why(name, buffer.nbytes).algorithm}{at}{root}"
+        if algorithm or self._connections is None or name not in BANDWIDTH_OPTIMAL or buffer.numel() % self._world_size:
+            return collective
+        if name in REDUCTIONS and accumulation_dtype(buffer.dtype) != buffer.dtype:
+            return collective
+        return f"{name}/{self.why(name, buffer.nbytes, bandwidth_optimal=True).algorithm}"
+
+    def _prepare(
+        self, collective: str, buffer: Tensor, label: str, scale: float, shard: Tensor | None
+    ) -> PreparedCollective:
+        sends_shard = shard is not None and collective.partition("/")[0] == "all_gather"
+        if sends_shard and self._connections is None:
+            assert shard is not None
+            shards = self._buffers.views(shard)
+            if shards is None:
+                raise ValueError(f"{collective} of {label}: the shard, which peers read, was not allocated here")
+            return prepare_direct_gather(collective, label, self._rank, buffer, shards)
+        name = self._algorithm(collective, buffer)
+        algorithm = find_algorithm(name, self.ranks_per_host)
+        local = self._buffers.views(buffer) or {self._rank: buffer}
+        out = None if sends_shard else shard
+        codec = self._codec if self._encodes(collective, buffer) else None
+        residuals = self._buffers.residuals(buffer) if codec is not None else None
+        ranks = self._rank, self._world_size
+        prepared = prepare(
+            collective, label, algorithm, *ranks, buffer, local, scale, out, self._scratch, codec, residuals
+        )
+        if sends_shard:
+            assert shard is not None
+            start, stop = chunk(*ranks, buffer.numel())
+            prepared.fill = copy_kernel(buffer[start:stop], shard)
+        return prepared
+
+    def _encodes(self, collective: str, buffer: Tensor) -> bool:
+        """Whether what a collective sends between hosts is encoded."""
+        sums = collective.partition("/")[0] in REDUCTIONS
+        return self._codec is not None and self._connections is not None and sums and buffer.dtype == torch.float32
+
+    def _run_staged(self, collective: str, buffer: Tensor, label: str, scale: float, shard: Tensor | None) -> Traffic:
+        """Runs a collective of a buffer that peers cannot read, by way of one that they can."""
+        size = _STAGING_BYTES
+        if collective.partition("/")[0] not in _ELEMENTWISE:
+            # Its chunks are those of the whole buffer.
+            size = max(size, 1 << (buffer.nbytes - 1).bit_length())
+        if self._staging.numel() < size:
+            # Ranks that run something else, and need no more memory, would not take part.
+            self._shake_hands(collective, buffer, label)
+            self._staging = self.allocate(size, torch.uint8)
+        sent = received = 0
+        encodes = self._encodes(collective, buffer)
+        for number, piece in enumerate(buffer.split(size // buffer.itemsize)):
+            staged = self._staging[: piece.nbytes].view(buffer.dtype)
+            staged.copy_(piece)
+            # What a codec owes is owed to one piece, not to the memory that all pass through.
+            traffic = self.run(collective, staged, f"{label}, part {number}" if encodes else label, scale, shard)
+            piece.copy_(staged)
+            sent, received = sent + traffic.sent, received + traffic.received
+        return Traffic(sent, received)
+
+    # ---- running
+
+    def _shake_hands(self, collective: str, buffer: Tensor, label: str) -> None:
+        self._execute(prepare_handshake(collective, label, self._rank, buffer, self._channels.keys(), self._remote))
+
+    def _execute(self, prepared: PreparedCollective) -> None:
+        if (failed := self._failure) is not None:
+            raise CommunicationError(failed)
+        try:
+            execute(prepared, self._signals, self._connections)
+        except BaseException as error:
+            if self._failure is not None and isinstance(error, CommunicationError):
+                # It was aborted meanwhile: the end of the connections is the consequence.
+                raise CommunicationError(self._failure) from error
+            # Peers must not wait for what does not come.
+            self._tell(explain(error))
+            raise
+
+    def _tell(self, reason: str) -> None:
+        """Tells peers why this rank will not go on, once."""
+        if self._failure is None:
+            self._failure = reason
+            if self._signals is not None:
+                self._signals.abort(reason)
+            if self._connections is not None:
+                self._connections.abort(reason)
+
+
+def _ranks_per_host(hosts: Sequence[str]) -> int:
+    """Ranks on each host, if they are as many on each and neighbours; else 0."""
+    each = [len(list(group)) for _, group in groupby(hosts)]
+    return each[0] if len(set(each)) == 1 and len(each) == len(set(hosts)) else 0

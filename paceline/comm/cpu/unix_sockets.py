@@ -1,0 +1,94 @@
+"""Connections between the ranks of one host, which strangers cannot enter."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from paceline.comm.cpu.reception import BACKLOG, Reception, greeting
+from paceline.comm.transport import CommunicationError, Exchange
+
+_RETRY_SECONDS = 0.01
+
+
+def connect(rank: int, group: Sequence[int], exchange: Exchange, timeout: float) -> dict[int, socket.socket] | None:
+    """Connects every pair of ranks of a group on this host by a Unix socket.
+
+    Addresses are abstract, so they leave no file. All users of the host can list them: let in are only processes of the
+    same user that know the listener's secret, which travels by `exchange`.
+
+    Args:
+        rank: This rank.
+        group: The ranks of its group, all on this host.
+        exchange: Gathers one JSON value from every rank of the job, in rank order; says what it is about.
+        timeout: Seconds to wait for a peer.
+
+    Returns:
+        Sockets by the peer's position in the group, or None on every rank of the job if any cannot reach a peer
+        (containers with a network each).
+
+    Raises:
+        CommunicationError: A peer that could reach this rank did not.
+    """
+    own = group.index(rank)
+    later = range(own + 1, len(group))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    name = f"\0paceline-{secrets.token_hex(16)}"
+    address: str | None = name
+    try:
+        listener.bind(name)
+        listener.listen(BACKLOG)
+    except OSError:
+        address = None
+    reception = Reception(listener, later if address is not None else (), timeout, _is_same_user)
+    sockets: dict[int, socket.socket] = {}
+    try:
+        told = exchange((address, reception.secret), "addresses of Unix sockets")
+        reachable = address is not None
+        try:
+            for peer in range(own):
+                theirs, secret = told[group[peer]]
+                connection = sockets[peer] = _reach(theirs or "", timeout)
+                connection.sendall(greeting(own, secret))
+        except OSError:
+            reachable = False
+        # Nobody is waited for before all have connected: a rank may have failed.
+        everyone = all(exchange(reachable, "who can be reached over Unix sockets"))
+        if everyone and not reception.wait():
+            raise CommunicationError(
+                f"of the ranks of this host, number {', '.join(map(str, sorted(reception.missing)))} did not connect "
+                f"within {timeout:g} s"
+            )
+    finally:
+        reception.close()
+    sockets |= reception.accepted
+    if not everyone:
+        for connection in sockets.values():
+            connection.close()
+        return None
+    return dict(sorted(sockets.items()))
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return bool(struct.unpack("iII", credentials)[1] == os.getuid())
+
+
+def _reach(address: str, timeout: float) -> socket.socket:
+    """Connects, also where others stand in the listener's short queue."""
+    deadline = time.monotonic() + timeout
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout)
+        try:
+            connection.connect(address)
+            return connection
+        except OSError as error:
+            connection.close()
+            if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_SECONDS)

@@ -1,0 +1,80 @@
+"""What the environment of a launcher says: this process's rank, its device, and where ranks meet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from paceline.core.errors import UserError
+
+
+def choose_device(wanted: str | None, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of a rank: "cpu", "cuda", or by default a GPU where the host has one for each of its ranks.
+
+    Raises:
+        UserError: There is no such device.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted is None:
+        wanted = "cuda" if count >= local_world_size else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted != "cuda":
+        raise UserError(f"device: expected cpu or cuda, got {wanted!r}")
+    if local_rank >= count:
+        raise UserError(
+            f"device: local rank {local_rank} needs a GPU of its own, but this host shows {count}; start at most "
+            f"{count} ranks on it or use the CPU"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def read_environment(env: Mapping[str, str]) -> tuple[int, int, int, int, str]:
+    """Reads (rank, world size, local rank, local world size, rendezvous) from a launcher's variables.
+
+    Raises:
+        UserError: They contradict each other, or some are missing.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+        local_rank = _number(env, "LOCAL_RANK", 0)
+        local_size = _number(env, "LOCAL_WORLD_SIZE", size if "PACELINE_RENDEZVOUS" in env else 1)
+        method = env.get("PACELINE_RENDEZVOUS", "env://")
+        if size > 1 and method == "env://" and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+            raise UserError(
+                f"WORLD_SIZE={size} but MASTER_ADDR and MASTER_PORT are not both set; start the job with torchrun, "
+                "with `paceline train --workers N`, or set them on every rank"
+            )
+    elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and "SLURM_STEP_NODELIST" in env:
+        rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
+        local_rank = _number(env, "SLURM_LOCALID", 0)
+        local_size = int(re.split(r"[(,]", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0])
+        # A port from the job's number, as several jobs may share a host.
+        port = env.get("MASTER_PORT", str(20000 + _number(env, "SLURM_JOB_ID", 0) % 20000))
+        address = env.get("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
+        method = f"tcp://{address}:{port}"
+    else:
+        return 0, 1, 0, 1, ""
+    if not 0 <= rank < size:
+        raise UserError(f"rank {rank} of {size}: expected 0 <= rank < world size; check RANK and WORLD_SIZE")
+    return rank, size, local_rank, local_size, method
+
+
+def first_host(nodes: str) -> str:
+    """First host of a Slurm node list: "gpu[03-05,9],x" gives "gpu03"."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return nodes.split(",")[0]
+    return head + re.split(r"[-,\]]", rest)[0]
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = env.get(name)
+    if value is None and default is not None:
+        return default
+    try:
+        return int(value or "")
+    except ValueError:
+        raise UserError(f"{name}: expected a whole number, got {value!r}") from None

@@ -1,0 +1,108 @@
+"""What a check found: the faults, or how much was proved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.core.memory import Memory
+from paceline.core.ops import PREVIOUS, Key, Op
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that would go wrong."""
+
+    kind: str
+    """sequence, deadlock, size, race, contents or gradients."""
+    rank: int
+    op: Key | None
+    """The op at which it shows; None where it shows at none."""
+    message: str
+    """Names rank, ops, bucket and buffer, and says what would happen."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.message}"
+
+
+class ScheduleError(Exception):
+    """A schedule that would hang, race, or compute something else than its strategy says: a mistake in paceline."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was looked at, of two steps in a row on all ranks side by side.
+
+    Attributes:
+        ranks: Number of ranks.
+        kinds: Distinct schedules among them.
+        micro_batches: Micro-batches of a step.
+        ops: Ops of one rank in a step.
+        collectives: Those of them that communicate.
+        pairs: Pairs of ops on one part of a buffer, of which one writes, that were found to be in order.
+        sent: Bytes that the rank that sends most sends in a step.
+        memory: What rank 0 holds with Adam.
+        faults: What would go wrong; none for a schedule that is right.
+    """
+
+    ranks: int
+    kinds: int
+    micro_batches: int
+    ops: int
+    collectives: int
+    pairs: int
+    sent: int
+    memory: Memory
+    faults: tuple[Fault, ...] = ()
+
+    def require(self) -> Report:
+        """This report, if there are no faults.
+
+        Raises:
+            ScheduleError: There are; its message has a line for each.
+        """
+        if self.faults:
+            raise ScheduleError("\n".join(map(str, self.faults)))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        memory = {**asdict(self.memory), "total": self.memory.total}
+        return {**asdict(self), "memory": memory, "faults": [str(fault) for fault in self.faults]}
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """For how long a buffer of a step holds something.
+
+    Attributes:
+        written: Position of the first op that writes it; None if none does, as it is filled before the first step.
+        read: Position of the last op that reads it; None if none does.
+    """
+
+    written: int | None = None
+    read: int | None = None
+
+
+def lifetimes(ops: Sequence[Op]) -> Mapping[str, Lifetime]:
+    """By buffer, the first op that writes it and the last that reads it, as positions in a step's list of ops."""
+    written: dict[str, int] = {}
+    read: dict[str, int] = {}
+    for position, op in enumerate(ops):
+        for span in op.writes:
+            written.setdefault(span.buffer, position)
+        for span in op.reads:
+            read[span.buffer] = position
+    return {name: Lifetime(written.get(name), read.get(name)) for name in sorted({*written, *read})}
+
+
+def words(op: Op | Key) -> str:
+    """An op, such as "all_gather of blocks.3 (micro-batch 0, backward)"."""
+    when = "the step before" if op.micro_batch == PREVIOUS else f"micro-batch {op.micro_batch}"
+    return f"{op.kind} of {op.target} ({when}, {op.phase})"
+
+
+def within(step: int) -> str:
+    """Which of the two steps, where it is not the first."""
+    return " of the next step" if step else ""

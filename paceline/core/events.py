@@ -1,0 +1,71 @@
+"""What happened: one event per op, measured by the engine or predicted by a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One executed op, as `pl.engine_of(model).drain_events()` lists them.
+
+    The first fields are those of `Op`, but `sent` and `received` are counted where the bytes move, not copied from the
+    schedule.
+
+    Attributes:
+        kind: What it does, such as forward, all_gather or update.
+        target: What it does that to: the name of a unit or a bucket, or what else an op of that kind has.
+        micro_batch: Number within the step, from 0; -2 for a pass that is no part of a step.
+        phase: Part of the step: forward, backward or update.
+        stream: What it runs on; ops on one stream run one after another.
+        bytes: Size of the buffer that is communicated; 0 for what computes.
+        sent: Bytes that this rank sent.
+        received: Bytes that this rank received.
+        step: Optimizer step, from 0.
+        rank: Whose op it is.
+        start: Seconds on the host's monotonic clock, which ranks of one host share.
+        end: The same, when it was over.
+        exposed: Seconds of a collective during which computing stood still for it.
+        planned: Whether the op is part of every such step, or was added as this step's data asked for it.
+    """
+
+    kind: str
+    target: str
+    micro_batch: int
+    phase: str
+    stream: str
+    bytes: int
+    sent: int
+    received: int
+    step: int
+    rank: int
+    start: float
+    end: float
+    exposed: float = 0.0
+    planned: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.end - self.start
+
+    def to_dict(self) -> dict[str, Any]:
+        """The event as JSON-ready values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`."""
+        return cls(**values)
+
+
+def exposed_fraction(events: Iterable[Event], seconds: float) -> float:
+    """Share of `seconds` (a wall time) in which one rank computed nothing because it waited for a collective.
+
+    Args:
+        events: Events of one rank.
+        seconds: The wall time that they span, such as the time of the steps they belong to.
+    """
+    return sum(event.exposed for event in events) / seconds if seconds > 0 else 0.0

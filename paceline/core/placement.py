@@ -1,0 +1,252 @@
+"""What a strategy means for one model on one rank: who shares what, which slots units and buckets take. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from paceline.core.layout import ROOT, Bucket, Layout
+from paceline.core.mesh import REPLICATE, SHARD, Mesh
+from paceline.core.ops import Group, Stream
+from paceline.core.strategy import Strategy
+
+DEPTH = 2
+"""Units whose sharded parameters or gradients are held whole at a time: one computes, one is on its way."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a strategy means for one model, on one rank.
+
+    Attributes:
+        layout: Units and buckets.
+        strategy: What is sharded, and what is synchronised when.
+        world_size: Number of ranks. With one rank nothing is communicated.
+        rank: This rank.
+        order: Units whose module runs, in the order of the forward pass. A unit that is not in it (parameters
+            held directly by a container) has no compute op of its own; where it is empty, the model computes as `ROOT`.
+        deferred: Units whose gradients are not complete when the backward of the unit before them begins (seen by
+            the engine: parameters used in two reentrant checkpoints, or outside their unit too); they are copied in
+            after the whole backward.
+    """
+
+    layout: Layout
+    strategy: Strategy
+    world_size: int
+    rank: int
+    order: tuple[str, ...]
+    deferred: frozenset[str] = field(default=frozenset())
+
+    # ---- ranks
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """All ranks: replicas of groups that hold one copy between them."""
+        shards = self.strategy.shards(self.world_size)
+        return Mesh(((REPLICATE, self.world_size // shards), (SHARD, shards)))
+
+    @cached_property
+    def shards(self) -> int:
+        """Ranks that hold one copy between them; 1 where nothing is sharded."""
+        return self.mesh.extent(SHARD)
+
+    @cached_property
+    def replicas(self) -> int:
+        """Copies of the model, whole or sharded."""
+        return self.mesh.extent(REPLICATE)
+
+    @cached_property
+    def shard_index(self) -> int:
+        """Which shard is this rank's."""
+        return self.mesh.coordinates(self.rank)[SHARD]
+
+    @cached_property
+    def groups(self) -> Mapping[Stream, Group]:
+        """The group of ranks that each stream's collectives run over; only streams that there are."""
+        if self.world_size == 1:
+            return {}
+        found: dict[Stream, Group] = {"statistics": "world", "reduce": "shard" if self.shards > 1 else "world"}
+        if self.shards > 1:
+            found["gather"] = "shard"
+        if 1 < self.shards < self.world_size:
+            found["replicate"] = "replicate"
+        return found
+
+    def ranks_of(self, group: Group) -> list[list[int]]:
+        """All groups of one kind, as lists of ranks."""
+        along = {"world": self.mesh.names, "shard": (SHARD,), "replicate": (REPLICATE,)}
+        return self.mesh.groups(along[group])
+
+    def position_in(self, group: Group) -> tuple[int, int]:
+        """This rank's index in its group of one kind, and the number of ranks in it."""
+        if group == "shard":
+            return self.shard_index, self.shards
+        if group == "replicate":
+            return self.mesh.coordinates(self.rank)[REPLICATE], self.replicas
+        return self.rank, self.world_size
+
+    # ---- what the stages mean
+
+    @cached_property
+    def shards_parameters(self) -> bool:
+        """Whether ranks hold shards of the parameters alone, and gather a unit's for its computing."""
+        return self.strategy.gathers and self.shards > 1
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether a gathered unit's parameters may be overwritten between its forward and its backward."""
+        return self.shards_parameters and self.strategy.accumulation != "hold"
+
+    @cached_property
+    def copies_gradients(self) -> bool:
+        """Whether gradients are copied into buckets: to be communicated, or held in another precision."""
+        return self.world_size > 1 or self.strategy.low
+
+    @property
+    def has_server(self) -> bool:
+        """Whether rank 0 alone updates, and sends the others what it updated."""
+        return self.strategy.serves(self.world_size)
+
+    @property
+    def gathers_updates(self) -> bool:
+        """Whether every rank keeps whole parameters but updates a shard, so that an update is gathered."""
+        return self.shards > 1 and self.strategy.stage in (1, 2) and not self.shares_memory
+
+    @cached_property
+    def shares_memory(self) -> bool:
+        """Whether ranks compute with one copy of the parameters in shared memory, each updating its shard of it."""
+        return self.shards > 1 and self.strategy.share_parameters
+
+    # ---- parameters
+
+    @cached_property
+    def kept_buckets(self) -> tuple[Bucket, ...]:
+        """Buckets that are gathered once a step and kept: small ones, of no unit, and of units that never run."""
+        ran = set(self.order)
+        return tuple(
+            bucket
+            for bucket in self.layout.buckets
+            if self.shards_parameters and (bucket.kept or ran.isdisjoint(bucket.units))
+        )
+
+    @cached_property
+    def computed_units(self) -> tuple[str, ...]:
+        """Units that have a forward and a backward of their own: `ROOT` for a model that is cut into none."""
+        return self.order or (ROOT,)
+
+    @cached_property
+    def unowned_buckets(self) -> tuple[Bucket, ...]:
+        """Buckets of units that do not run, such as tied parameters: any unit may compute with them."""
+        ran = set(self.computed_units)
+        return tuple(bucket for bucket in self.layout.buckets if not ran.issuperset(bucket.units))
+
+    @cached_property
+    def slots(self) -> int:
+        """Number of slots for gathered units."""
+        return max(1, len(self.gathered_units)) if self.strategy.accumulation == "hold" else DEPTH
+
+    @cached_property
+    def gathered_units(self) -> tuple[str, ...]:
+        """Units that are gathered for computing and then resharded, in the order of the forward pass."""
+        if not self.shards_parameters:
+            return ()
+        kept = set(self.kept_buckets)
+        return tuple(unit for unit in self.order if not kept.issuperset(self.buckets_of.get(unit, ())))
+
+    @cached_property
+    def gathered_buckets(self) -> Mapping[str, tuple[Bucket, ...]]:
+        """The buckets of each gathered unit that are gathered and resharded with it."""
+        kept = set(self.kept_buckets)
+        return {unit: tuple(b for b in self.buckets_of[unit] if b not in kept) for unit in self.gathered_units}
+
+    @cached_property
+    def slot(self) -> Mapping[str, int]:
+        """Which of the `slots` a gathered unit's parameters take, the same in forward and backward."""
+        return {unit: index % self.slots for index, unit in enumerate(self.gathered_units)}
+
+    @cached_property
+    def buckets_of(self) -> Mapping[str, tuple[Bucket, ...]]:
+        """The buckets that hold a unit's parameters, by unit."""
+        found: dict[str, tuple[Bucket, ...]] = {}
+        for bucket in self.layout.buckets:
+            for unit in bucket.units:
+                found[unit] = (*found.get(unit, ()), bucket)
+        return found
+
+    def occupied(self, units: Iterable[str]) -> dict[int, str]:
+        """The slots that some gathered units take, with the unit in each."""
+        return {self.slot[unit]: unit for unit in units}
+
+    # ---- gradients
+
+    @cached_property
+    def reduced_buckets(self) -> tuple[Bucket, ...]:
+        """Buckets of gradients in the order in which backward completes them."""
+        last = {unit: index for index, unit in enumerate(self.copied_units)}
+        trainable = (bucket for bucket in self.layout.buckets if bucket.trainable)
+        return tuple(sorted(trainable, key=lambda bucket: max(last[unit] for unit in bucket.units)))
+
+    @property
+    def updated_buckets(self) -> tuple[Bucket, ...]:
+        """Buckets of which this rank has reduced gradients, and updates its share: none on a server's workers."""
+        return () if self.has_server and self.rank > 0 else self.reduced_buckets
+
+    @cached_property
+    def copied_units(self) -> tuple[str, ...]:
+        """Units with trainable parameters, in the order in which their gradients are copied in."""
+        trained = {unit for bucket in self.layout.buckets if bucket.trainable for unit in bucket.units}
+        return tuple(unit for unit in (*reversed(self.copied_in_backward), *self.copied_at_end) if unit in trained)
+
+    @cached_property
+    def reuses_gradient_slots(self) -> bool:
+        """Whether whole gradients live only from copy-in to reduction, in slots that buckets take in turn."""
+        return self.strategy.stage >= 2 and self.shards > 1 and self.strategy.reduces_each
+
+    @cached_property
+    def copied_in_backward(self) -> tuple[str, ...]:
+        """Units that are copied in as soon as their backward is over, in the order of the forward pass."""
+        return tuple(u for u in self.order if u not in self.deferred and self.strategy.synchronize == "overlap")
+
+    @cached_property
+    def copied_early(self) -> frozenset[str]:
+        """`copied_in_backward`, to look a unit up in."""
+        return frozenset(self.copied_in_backward)
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """The place of each unit that runs in `order`."""
+        return {unit: index for index, unit in enumerate(self.order)}
+
+    @cached_property
+    def copied_at_end(self) -> tuple[str, ...]:
+        """Units that are copied in after the whole backward, in the order in which they are."""
+        early = set(self.copied_in_backward)
+        return tuple(unit for unit in reversed(self.layout.units) if unit not in early)
+
+    @cached_property
+    def gradient_slot(self) -> Mapping[str, int]:
+        """Which slot a bucket's whole gradients take where these are reused: `DEPTH` slots in turn.
+
+        There are more only where units of different buckets run in between each other.
+        """
+        slots: dict[str, int] = {}
+        free: deque[int] = deque()
+        opened = 0
+        copied: set[str] = set()
+        for unit in self.copied_units:
+            mine = [bucket for bucket in self.buckets_of.get(unit, ()) if bucket.trainable]
+            for name in (bucket.name for bucket in mine if bucket.name not in slots):
+                if opened < DEPTH or not free:
+                    slots[name] = opened
+                    opened += 1
+                else:
+                    slots[name] = free.popleft()
+            copied.add(unit)
+            free.extend(slots[bucket.name] for bucket in mine if copied.issuperset(bucket.units))
+        return slots
+
+    def copied_to(self, bucket: Bucket) -> int | str:
+        """Where a bucket's whole gradients lie: a slot that others take too, or its own place."""
+        return self.gradient_slot[bucket.name] if self.reuses_gradient_slots else bucket.name

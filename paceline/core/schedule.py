@@ -1,0 +1,240 @@
+"""One optimizer step as a list of operations on a table of buffers.
+
+Pure: from a `Layout` and a `Strategy` follows what is computed, what is sent, in which order on which stream, between
+which ranks, from which memory into which, and after what. The engine executes this list; the checker proves it, a
+simulation predicts it, `memory` adds its buffers up and a report draws it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from paceline.core.buffers import has_master
+from paceline.core.ops import (
+    EXTRA,
+    GRADIENTS,
+    OPTIMIZER,
+    PREVIOUS,
+    READ,
+    STATISTICS,
+    WRITTEN,
+    Key,
+    Kind,
+    Op,
+    Phase,
+    Span,
+)
+from paceline.core.prefetch import Prefetch
+from paceline.core.transfers import Transfers
+
+
+@dataclass(frozen=True)
+class Schedule(Transfers):
+    """The ops of one rank's optimizer step: `pl.engine_of(model).schedule`.
+
+    With a parameter server, ranks differ in what they send.
+
+    Example:
+        >>> model = pl.parallelize(torch.nn.Linear(4, 2))
+        >>> [op.kind for op in pl.engine_of(model).schedule.step(micro_batches=1)]
+        ['forward', 'backward', 'update']
+    """
+
+    _passes: dict[tuple[str, int, bool], tuple[Op, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    # ---- a step
+
+    def step(self, micro_batches: int) -> tuple[Op, ...]:
+        """All ops of a step of `micro_batches` micro-batches, of which the last synchronises.
+
+        None starts before the compute ops of the step before are over; collectives that follow its update may still be
+        under way.
+        """
+        ops: list[Op] = []
+        for index in range(micro_batches):
+            ops += self.micro_batch(index, synchronise=index == micro_batches - 1)
+        return (*ops, *self.update(micro_batches - 1))
+
+    def micro_batch(self, index: int, synchronise: bool) -> tuple[Op, ...]:
+        """Forward and backward of one micro-batch, with its collectives."""
+        return (*self.forward(index), *self.backward(index, synchronise))
+
+    def forward(self, index: int) -> tuple[Op, ...]:
+        """The forward half of a micro-batch."""
+        return self._remembered("forward", index, False)
+
+    def extra_forward(self) -> tuple[Op, ...]:
+        """A forward that is no part of a step, such as for evaluation: gathers every unit, wherever the step is."""
+        return self._remembered("forward", EXTRA, False)
+
+    def backward(self, index: int, synchronise: bool) -> tuple[Op, ...]:
+        """The backward half of a micro-batch; where it synchronises, the step's gradients are complete after it."""
+        return self._remembered("backward", index, synchronise)
+
+    def _remembered(self, phase: str, index: int, synchronise: bool) -> tuple[Op, ...]:
+        # The engine asks in every step, and a large model has hundreds of buckets.
+        key = (phase, index, synchronise)
+        if key not in self._passes:
+            ops = self._forward(index) if phase == "forward" else self._backward(index, synchronise)
+            self._passes[key] = tuple(replace(op, planned=False) for op in ops) if index == EXTRA else tuple(ops)
+        return self._passes[key]
+
+    # ---- forward
+
+    def _forward(self, index: int) -> list[Op]:
+        ops: list[Op] = []
+        if self.shards_parameters and index == 0:
+            ops += self.gather_kept()
+        needed: Mapping[str, tuple[Key, ...]] = {}
+        first = tuple(op.key for op in ops)
+        if (self.gathers_updates or self.has_server or self.shares_memory) and index == 0:
+            needed, first = self.sent_before
+        held = self.occupied(()) if index in (0, EXTRA) else self.occupied(self.gathered_units[: self.slots])
+        walk = Prefetch(self, "forward", index, self.order, held)
+        for unit in self.computed_units:
+            ops += walk.ahead()
+            if unit in self.slot and (self.reshards_after_forward or index in (0, EXTRA)):
+                ops.append(self._present("unshard", unit, index, "forward", walk.needs(unit)))
+            after = dict.fromkeys((*needed.get(unit, ()), *first))
+            ops.append(Op("forward", unit, index, "forward", "compute", tuple(after), reads=self.parameters_of(unit)))
+            if unit in self.slot and self.reshards_after_forward:
+                ops.append(self._present("reshard", unit, index, "forward"))
+            walk.ran(unit)
+            first = ()
+        return ops
+
+    def parameters_of(self, unit: str) -> tuple[Span, ...]:
+        """What a unit may compute with: its own parameters, and those of no unit that runs."""
+        found = dict.fromkeys((*self.buckets_of.get(unit, ()), *self.unowned_buckets))
+        return tuple(self._plain.unsharded(bucket) for bucket in found)
+
+    @cached_property
+    def sent_before(self) -> tuple[Mapping[str, tuple[Key, ...]], tuple[Key, ...]]:
+        """What the step before sends after its update: ops that units wait for, and those that the first waits for."""
+        ran = set(self.computed_units)
+        needed: dict[str, tuple[Key, ...]] = {}
+        first: tuple[Key, ...] = ()
+        if self.shares_memory:
+            return needed, (Key("barrier", WRITTEN, PREVIOUS, "update"),)
+        for bucket in self.reduced_buckets:
+            key = Key("broadcast" if self.has_server else "all_gather", bucket.name, PREVIOUS, "update")
+            for unit in bucket.units:
+                if unit in ran:
+                    needed[unit] = (*needed.get(unit, ()), key)
+                else:
+                    first = (*first, key)
+        return needed, first
+
+    def _present(self, kind: Kind, unit: str, index: int, phase: Phase, after: tuple[Key, ...] = ()) -> Op:
+        spans = tuple(self._plain.unsharded(bucket) for bucket in self.gathered_buckets[unit])
+        return Op(kind, unit, index, phase, "compute", after, reads=spans)
+
+    # ---- backward
+
+    def _backward(self, index: int, synchronise: bool) -> list[Op]:
+        ops: list[Op] = []
+        communicates = self.world_size > 1 and (synchronise or self.strategy.reduces_each)
+        reduces = list(self.reduced_buckets) if communicates else []
+        copied: set[str] = set()
+        # What must be reduced before gradients are copied to where it lies.
+        lent: dict[int | str, Key] = {}
+        if index > 0 and self.world_size > 1 and self.strategy.reduces_each:
+            lent = {self.copied_to(b): self.reduce(b, index - 1, False)[0].key for b in self.reduced_buckets}
+
+        def copy_in(unit: str) -> None:
+            mine = [bucket for bucket in self.buckets_of.get(unit, ()) if bucket.trainable]
+            if not self.copies_gradients or not mine:
+                return
+            waits = tuple(lent[place] for place in dict.fromkeys(map(self.copied_to, mine)) if place in lent)
+            ops.append(self._copy_in(unit, index, synchronise, waits))
+            copied.add(unit)
+            while reduces and copied.issuperset(reduces[0].units):
+                bucket = reduces.pop(0)
+                reduction = self.reduce(bucket, index, synchronise)
+                ops.extend(reduction)
+                lent[self.copied_to(bucket)] = reduction[0].key
+
+        walk = Prefetch(self, "backward", index, self.order[::-1], self.occupied(self.gathered_units[-self.slots :]))
+        for unit in reversed(self.computed_units):
+            ops += walk.ahead()
+            if unit in self.slot and self.reshards_after_forward:
+                ops.append(self._present("unshard", unit, index, "backward", walk.needs(unit)))
+            ops.append(Op("backward", unit, index, "backward", "compute", reads=self.parameters_of(unit)))
+            if unit in self.slot and self.reshards_after_forward:
+                ops.append(self._present("reshard", unit, index, "backward"))
+            walk.ran(unit)
+            if unit in self.copied_in_backward:
+                copy_in(unit)
+        for unit in self.copied_at_end:
+            copy_in(unit)
+        if synchronise and self.copies_gradients:
+            ops += self._agree(index, tuple(op.key for op in ops if op.stream in ("reduce", "replicate")))
+        return ops
+
+    def _copy_in(self, unit: str, index: int, synchronise: bool, after: tuple[Key, ...]) -> Op:
+        buffers = self.buffers_in(index, synchronise)
+        spans = tuple(
+            buffers.gradient_of(self.layout.slots[slot], bucket)
+            for bucket in self.buckets_of[unit]
+            if bucket.trainable
+            for slot in bucket.slots
+            if self.layout.slots[slot].spec.unit == unit
+        )
+        # Gradients that nothing reduced since the micro-batch before are added to.
+        adds = index > 0 and not (self.world_size > 1 and self.strategy.reduces_each)
+        return Op("copy_in", unit, index, "backward", "compute", after, reads=spans if adds else (), writes=spans)
+
+    def _agree(self, index: int, reductions: tuple[Key, ...]) -> list[Op]:
+        """The ops that end a synchronised backward: ranks agree on a few numbers, and gradients are published."""
+        ops: list[Op] = []
+        reduced = tuple(self.buffers(index + 1).reduced(bucket) for bucket in self.updated_buckets)
+        if self.world_size > 1:
+            agreed = (Span("statistics", 0, self.statistics),)
+            # What ranks agree on includes the norm, which each knows of its shard once that is reduced.
+            after, read = (reductions, reduced) if self.shards > 1 else ((), ())
+            ops.append(Op("statistics", STATISTICS, index, "backward", "compute", after, reads=read, writes=agreed))
+            summed = self._communicate(
+                "all_reduce", STATISTICS, index, "backward", (ops[0].key,), agreed, agreed, self.statistics, 8
+            )
+            ops.append(summed)
+            reductions, reduced = (*reductions, summed.key), (*reduced, *agreed)
+        ops.append(Op("publish", GRADIENTS, index, "backward", "compute", reductions, reads=reduced))
+        return ops
+
+    # ---- update
+
+    def update(self, micro_batch: int) -> tuple[Op, ...]:
+        """The optimizer's update after the synchronised micro-batch, and what follows it."""
+        after: tuple[Key, ...] = ()
+        if self.copies_gradients:
+            after = (Key("publish", GRADIENTS, micro_batch, "backward"),)
+        buffers = self.buffers(micro_batch + 1)
+        ops: list[Op] = []
+        if self.shares_memory:
+            ops.append(self._barrier(READ, micro_batch, after))
+            after = (ops[0].key,)
+        updated = self.updated_buckets
+        masters = tuple(buffers.master(bucket) for bucket in updated)
+        gradients = tuple(buffers.reduced(bucket) for bucket in updated) if self.copies_gradients else ()
+        ops.append(
+            Op("update", OPTIMIZER, micro_batch, "update", "compute", after, reads=gradients + masters, writes=masters)
+        )
+        rounded = [bucket for bucket in updated if has_master(self.layout.flats[bucket.flat])]
+        if rounded:
+            masters = tuple(buffers.master(bucket) for bucket in rounded)
+            shards = tuple(buffers.shard(bucket) for bucket in rounded)
+            ops.append(
+                Op("cast", OPTIMIZER, micro_batch, "update", "compute", (ops[-1].key,), reads=masters, writes=shards)
+            )
+        return (*ops, *self.send_update(micro_batch, (ops[-1].key,)))
+
+    def lone_update(self, micro_batch: int) -> tuple[Op, ...]:
+        """`update` where no backward of the step came before it, such as the first of a loop that has no gradients."""
+        return tuple(
+            replace(op, planned=False, after=tuple(key for key in op.after if key.kind != "publish"))
+            for op in self.update(micro_batch)
+        )

@@ -1,0 +1,165 @@
+"""The collectives of a step, each as an op: from which memory into which, between which ranks, how many bytes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from paceline.core.buffers import Buffers
+from paceline.core.collectives.algorithms import traffic
+from paceline.core.layout import Bucket
+from paceline.core.ops import STATISTICS, WRITTEN, Key, Kind, Op, Phase, Span
+from paceline.core.placement import Placement
+
+
+@dataclass(frozen=True)
+class Transfers(Placement):
+    """What moves a bucket's parameters or gradients between ranks, and the buffers that it moves them between.
+
+    Attributes:
+        statistics: How many fp64 numbers the ranks agree on in each synchronised micro-batch.
+    """
+
+    statistics: int = 0
+
+    def buffers(self, micro_batches: int = 1) -> Buffers:
+        """Every buffer that a step of so many micro-batches needs."""
+        return self._summing if self.strategy.reduces_each and micro_batches > 1 else self._plain
+
+    def buffers_in(self, index: int, synchronise: bool) -> Buffers:
+        """Every buffer of the steps that have such a micro-batch."""
+        return self.buffers(1 if index == 0 and synchronise else 2)
+
+    @cached_property
+    def _plain(self) -> Buffers:
+        return Buffers(self, False, self.statistics)
+
+    @cached_property
+    def _summing(self) -> Buffers:
+        return Buffers(self, self.copies_gradients, self.statistics)
+
+    # ---- parameters
+
+    def gather(self, bucket: Bucket, index: int, phase: Phase, after: tuple[Key, ...] = ()) -> Op:
+        """The op that gathers one bucket's parameters from their shards."""
+        whole, own = self._plain.unsharded(bucket), self._plain.shard(bucket)
+        # Where the shard is a part of the whole, it stays as it is.
+        writes = (whole,) if own.buffer != whole.buffer else _without(whole, own)
+        return self._communicate(
+            "all_gather", bucket.name, index, phase, after, (own,), writes, bucket.numel, bucket.itemsize
+        )
+
+    def gather_kept(self) -> tuple[Op, ...]:
+        """The ops that gather what is gathered once a step."""
+        return tuple(self.gather(bucket, 0, "forward") for bucket in self.kept_buckets)
+
+    def gather_again(self, unit: str, index: int, phase: Phase) -> tuple[Op, ...]:
+        """The ops that gather a unit when no planned op does: a second forward, or units in another order."""
+        found = (self.gather(bucket, index, phase) for bucket in self.gathered_buckets[unit])
+        return tuple(replace(op, planned=False) for op in found)
+
+    def gather_kept_again(self) -> tuple[Op, ...]:
+        """`gather_kept` when no planned op does it, such as for a forward that follows an update without a pass."""
+        return tuple(replace(op, planned=False) for op in self.gather_kept())
+
+    def send_update(self, micro_batch: int, after: tuple[Key, ...]) -> list[Op]:
+        """The ops by which ranks get what others have updated."""
+        if self.has_server:
+            spans = {bucket.name: (self._plain.unsharded(bucket),) for bucket in self.reduced_buckets}
+            return [
+                self._communicate(
+                    "broadcast",
+                    *(b.name, micro_batch, "update", after),
+                    *(spans[b.name] if self.rank == 0 else (), () if self.rank == 0 else spans[b.name]),
+                    *(b.numel, b.itemsize),
+                )
+                for b in self.reduced_buckets
+            ]
+        if self.gathers_updates:
+            # The next forward needs the first units first.
+            return [self.gather(bucket, micro_batch, "update", after) for bucket in reversed(self.reduced_buckets)]
+        return [self._barrier(WRITTEN, micro_batch, after)] if self.shares_memory else []
+
+    def _barrier(self, target: str, micro_batch: int, after: tuple[Key, ...]) -> Op:
+        """The barrier around an update of parameters that ranks share."""
+        return self._communicate("barrier", target, micro_batch, "update", after, (), (), 1, 8)
+
+    # ---- gradients
+
+    def reduce(self, bucket: Bucket, index: int, synchronise: bool = True) -> tuple[Op, ...]:
+        """The ops that reduce one bucket's gradients in micro-batch `index`, each after the one before.
+
+        Replicas of a shard are reduced only where the micro-batch synchronises.
+        """
+        buffers = self.buffers_in(index, synchronise)
+        after = tuple(Key("copy_in", unit, index, "backward") for unit in bucket.units)
+        first: Kind = "reduce" if self.has_server else "reduce_scatter" if self.shards > 1 else "all_reduce"
+        whole, result = buffers.gradient(bucket), buffers.reduced(bucket)
+        reads = (whole, result) if index and self.strategy.reduces_each else (whole,)
+        writes = (whole, result) if buffers.beside else (whole,)
+        ops = [
+            self._communicate(
+                first,
+                *(bucket.name, index, "backward", after, reads, writes, bucket.numel, bucket.gradient_itemsize),
+            )
+        ]
+        if synchronise and 1 < self.shards < self.world_size:
+            flat = self.layout.flats[bucket.flat]
+            item = flat.master_itemsize if buffers.sums else flat.gradient_itemsize
+            numel, spans = bucket.numel // self.shards, (result,)
+            ops.append(
+                self._communicate(
+                    "all_reduce",
+                    *(bucket.name, index, "backward", (ops[0].key,), spans, spans, numel, item),
+                    stream="replicate",
+                )
+            )
+        return tuple(ops)
+
+    def reduce_late(self, bucket: Bucket, index: int) -> tuple[Op, ...]:
+        """The ops that reduce gradients which came after their bucket was: from memory of their own, then added."""
+        return tuple(replace(op, planned=False, after=(), reads=(), writes=()) for op in self.reduce(bucket, index))
+
+    @property
+    def scale(self) -> float:
+        """Factor that makes a sum of gradients over ranks what `Strategy.gradients` says."""
+        return 1 / self.world_size if self.strategy.gradients == "mean" else 1.0
+
+    def _communicate(
+        self,
+        kind: Kind,
+        target: str,
+        micro_batch: int,
+        phase: Phase,
+        after: tuple[Key, ...],
+        reads: tuple[Span, ...],
+        writes: tuple[Span, ...],
+        numel: int,
+        itemsize: int,
+        stream: str = "",
+    ) -> Op:
+        name = stream or (
+            "statistics" if target == STATISTICS else "gather" if kind in ("all_gather", "barrier") else "reduce"
+        )
+        group = self.groups[name]  # type: ignore[index]
+        sent, received = traffic(kind, *self.position_in(group), numel)
+        return Op(
+            kind,
+            target,
+            micro_batch,
+            phase,
+            name,  # type: ignore[arg-type]
+            after,
+            numel * itemsize,
+            sent * itemsize,
+            received * itemsize,
+            group,
+            reads,
+            writes,
+        )
+
+
+def _without(whole: Span, part: Span) -> tuple[Span, ...]:
+    """What is left of a span without a part of it."""
+    found = (Span(whole.buffer, whole.start, part.start), Span(whole.buffer, part.stop, whole.stop))
+    return tuple(span for span in found if span.start < span.stop)

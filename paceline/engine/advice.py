@@ -1,0 +1,36 @@
+"""What to do where ranks did not meet in a collective: one ran something else, or ended."""
+
+from __future__ import annotations
+
+from paceline.comm.transport import CommunicationError, is_of_another
+
+ADVICE = {
+    "forward": "A forward pass needs it: every rank must run the model equally often, in evaluation too, and the same "
+    "units of it (where some skip experts or layers, name the module that holds these in strategy.units, or set "
+    "strategy.accumulation to hold). To run it on one rank alone, let every rank enter "
+    "`with pl.full_parameters(model):` and that one run it there, under torch.no_grad()",
+    "backward": "A backward pass needs it: every rank must take as many steps, of as many micro-batches. Where these "
+    "may differ, loop over pl.accumulate(model, batches, uneven=True)",
+    "update": "optimizer.step() needs it: every rank must call that equally often",
+    "model.state_dict()": "Every rank must call model.state_dict(), as save_pretrained does; one of them may write "
+    "the file",
+    "model.load_state_dict()": "Every rank must call model.load_state_dict()",
+    "pl.full_parameters": "Every rank must enter and leave `with pl.full_parameters(model):`; one of them may do the "
+    "work inside",
+    "pl.clip_grad_norm_": "Every rank must call pl.clip_grad_norm_",
+    "pl.broadcast_buffers": "Every rank must call pl.broadcast_buffers",
+    "pl.release": "Every rank must call pl.release",
+}
+"""By the phase of a step, or by the call outside of one, that a collective belongs to."""
+
+
+def advised(error: CommunicationError, purpose: str, contents: str | None = None) -> CommunicationError:
+    """The same error with what was communicated and, if ranks did not meet, what to do.
+
+    Args:
+        error: What a transport raised.
+        purpose: A key of `ADVICE`; others have none.
+        contents: Which parameters the buffer holds, in words.
+    """
+    advice = "" if is_of_another(error) else ADVICE.get(purpose, "")
+    return type(error)(". ".join(filter(None, ("; ".join(filter(None, (str(error), contents))), advice))))

@@ -1,0 +1,276 @@
+"""The public verbs: make a model data-parallel, and what a plain training loop calls on it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.control import all_gather_json
+from paceline.comm.world import current_world
+from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
+from paceline.engine.engine import Engine
+
+_ATTRIBUTE = "_paceline_engine"
+_OURS = (_ATTRIBUTE, "no_sync", "__deepcopy__", "__reduce_ex__")
+"""What is set on a model while it is parallel."""
+
+M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
+
+
+def parallelize(
+    model: M,
+    strategy: Strategy | None = None,
+    *,
+    init: Callable[[nn.Module], Any] | None = None,
+    weights: str | Path | None = None,
+) -> M:
+    """Makes `model` data-parallel over all ranks and returns it: the same object, with its own parameters.
+
+    Rank 0's weights and buffers go to every rank. From then on `backward` leaves reduced gradients in `p.grad`,
+    any torch optimizer steps on them, and `model.no_sync()` defers the reduction. `state_dict` keeps its names.
+
+    What is on the meta device gets its memory and values here, one unit after another, so that with zero=3 no rank
+    ever holds the whole model. Its values are those that `model.to_empty(device=...)` and `model.apply(init)` would
+    give it with rank 0's random state, and, where weights are given, what these hold. Parameters stay the same objects.
+
+    Args:
+        model: Any module. On the meta device on some ranks or all, in whole or in part.
+        strategy: How gradients are synchronised; default `Strategy()`.
+        init: Only for the meta device: writes values to a module's parameters and buffers, and to those of modules
+            inside it. Is called under `no_grad`, children first, with each module that has something on the meta device
+            (and with those around it, up to its unit) for which `weights` has no value. By default a module's own
+            `reset_parameters()`, which is not all that a model's constructor may do.
+        weights: Only for the meta device: a safetensors file, or a folder of them, with the names of `state_dict`. Rank
+            0 reads it, one tensor at a time.
+
+    Raises:
+        UserError: The model is no module, the strategy no Strategy; ranks built different models; the weights do not
+            fit; or a parameter or buffer is left without values, or written to when its unit is done. A model on the
+            meta device must then be made anew.
+        ValueError: The model is parallel already.
+
+    Example:
+        >>> world = pl.init()
+        >>> model = pl.parallelize(torch.nn.Linear(4, 2), pl.Strategy(zero=2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model(torch.randn(8, 4).to(world.device)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+    _require_types(model, strategy)
+    if getattr(model, _ATTRIBUTE, None) is not None:
+        raise ValueError("parallelize: this model is already parallel")
+    engine = Engine(model, strategy or Strategy(), current_world(), init, weights)
+    setattr(model, _ATTRIBUTE, engine)
+    reference: weakref.ref[nn.Module] = weakref.ref(model)
+    model.no_sync = partial(_no_sync, weakref.ref(engine))  # type: ignore[assignment]
+    model.__deepcopy__ = partial(_copy, reference)  # type: ignore[assignment]
+    model.__reduce_ex__ = partial(_reduce, reference)  # type: ignore[method-assign]
+    return model
+
+
+def _require_types(model: Any, strategy: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"parallelize: expected a model, a torch.nn.Module, got {type(model).__name__}; of several models, "
+            "parallelize each"
+        )
+    if strategy is not None and not isinstance(strategy, Strategy):
+        example = "pl.Strategy(**strategy)" if isinstance(strategy, dict) else "pl.Strategy(zero=2)"
+        raise UserError(f"parallelize: expected the strategy as a pl.Strategy, got {strategy!r:.80}: write {example}")
+
+
+def _no_sync(reference: weakref.ref[Engine]) -> AbstractContextManager[None]:
+    alive = reference()
+    if alive is None:
+        raise ValueError("no_sync: this model is not parallel")
+    return alive.no_sync()
+
+
+def _reduce(reference: weakref.ref[nn.Module], protocol: int) -> Any:
+    """What `torch.save` and pickle write of a parallel model is a plain model with whole parameters."""
+    return (_as_it_is, (copy.deepcopy(reference()),))
+
+
+def _as_it_is(model: nn.Module) -> nn.Module:
+    """What a file of a parallel model gives: the plain copy that was written, whose hooks need it to live."""
+    return model
+
+
+def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a parallel model is a plain model with whole parameters."""
+    model = reference()
+    assert model is not None
+    ours = {name: model.__dict__.pop(name) for name in _OURS}
+    try:
+        with ours[_ATTRIBUTE].full_parameters():
+            return copy.deepcopy(model, memo)
+    finally:
+        model.__dict__.update(ours)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a parallel model, to look into: its strategy, schedule, layout and events.
+
+    Raises:
+        ValueError: `parallelize` was not called on this model.
+
+    Example:
+        >>> model = pl.parallelize(torch.nn.Linear(4, 2))
+        >>> pl.engine_of(model).strategy.zero
+        0
+        >>> model(torch.randn(8, 4).to(pl.init().device)).square().mean().backward()
+        >>> [event.kind for event in pl.engine_of(model).drain_events()]
+        ['forward', 'backward']
+    """
+    engine = getattr(model, _ATTRIBUTE, None)
+    if engine is None:
+        raise ValueError(f"{type(model).__name__} is not parallel: call pl.parallelize(model) first")
+    return engine  # type: ignore[no-any-return]
+
+
+def accumulate(model: nn.Module, batches: Iterable[T], uneven: bool = False) -> Iterator[T]:
+    """Yields micro-batches such that only the last one's backward completes the step's gradients.
+
+    Scale each loss yourself, as in any accumulating loop.
+
+    Args:
+        model: A parallel model.
+        batches: The micro-batches of one optimizer step, on this rank.
+        uneven: Whether ranks may have different numbers of them, or none. They are then counted over ranks first, and
+            a rank without one contributes zeros. If not, every rank has equally many.
+
+    Yields:
+        Each of `batches`, as it is. A rank that has fewer than others yields its own only.
+
+    Raises:
+        ValueError: `parallelize` was not called on this model.
+
+    Example:
+        >>> model = pl.parallelize(torch.nn.Linear(4, 2))
+        >>> batch = torch.randn(8, 4).to(pl.init().device)
+        >>> for rows in pl.accumulate(model, batch.chunk(4)):
+        ...     loss = model(rows).square().mean() / 4
+        ...     loss.backward()
+    """
+    engine = engine_of(model)
+    if uneven:
+        batches = list(batches)
+        counts = all_gather_json(len(batches), "number of micro-batches")
+        try:
+            for index in range(max(counts)):
+                engine.forward.lacks_ranks(index >= min(counts))
+                with engine.no_sync() if index < max(counts) - 1 else nullcontext():
+                    if index < len(batches):
+                        yield batches[index]
+                    else:
+                        engine.idle_micro_batch()
+        finally:
+            engine.forward.lacks_ranks(False)
+        return
+    iterator = iter(batches)
+    try:
+        current = next(iterator)
+    except StopIteration:
+        return
+    for following in iterator:
+        with engine.no_sync():
+            yield current
+        current = following
+    yield current
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the reduced gradients so that their global 2-norm is at most `max_norm`.
+
+    Called after a step's last backward. Every rank calls it. `torch.nn.utils.clip_grad_norm_` would see a rank's own
+    shards alone.
+
+    Returns:
+        The norm before clipping, in a 0-dim tensor, the same on every rank.
+
+    Raises:
+        EngineError: The gradients are not reduced yet.
+
+    Example:
+        >>> model = pl.parallelize(torch.nn.Linear(4, 2), pl.Strategy(zero=3))
+        >>> model(torch.ones(8, 4).to(pl.init().device)).sum().backward()
+        >>> print(f"{pl.clip_grad_norm_(model, 1.0):.3f}")
+        25.298
+        >>> print(f"{pl.clip_grad_norm_(model, 1.0):.3f}")
+        1.000
+    """
+    norm = engine_of(model).grad_norm()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    with torch._C.DisableTorchFunctionSubclass():
+        # The same constant as torch.nn.utils.clip_grad_norm_, so that results are comparable.
+        if gradients:
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def full_parameters(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside `with pl.full_parameters(model):` every parameter is whole, in its own shape and dtype.
+
+    For reading and editing; what is written is kept. Where parameters are sharded it is a collective call: every rank
+    enters, and writes the same values.
+
+    Example:
+        >>> model = pl.parallelize(torch.nn.Linear(4, 2), pl.Strategy(zero=3))
+        >>> with pl.full_parameters(model), torch.no_grad():
+        ...     norms = model.weight.norm(dim=1)
+        >>> norms.shape
+        torch.Size([2])
+    """
+    return engine_of(model).full_parameters()
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call.
+
+    Buffers are otherwise each rank's own once `parallelize` has sent them. Called before evaluating or saving, if their
+    values depend on the data that a rank saw.
+    """
+    engine_of(model).broadcast_buffers()
+
+
+def reset(model: nn.Module) -> None:
+    """After an exception in forward or backward: drops the step's gradients, so that the next batch starts clean.
+
+    Every rank calls it. Weights are what they were before the step.
+
+    Example:
+        >>> model = pl.parallelize(torch.nn.Linear(4, 2))
+        >>> try:
+        ...     model(torch.randn(8, 5))
+        ... except RuntimeError:
+        ...     pl.reset(model)
+    """
+    engine_of(model).reset()
+
+
+def release(model: nn.Module) -> Any:
+    """Ends the engine of a model: threads and connections are closed, the model is a plain one again.
+
+    Returns:
+        The same model, with whole parameters. Where they were sharded it is a collective call.
+
+    Example:
+        >>> model = pl.parallelize(torch.nn.Linear(4, 2), pl.Strategy(zero=3))
+        >>> pl.release(model).weight.shape
+        torch.Size([2, 4])
+    """
+    engine_of(model).close()
+    for name in _OURS:
+        delattr(model, name)
+    return model

@@ -1,0 +1,57 @@
+"""Whether somebody else than an optimizer or the engine wrote to parameters where that would be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Edits:
+    """Remembers this rank's shards of parameters as they were left.
+
+    An edit in place moves a tensor's version on. One by way of `p.data` does not, so on a CPU a few elements of each
+    shard are compared too; a GPU's host would have to wait for them.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], shards: Mapping[int, Tensor]) -> None:
+        """Remembers nothing yet.
+
+        Args:
+            parameters: All of the model.
+            shards: Of some of them, by index: their memory is contiguous, and the engine's for as long as this lives.
+        """
+        self._parameters, self._indices = parameters, list(shards)
+        self._versions: list[int] = []
+        self._values: list[Tensor] = []
+        self._seen: list[tuple[list[int], Tensor, Tensor]] = []
+        """Indices of parameters, the memory that they are in, and where in it the elements are that are compared."""
+        found: dict[int, tuple[list[int], Tensor, list[int]]] = {}
+        for index, shard in shards.items():
+            if shard.numel() and shard.device.type == "cpu":
+                storage = shard.untyped_storage()
+                memory = torch.empty(0, dtype=shard.dtype).set_(storage)
+                indices, _, places = found.setdefault(storage.data_ptr(), ([], memory, []))
+                first = int(shard.storage_offset())
+                last = first + shard.numel() - 1
+                indices += [index] * 3
+                places += [first, (first + last) // 2, last]
+        self._seen = [(indices, memory, torch.tensor(places)) for indices, memory, places in found.values()]
+
+    def set(self) -> None:
+        """Takes the shards as they are now."""
+        self._versions = [self._parameters[index]._version for index in self._indices]
+        self._values = [memory[places] for _, memory, places in self._seen]
+
+    def found(self) -> int | None:
+        """The index of a parameter that was edited since; None where none was."""
+        for index, version in zip(self._indices, self._versions, strict=True):
+            if self._parameters[index]._version != version:
+                return index
+        for (indices, memory, places), values in zip(self._seen, self._values, strict=True):
+            # By bits, as NaN is not equal to itself.
+            changed = memory[places].view(torch.uint8) != values.view(torch.uint8)
+            if changed.any():
+                return indices[int(changed.view(len(indices), -1).any(1).nonzero()[0])]
+        return None

@@ -1,0 +1,152 @@
+"""This rank's shard of a reduced gradient: what would take it for the whole one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import EngineError, UserError
+
+_ELEMENTWISE = frozenset(
+    {
+        *("mul", "div", "true_divide", "neg", "add", "sub", "clamp", "clip", "clamp_min", "clamp_max", "nan_to_num"),
+        *("abs", "sign", "isfinite", "isnan", "isinf", "square", "sqrt", "copy", "zero", "fill", "lerp", "addcmul"),
+        *("addcdiv", "pow", "round", "clone", "detach", "to", "float", "double", "half", "bfloat16", "contiguous"),
+        *("cpu", "cuda", "requires_grad", "maximum", "minimum", "where", "sgn", "logical_not", "type", "as_subclass"),
+        *("ge", "gt", "le", "lt", "eq", "ne", "nan_to_num", "masked_fill", "reciprocal", "rsqrt", "exp", "log", "tanh"),
+    }
+)
+"""Functions of an element alone, which give each rank its shard of the whole's result."""
+
+_DESCRIPTIONS = frozenset(
+    {
+        *("element_size", "is_floating_point", "is_complex", "data_ptr", "is_contiguous", "untyped_storage"),
+        *("storage_offset", "get_device", "__repr__", "__hash__"),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "is_same_size", "__format__", "__reduce_ex__"),
+        *("__deepcopy__", "is_coalesced", "_has_compatible_shallow_copy_type"),
+    }
+)
+
+_SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "T", "mT"})
+
+_NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "linalg_norm", "matrix_norm"})
+
+
+class GradientShard(Tensor):
+    """`p.grad` where this rank holds a shard of the reduced gradient: one-dimensional, in the order of memory.
+
+    Scaling, zeroing and other functions of each element work as on the whole gradient. What would look at it as if it
+    were whole (a norm, a sum, arithmetic with a tensor of the parameter's shape) raises. While a reduction into it is
+    still under way, it waits for that first.
+    """
+
+    _wait: Callable[[], None] | None
+    _is_part: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Waits for what is under way, and refuses what needs whole gradients."""
+        kwargs = kwargs or {}
+        shards = list(_shards((args, tuple(kwargs.values()))))
+        for shard in shards:
+            wait = shard.__dict__.get("_wait")
+            if wait is not None:
+                wait()
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(shard.__dict__.get("_is_part", True) for shard in shards):
+                _require_elementwise(func, shards, args, kwargs)
+            result = func(*args, **kwargs)
+            # Whoever asks for a plain tensor knows what it is.
+            return result if func is Tensor.as_subclass else _marked(result, shards)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy is a shard, too."""
+        memo[id(self)] = copied = self.clone()
+        return copied
+
+
+def as_shard(tensor: Tensor, wait: Callable[[], None] | None, is_part: bool) -> GradientShard:
+    """Marks a reduced gradient.
+
+    Args:
+        tensor: Its memory.
+        wait: Waits for the reduction that is under way into it; None where none is.
+        is_part: Whether it is a part of the parameter's gradient, not all of it.
+    """
+    shard = tensor.as_subclass(GradientShard)
+    shard._wait, shard._is_part = wait, is_part
+    return shard
+
+
+def _marked(result: Any, shards: list[GradientShard]) -> Any:
+    """Marks what was computed elementwise from shards as a shard, too."""
+    if type(result) in (list, tuple) and all(type(each) is Tensor for each in result):
+        # Of functions of lists, each of whose results goes with one shard.
+        return type(result)(_marked(each, [shard]) for each, shard in zip(result, shards, strict=False))
+    if type(result) is Tensor and shards and result.shape == shards[0].shape and result.dim():
+        return as_shard(result, None, shards[0].__dict__.get("_is_part", True))
+    return result
+
+
+def _require_elementwise(
+    func: Callable[..., Any], shards: list[GradientShard], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    name = getattr(func, "__name__", "")
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+    if attribute in _SHAPES:
+        raise EngineError(
+            f"{attribute} of p.grad: it holds this rank's shard of the gradient, flat. Ask p, whose shape the whole "
+            "gradient has"
+        )
+    if name in ("__get__", "__set__", "__delete__") or name in _DESCRIPTIONS:
+        return
+    if name in _NORMS:
+        raise UserError(
+            "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's shards of the gradients, another "
+            "one on each rank: call pl.clip_grad_norm_(model, max_norm), and pl.engine_of(model).grad_norm() for a norm"
+        )
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        raise UserError(
+            "torch.amp.GradScaler would look for infinities in this rank's shards of the gradients, and skip other "
+            "steps than the rest: use pl.GradScaler, which is the same but decides for all ranks"
+        )
+    if name in ("__float__", "__int__", "__bool__", "__index__", "__complex__"):
+        raise _refusal(name)
+    plain = name.removeprefix("_foreach_").strip("_").removeprefix("r" if name.startswith("__r") else "")
+    plain = plain[1:] if name.startswith("__i") and name != "__invert__" else plain
+    plain = {"truediv": "div", "rtruediv": "div", "rmul": "mul", "radd": "add", "rsub": "sub"}.get(plain, plain)
+    shape = shards[0].shape
+    if len(shards) > 1 and not name.startswith("_foreach_") and any(shard.shape != shape for shard in shards):
+        raise _refusal(name)
+    others = [
+        t
+        for t in _tensors((args, tuple(kwargs.values())))
+        if not isinstance(t, GradientShard) and (t.numel() > 1 or t.dim() > 1)
+    ]
+    if plain not in _ELEMENTWISE or others:
+        raise _refusal(name)
+
+
+def _refusal(name: str) -> EngineError:
+    return EngineError(
+        f"{name} of p.grad: it holds this rank's shard of the gradient, flat, so the result would be another one on "
+        "each rank. Scale or zero it as you like; for the norm call pl.engine_of(model).grad_norm(), to clip it "
+        "pl.clip_grad_norm_(model, max_norm), or set strategy.zero to 0 for whole gradients"
+    )
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _shards(values: Any) -> Iterator[GradientShard]:
+    return (tensor for tensor in _tensors(values) if isinstance(tensor, GradientShard))

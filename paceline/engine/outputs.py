@@ -1,0 +1,103 @@
+"""What a module returns or leaves behind: the tensors in it, and those that lie in its parameters' memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.core.errors import EngineError
+
+_DEPTH = 3
+"""How deep objects are looked into."""
+
+
+def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """The tensors in a module's inputs or output: inside tuples, mappings, dataclasses and other objects."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if type(value) in (tuple, list):
+        # As nearly all are, and many times quicker than by way of pytree.
+        for held in value:
+            yield from tensors_in(held, depth)
+        return
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and (attributes := _attributes(leaf)) is not None:
+            for held in attributes.values():
+                yield from tensors_in(held, depth - 1)
+
+
+def _attributes(leaf: Any) -> Mapping[str, Any] | None:
+    """What an object of a user's own holds."""
+    if isinstance(leaf, (nn.Module, type, types.ModuleType, types.FunctionType)):
+        return None
+    if dataclasses.is_dataclass(leaf):
+        return {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
+    return getattr(leaf, "__dict__", None)
+
+
+def own_copies(output: Any, lies_within: Callable[[Tensor], bool]) -> Any:
+    """An output whose tensors do not lie in memory that others will use: views of parameters are copied."""
+    if not any(lies_within(tensor) for tensor in tensors_in(output)):
+        return output
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone() if lies_within(value) else value
+        if (attributes := _attributes(value)) is not None:
+            for name, held in attributes.items():
+                replacement = own_copies(held, lies_within)
+                if replacement is not held:
+                    object.__setattr__(value, name, replacement)
+        return value
+
+    return tree_map(copied, output)
+
+
+def require_seen(unit: str, output: Any, more: Iterable[Tensor]) -> None:
+    """Refuses what a unit returns if no tensor can be seen in it, so that its backward would go unnoticed.
+
+    Raises:
+        EngineError: It is a generator, or holds no tensor.
+    """
+    if not isinstance(output, types.GeneratorType) and (
+        any(True for _ in tensors_in(output)) or any(True for _ in more)
+    ):
+        return
+    raise EngineError(
+        f"{unit} returns {type(output).__name__}, in which no tensor can be seen, so paceline would not notice when "
+        "its backward begins and needs its parameters again: return tensors (in tuples, mappings or objects), name a "
+        "module around it in strategy.units, set strategy.accumulation to hold, or strategy.zero to 2 or less"
+    )
+
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+class Leftovers:
+    """Tensors that a module's forward leaves on the module or its parts, such as auxiliary losses."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Looks at a module and all its parts."""
+        self._parts: list[tuple[dict[str, Any], int, list[str]]] = [(p.__dict__, -1, []) for p in module.modules()]
+
+    def with_graphs(self) -> Iterator[Tensor]:
+        """The tensors among them that have a graph."""
+        for place, (attributes, size, names) in enumerate(self._parts):
+            if len(attributes) != size:
+                names = [name for name in attributes if name not in _OF_EVERY_MODULE]
+                self._parts[place] = (attributes, len(attributes), names)
+            for name in names:
+                value = attributes.get(name)
+                if isinstance(value, Tensor):
+                    if value.grad_fn is not None:
+                        yield value
+                elif isinstance(value, (list, tuple, dict)):
+                    yield from (tensor for tensor in tensors_in(value, 0) if tensor.grad_fn is not None)

@@ -1,0 +1,230 @@
+"""A model's schedule with the tensors that it runs on, the ranks it runs between, and what executes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.connect import open_clock
+from paceline.comm.transport import Transport
+from paceline.comm.world import World
+from paceline.core.collectives.rounds import Traffic
+from paceline.core.layout import ROOT, Bucket, Layout, build_layout
+from paceline.core.ops import STATISTICS, Op
+from paceline.core.schedule import Schedule
+from paceline.core.strategy import Strategy
+from paceline.engine.agreement import check_same_model
+from paceline.engine.collectives import Collectives
+from paceline.engine.executor import Executor
+from paceline.engine.gradients import Gradients
+from paceline.engine.materialise import Materialiser
+from paceline.engine.parameters import Parameters
+from paceline.engine.sharded_parameter import Owner
+from paceline.engine.statistics import Statistics, length
+from paceline.engine.structure import Structure
+from paceline.engine.tensors import Tensors
+from paceline.engine.units import parameter_specs
+
+
+class Program:
+    """One model laid out on one rank: the schedule of its steps, and everything that its ops name.
+
+    Attributes:
+        world: The job.
+        schedule: The ops of a step, and its buffers.
+        collectives: Carries out collectives; None with one rank.
+        parameters: The user's parameters, in their buffers.
+        gradients: In their buckets; None before the first backward, and where nothing has to be moved.
+        statistics: What ranks agree on.
+        structure: What the model was made of.
+        executor: Launches and records ops.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Iterable[str],
+        strategy: Strategy,
+        world: World,
+        owner: Owner,
+        materialiser: Materialiser | None = None,
+    ) -> None:
+        """Opens connections, sends rank 0's weights and buffers to all, and lays the model out. A collective call.
+
+        Args:
+            module: The model.
+            units: Names of its units.
+            strategy: How it is synchronised.
+            world: The job.
+            owner: Is asked before a sharded parameter is used.
+            materialiser: Makes the model, where it is on the meta device.
+        """
+        self.world = world
+        self._module, self._units, self._owner = module, tuple(units), owner
+        self._specs = parameter_specs(module, self._units)
+        self.gradients: Gradients | None = None
+        self.schedule = self._schedule(strategy, self._units)
+        self.collectives: Collectives | None = None
+        if world.world_size > 1:
+            check_same_model(self._specs, module, strategy)
+            self.collectives = Collectives(self.schedule, world)
+            if materialiser is None:
+                self._send([p.data for p in module.parameters()])
+        try:
+            self._lay_out(materialiser.turns(self._send) if materialiser is not None else None)
+        except Exception as error:
+            if self.collectives is not None:
+                self.collectives.give_up(error)
+            raise
+        self._send(module.buffers())
+        self._tensors.allocate(self.schedule.buffers(), "statistics")
+        buffer = self._tensors.by_name.get("statistics")
+        if buffer is None:
+            buffer = torch.zeros(length(len(self._specs)), dtype=torch.float64, device=world.device)
+        self.statistics = Statistics(len(self._specs), world.world_size, buffer)
+        self.start()
+
+    def _schedule(self, strategy: Strategy, order: tuple[str, ...]) -> Schedule:
+        # Units that do not run on their own come first: their gradients are complete last.
+        idle = [unit for unit in (ROOT, *self._units) if unit not in order]
+        layout = build_layout(self._specs, [*idle, *order], strategy, self.world.world_size)
+        size = length(len(self._specs))
+        return Schedule(layout, strategy, self.world.world_size, self.world.rank, order, statistics=size)
+
+    def _send(self, tensors: Iterable[Tensor]) -> None:
+        """Gives every rank rank 0's tensors."""
+        if self.collectives is not None:
+            self.collectives.broadcast(tensors, "pl.parallelize")
+
+    def _lay_out(self, turns: Iterable[Iterable[nn.Parameter]] | None = None) -> None:
+        self._tensors = Tensors(self._transports, self.world.device)
+        by_name = dict(self._module.named_parameters())
+        parameters = [by_name[slot.spec.name] for slot in self.layout.slots]
+        self.parameters = Parameters(self.schedule, parameters, self.world.device, self._tensors, self._owner, turns)
+        self.structure = Structure(self._module, self.layout, parameters)
+        self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
+
+    def _transports(self) -> Mapping[str, Transport]:
+        return self.collectives.transports if self.collectives else {}
+
+    @property
+    def layout(self) -> Layout:
+        """Where parameters and gradients sit."""
+        return self.schedule.layout
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the model is synchronised."""
+        return self.schedule.strategy
+
+    def slots_of(self, unit: str) -> tuple[int, ...]:
+        """Indices of the slots of a unit."""
+        return self._slots[unit]
+
+    # ---- the order of units
+
+    def adopt(self, order: tuple[str, ...]) -> None:
+        """Schedules the forward order that was seen. A collective call where ranks communicate."""
+        if order == self.schedule.order:
+            return
+        if self.parameters.managed:
+            # Shards stay where they are, for an optimizer may have made its states for them; slots stay until asked.
+            self.schedule = replace(self.schedule, order=order, deferred=frozenset())
+        else:
+            statistics = self._tensors.by_name.get("statistics")
+            self.schedule = self._schedule(self.strategy, order)
+            self._lay_out()
+            if statistics is not None:
+                self._tensors.by_name["statistics"] = statistics
+
+    def defer(self, units: Collection[str]) -> None:
+        """From now on the gradients of these units are copied in after the whole backward."""
+        self.schedule = replace(self.schedule, deferred=self.schedule.deferred | set(units))
+
+    def allocate_gradients(self) -> None:
+        """Allocates buckets of gradients, as the schedule places them. A collective call where ranks communicate."""
+        if self.gradients is not None:
+            self.gradients.replace(self.schedule, self.parameters, self._tensors)
+        elif self.schedule.copies_gradients:
+            self.gradients = Gradients(self.schedule, self.parameters, self._tensors, self._wait_for_reduction)
+
+    def assign_slots(self) -> None:
+        """Gives gathered units the slots that the order they run in decides."""
+        self.parameters.assign_slots(self.schedule)
+        self.parameters.rest()
+
+    # ---- execution
+
+    def start(self) -> None:
+        """Starts executing, with nothing under way."""
+        streams = self.collectives.streams if self.collectives else {}
+        self.executor = Executor(self.world.rank, open_clock(self.world), streams, self.work)
+
+    def _wait_for_reduction(self, bucket: Bucket) -> None:
+        self.executor.require_reduced(bucket.name)
+
+    def work(self, op: Op) -> Callable[[], Traffic]:
+        """The function that performs one collective of the schedule."""
+        if torch.is_inference_mode_enabled():
+            # What it makes could not be written to outside of it.
+            with torch.inference_mode(False):
+                return self.work(op)
+        assert self.collectives is not None
+        parameters, carry_out = self.parameters, self.collectives.carry_out
+        if op.target == STATISTICS:
+            return carry_out(op, self.statistics.buffer, None)
+        if op.kind == "barrier":
+            return self.collectives.pass_barrier(op)
+        bucket, contents = parameters.buckets[op.target], parameters.contents[op.target]
+        if op.kind == "broadcast":
+            return carry_out(op, parameters.whole(bucket), contents)
+        if op.kind == "all_gather":
+            whole, shard = parameters.begin_gather(bucket)
+            return carry_out(op, whole, contents, shard=shard)
+        gradients = self.gradients
+        assert gradients is not None
+        if op.stream == "replicate":
+            return carry_out(op, gradients.reduced(bucket), contents)
+        return carry_out(
+            op,
+            gradients.whole(bucket),
+            contents,
+            # So that ranks with different numbers of micro-batches find out.
+            label=f"{op.target}, last micro-batch" if self.strategy.reduces_each and gradients.synchronises else "",
+            scale=self.schedule.scale,
+            shard=gradients.destination(bucket),
+            then=gradients.after_reduction(bucket),
+        )
+
+    @torch.inference_mode(False)
+    def gather_into(self, op: Op, bucket: Bucket, memory: Tensor) -> Callable[[], Traffic]:
+        """The function that gathers a bucket's parameters into memory of its own."""
+        assert self.collectives is not None
+        return self.collectives.carry_out(
+            op, memory, self.parameters.contents[bucket.name], shard=self.parameters.shard(bucket)
+        )
+
+    def reduce_late(self, bucket: Bucket, late: Collection[int], micro_batch: int) -> None:
+        """Reduces gradients that came after their bucket was, and adds them to it. A collective call.
+
+        Args:
+            bucket: Holds a parameter that some rank has such a gradient for.
+            late: Parameters whose gradient came late on this rank.
+            micro_batch: Number within the step.
+        """
+        collectives, gradients = self.collectives, self.gradients
+        assert collectives is not None and gradients is not None
+        whole = gradients.whole(bucket)
+        spare = collectives.transports["reduce"].allocate(bucket.numel, whole.dtype)
+        gradients.write_late(bucket, late, spare)
+        own = gradients.own(bucket, spare)
+        first, *between = self.schedule.reduce_late(bucket, micro_batch)
+        contents = self.parameters.contents[bucket.name]
+        self.executor.run([first], collectives.carry_out(first, spare, contents, scale=self.schedule.scale))
+        for op in between:
+            self.executor.run([op], collectives.carry_out(op, own, contents))
+        with torch.no_grad():
+            gradients.reduced(bucket).add_(own)

@@ -1,0 +1,158 @@
+"""What a training loop may do next: a small explicit state machine of one model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from paceline.core.errors import EngineError
+
+Forward = Literal["planned", "extra", "within"]
+"""What a forward with gradients is: the first of a micro-batch of the step; one that no op of the step foresees, such
+as one for logging between backward and step; or a further one of the same micro-batch."""
+
+
+class StepState:
+    """Counts steps and micro-batches from what the loop is seen to do, and refuses what would be wrong there.
+
+    A step is over after an update, or when a backward follows a synchronised one. Between two calls a model is in one
+    of these states, and each call below is defined or refused in each of them:
+
+    | phase | gradients | allowed |
+    |---|---|---|
+    | idle | none, local, reduced | forward, backward; update unless local |
+    | forward | none, local, reduced | forward, backward; update unless local (the forward's graph is then refused) |
+    | backward | any | nothing but its own end, and reset |
+
+    Attributes:
+        step: Number of the current step, from 0.
+        micro_batch: Number of the micro-batch under way within the step, or of the next one.
+        last_micro_batch: Number of the latest one whose backward is complete.
+        phase: What is under way.
+        synchronises: Whether the backward under way, or the latest one, reduces gradients.
+        gradients: What `p.grad` holds: none yet, this rank's share of a sum that later backwards add to (local), or
+            the same reduced gradients as on the other ranks, or this rank's shard of them (reduced).
+        generation: How many updates the weights have had.
+    """
+
+    def __init__(self) -> None:
+        """Starts before the first step."""
+        self.step = self.micro_batch = self.last_micro_batch = self.generation = 0
+        self.phase: Literal["idle", "forward", "backward"] = "idle"
+        self.synchronises = True
+        self.gradients: Literal["none", "local", "reduced"] = "none"
+        self._updated = False
+        self._deferrals = self._resets = 0
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Lets backward passes that begin inside keep their gradients on this rank."""
+        resets = self._resets
+        self._deferrals += 1
+        try:
+            yield
+        finally:
+            # One that was left open across a reset is over already.
+            if resets == self._resets:
+                self._deferrals -= 1
+
+    def begin_forward(self) -> Forward:
+        """A forward with gradients begins.
+
+        Raises:
+            EngineError: The last backward did not finish.
+        """
+        self.require_whole_backward("forward")
+        if self.phase == "forward":
+            return "within"
+        if self._updated:
+            self._begin_step()
+        self.phase = "forward"
+        # After a synchronised backward no further micro-batch of this step is planned.
+        return "extra" if self._is_synchronised else "planned"
+
+    def begin_backward(self) -> None:
+        """A backward begins that leaves gradients in parameters.
+
+        Raises:
+            EngineError: The last backward did not finish.
+        """
+        self.require_whole_backward("backward")
+        if self._updated or self._is_synchronised:
+            self._begin_step()
+        self.phase = "backward"
+        self.synchronises = self._deferrals == 0
+
+    def end_backward(self) -> None:
+        """The backward is complete, its gradients reduced if they were to be."""
+        self.last_micro_batch = self.micro_batch
+        self.micro_batch += 1
+        self.phase = "idle"
+        self.gradients = "reduced" if self.synchronises else "local"
+
+    def end_update(self) -> None:
+        """An optimizer has changed the weights."""
+        self.generation += 1
+        self._updated = True
+        self.phase = "idle"
+
+    def reset(self) -> None:
+        """The step under way is given up; its gradients are dropped."""
+        self.phase, self.micro_batch, self._deferrals = "idle", 0, 0
+        self.gradients, self._updated = "none", False
+        self._resets += 1
+
+    def drop_gradients(self) -> None:
+        """The loop has dropped all gradients, of whatever kind they were."""
+        self.gradients = "none"
+
+    # ---- what is refused
+
+    def require_current(self, generation: int) -> None:
+        """Refuses a backward through weights that have since changed.
+
+        Raises:
+            EngineError: The forward used another generation of the weights.
+        """
+        if generation != self.generation:
+            raise EngineError(
+                "the optimizer stepped between this forward and its backward, so the gradients would belong to "
+                "weights that no longer exist: call backward before optimizer.step(), or run the forward again. "
+                "Networks with an optimizer each (a GAN's) are parallelized one by one"
+            )
+
+    def require_reduced(self, what: str) -> None:
+        """Refuses to use gradients that are partial or this rank's own.
+
+        Raises:
+            EngineError: They are.
+        """
+        self.require_whole_backward(what)
+        if self.gradients == "local":
+            raise EngineError(
+                f"{what} after a backward under no_sync: the gradients are this rank's own and replicas would drift "
+                "apart. Run the step's last micro-batch outside no_sync (pl.accumulate does), or call pl.reset(model)"
+            )
+
+    def require_whole_backward(self, what: str) -> None:
+        """Refuses to go on after a backward that did not finish.
+
+        Raises:
+            EngineError: It did not.
+        """
+        if self.phase == "backward":
+            raise EngineError(
+                f"{what} after a backward that did not finish: its gradients are partial. After an exception in "
+                "backward call pl.reset(model) on every rank, then go on with the next batch"
+            )
+
+    @property
+    def _is_synchronised(self) -> bool:
+        """Whether this step has had its synchronised backward."""
+        return self.micro_batch > 0 and self.synchronises
+
+    def _begin_step(self) -> None:
+        self.step += 1
+        self.micro_batch = 0
+        self._updated = False

@@ -1,0 +1,156 @@
+"""What an optimizer's step does to parameters that ranks share out: shards before it, sent after it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.core.errors import EngineError
+from paceline.core.ops import GRADIENTS, OPTIMIZER, READ, Key, Op
+from paceline.engine.assigned_gradient import set_gradient
+from paceline.engine.forward import ForwardPass
+from paceline.engine.freed import return_freed_memory
+from paceline.engine.gradient_shard import GradientShard
+from paceline.engine.optimizers import prepare_optimizer, require_states_of
+from paceline.engine.program import Program
+from paceline.engine.state import StepState
+
+
+class Update:
+    """Follows the steps of optimizers that hold a model's parameters.
+
+    Attributes:
+        under_way: Whether an optimizer is stepping, and its parameters are shards.
+    """
+
+    def __init__(self, program: Program, state: StepState, forward: ForwardPass) -> None:
+        """Follows nothing yet."""
+        self._program, self._state, self._forward = program, state, forward
+        self._shards: list[GradientShard] = []
+        self.under_way = self._is_suspended = False
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step: it is shown this rank's shards.
+
+        Raises:
+            EngineError: The gradients are partial, this rank's own, or of a backward that the hooks did not see.
+            UserError: The optimizer cannot step on shards.
+        """
+        program, parameters = self._program, self._program.parameters
+        self.abandon()
+        self.require_reduced("optimizer.step()")
+        executor = program.executor
+        if parameters.managed:
+            self._forward.wait_for_updates()
+            parameters.require_unedited()
+            prepare_optimizer(optimizer, parameters, program.strategy)
+        else:
+            require_states_of(optimizer)
+        executor.load(executor.step, self._ops())
+        self.under_way = True
+        self._show_local()
+        # Where ranks share memory this one has done with it now, but others may still read what it is about to write.
+        executor.begin(self._key("update"))
+
+    def _show_local(self) -> None:
+        parameters = self._program.parameters
+        if not parameters.managed:
+            return
+        for index in parameters.managed:
+            gradient = parameters.all[index].grad
+            if gradient is not None and not isinstance(gradient, GradientShard) and parameters.number[1] > 1:
+                # The loop has made it itself, of the parameter's own shape.
+                set_gradient(parameters.all[index], parameters.cut(index, gradient))
+        parameters.show_local()
+        self._shards = [p.grad for p in parameters.all if isinstance(p.grad, GradientShard)]
+        for shard in self._shards:
+            shard.__class__ = Tensor  # type: ignore[assignment]
+
+    def _ops(self) -> tuple[Op, ...]:
+        schedule, index = self._program.schedule, self._state.last_micro_batch
+        published = self._program.executor.knows(Key("publish", GRADIENTS, index, "backward"))
+        return schedule.update(index) if published else schedule.lone_update(index)
+
+    def suspend(self) -> None:
+        """A closure runs a forward inside the step: parameters are what they are outside of it."""
+        self._give_shards_back()
+        self._is_suspended = True
+        if self._program.parameters.managed:
+            self._program.parameters.take_as_they_are()
+            self._program.parameters.rest()
+        self.under_way = False
+
+    def resume(self) -> None:
+        """The closure's backward is over: the step goes on."""
+        if self._is_suspended:
+            self._is_suspended = False
+            self.under_way = True
+            self._show_local()
+
+    def abandon(self) -> None:
+        """Ends a step that raised, if there is one: parameters are what they are outside of it, as far as it got."""
+        if self.under_way:
+            self.suspend()
+        self._is_suspended = False
+
+    def _give_shards_back(self) -> None:
+        for shard in self._shards:
+            shard.__class__ = GradientShard
+        self._shards = []
+
+    def end(self) -> None:
+        """The optimizer has stepped: what it updated is rounded, and sent to ranks that keep it whole."""
+        parameters, executor = self._program.parameters, self._program.executor
+        self._give_shards_back()
+        self.under_way = self._is_suspended = False
+        executor.end()
+        ops = self._ops()
+        if not executor.knows(self._key("update")):
+            # A closure has run whole forward and backward passes inside the step.
+            executor.load(executor.step, [op for op in ops if op.target != READ])
+        executor.done(self._key("update"))
+        if parameters.managed:
+            if executor.knows(self._key("cast")):
+                executor.begin(self._key("cast"))
+            parameters.updated()
+            executor.end()
+        executor.done(self._key("cast"))
+        sends = [op for op in ops if op.target not in (READ, OPTIMIZER)]
+        parameters.waiting.update(op.target for op in sends)
+        self._state.end_update()
+        if self._state.generation == 1 and self._program.world.device.type == "cpu":
+            # Now optimizer's states are there, too, and nothing as large is allocated again.
+            return_freed_memory()
+        if parameters.managed:
+            parameters.rest()
+            parameters.take_as_they_are()
+            if parameters.has_aliases:
+                # Such as an average of `p.data` that the loop has kept: what is read there must have arrived.
+                self._forward.wait_for_updates()
+        else:
+            executor.complete()
+            parameters.waiting.clear()
+
+    def _key(self, kind: str) -> Key:
+        return Key(kind, OPTIMIZER, self._state.last_micro_batch, "update")
+
+    def require_reduced(self, what: str) -> None:
+        """Refuses to use gradients that are partial, this rank's own, or of a backward that the hooks did not see.
+
+        Raises:
+            EngineError: They are.
+        """
+        program, state = self._program, self._state
+        parameters = program.parameters.all
+        state.require_whole_backward(what)
+        if program.world.world_size == 1 or state.gradients == "reduced":
+            return
+        held = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
+        if not held:
+            return
+        state.require_reduced(what)
+        raise EngineError(
+            f"{what}: {program.layout.slots[held[0]].spec.name} has a gradient of a backward that paceline did not "
+            "see, so it is this rank's own. Compute the loss from what model(...) returns; units that only run inside "
+            "a reentrant checkpoint around the whole model are not seen either"
+        )

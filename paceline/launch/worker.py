@@ -1,0 +1,88 @@
+"""What a process that the launcher started does besides its work: die with it, and say why it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.core.errors import UserError
+from paceline.launch.failure import Failure, write_failure
+from paceline.launch.screen import OutputClosed
+
+_PR_SET_PDEATHSIG = 1
+_PEER_LOST = re.compile(
+    r"is gone|rank \d+ gave up: |did not answer|connection (was )?(closed|reset|refused|aborted)|broken pipe"
+    r"|socket closed|closed by peer|timed out|remote process exited",
+    re.IGNORECASE,
+)
+
+
+def run_worker(work: Callable[[], int]) -> int:
+    """Runs `work`; in a process that the launcher started, a failure is left for it to report.
+
+    Returns:
+        The exit status that `work` returned; a process that the launcher started ends here instead.
+    """
+    # Taken out of the environment: what this process starts in turn is no worker.
+    report, launcher = os.environ.pop("PACELINE_FAILURE_FILE", None), os.environ.pop("PACELINE_LAUNCHER", None)
+    if report is None or launcher is None:
+        return work()
+    _die_with(int(launcher))
+    faulthandler.enable()
+    try:
+        status = work()
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except OutputClosed:
+        status = 128 + signal.SIGPIPE
+    except Exception as error:
+        failure = describe_failure(error, int(os.environ["RANK"]))
+        write_failure(Path(report), failure)
+        status = failure.exit_status
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Not by way of the interpreter's end: that would wait for ranks that are gone, and torch's own threads can
+    # abort a process there whose work is done.
+    os._exit(status)
+
+
+def describe_failure(error: Exception, rank: int) -> Failure:
+    """The exception as the launcher reports it."""
+    user_error = isinstance(error, UserError)
+    return Failure(
+        rank=rank,
+        time=time.monotonic(),
+        exit_status=2 if user_error else 1,
+        text=str(error) if user_error else "".join(traceback.format_exception(error)),
+        user_error=user_error,
+        peer_lost=not user_error and _lost_a_peer(error),
+    )
+
+
+def _lost_a_peer(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, (RuntimeError, OSError)) and _PEER_LOST.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _die_with(parent: int) -> None:
+    """Lets the kernel kill this process when its parent is gone, however that ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have gone before the request was made.
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)

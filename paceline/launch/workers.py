@@ -1,0 +1,260 @@
+"""Starts one process per rank on this host and sees to it that they end together.
+
+This process imports no torch and holds no state of the job: it starts, watches, forwards signals and reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from paceline.core.errors import UserError
+from paceline.launch.cores import available_cores, threads_per_rank
+from paceline.launch.failure import first_failure, memory_kills, read_failure
+from paceline.launch.screen import show
+from paceline.launch.status_line import clear_line
+from paceline.launch.stop import STOPPABLE, STOPPING, Requests
+from paceline.launch.temporary_folder import TemporaryFolder
+
+GRACE_SECONDS = 3.0
+"""Between asking the remaining workers to end after a failure and killing them."""
+START_GRACE_SECONDS = 1.0
+"""The same after a stop while they start: native code may keep them from hearing of it, as where ranks meet."""
+POLL_SECONDS = 0.05
+
+
+def job_in_environment(environment: Mapping[str, str]) -> int | None:
+    """Number of ranks of the job that torchrun, Slurm or this launcher put this process into; None outside of one."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in environment and size in environment:
+            if rank == "SLURM_PROCID" and "SLURM_STEP_NODELIST" not in environment:
+                continue
+            try:
+                return int(environment[size])
+            except ValueError:
+                raise UserError(f"{size}: expected a whole number, got {environment[size]!r}") from None
+    return None
+
+
+def launch(command: Sequence[str], workers: int, threads: int = 0) -> int:
+    """Runs `command` in `workers` processes that form one job, and waits for them.
+
+    Rank 0 has the screen; what other ranks write to stderr is shown behind `[rank k]`. If one fails, all are down
+    within seconds and the report of the one that failed first stands last. SIGINT, SIGTERM and SIGHUP are passed on
+    to workers that all grant them (`StopRequest`), so that they stop after the step they are in; others are ended
+    within a second. A second such signal kills them.
+
+    Args:
+        command: Program and arguments of every worker.
+        workers: Number of processes, at least 1.
+        threads: Threads per worker; 0: as OMP_NUM_THREADS says, else the cores shared out.
+
+    Returns:
+        Exit status: 0, that of the first failure, or 128 + the signal's number after a stop.
+
+    Raises:
+        UserError: The processes cannot be started.
+    """
+    cores, threads = available_cores(), threads_per_rank(threads, workers)
+    if workers * threads > cores:
+        show(
+            f"warning: {workers} workers of {threads} threads share {cores} cores, which is slower than "
+            f"--workers {max(1, cores // threads)}" + (" or --threads 1" if threads > 1 else ""),
+            warning=True,
+        )
+    with TemporaryFolder("job") as folder:
+        job = _Job(folder.path)
+        try:
+            with _stop_signals_to(job):
+                job.start(command, workers, threads)
+                return job.wait()
+        finally:
+            job.kill()
+            # A rank that was killed leaves its status line on the terminal.
+            clear_line()
+
+
+class _Job:
+    """The workers of one launch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ended: dict[int, float] = {}
+        self._ended_by_us: set[int] = set()
+        self._requests = Requests()
+        self._stop: signal.Signals | None = None
+        """The request that was passed on."""
+        self._stopped_early = False
+        """It came before every worker granted such."""
+        self._selector = selectors.DefaultSelector()
+        self._partial: dict[int, bytes] = {}
+        self._memory_kills = memory_kills()
+
+    def start(self, command: Sequence[str], workers: int, threads: int) -> None:
+        """Starts the workers."""
+        for rank in range(workers):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(workers),
+                "LOCAL_WORLD_SIZE": str(workers),
+                "OMP_NUM_THREADS": str(threads),
+                "PACELINE_RENDEZVOUS": f"file://{self._folder}/store",
+                "PACELINE_FAILURE_FILE": str(self._failure_file(rank)),
+                "PACELINE_LAUNCHER": str(os.getpid()),
+                STOPPABLE: str(self._stoppable_file(rank)),
+            }
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else subprocess.DEVNULL,
+                    stderr=None if rank == 0 else subprocess.PIPE,
+                    # A group of its own: Ctrl-C reaches the launcher alone, and a kill reaches grandchildren.
+                    process_group=0,
+                )
+            except OSError as error:
+                raise UserError(f"cannot start worker {rank} of {workers}: {error}") from None
+            self._processes.append(process)
+            if process.stderr is not None:
+                os.set_blocking(process.stderr.fileno(), False)
+                self._selector.register(process.stderr, selectors.EVENT_READ, rank)
+
+    def request_stop(self, number: int, _: FrameType | None = None) -> None:
+        """Signal handler; `wait` acts on it, as subprocess's own lock may be held here."""
+        # Workers know an interrupt and a request to terminate; a closed terminal is the latter.
+        self._requests.add(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Exit status of the job, after every worker has ended."""
+        deadline: float | None = None
+        while len(self._ended) < len(self._processes):
+            self._forward_output(POLL_SECONDS)
+            self._reap()
+            if self._requests.again:
+                self.kill()
+            elif self._requests.first is not None and self._stop is None:
+                self._pass_on(self._requests.first)
+                if self._stopped_early:
+                    deadline = time.monotonic() + START_GRACE_SECONDS
+            if deadline is None and any(self._failed(rank) for rank in self._ended):
+                deadline = time.monotonic() + GRACE_SECONDS
+                if self._stop is None:
+                    self._send(signal.SIGTERM)
+            if deadline is not None and time.monotonic() > deadline:
+                self.kill()
+        while self._forward_output(0):
+            pass
+        return self._status()
+
+    def kill(self) -> None:
+        """Ends every worker that still runs at once, even one that ignores signals."""
+        self._send(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        self._reap()
+
+    def _failure_file(self, rank: int) -> Path:
+        return self._folder / f"failure-{rank}.json"
+
+    def _stoppable_file(self, rank: int) -> Path:
+        return self._folder / f"stoppable-{rank}"
+
+    def _pass_on(self, stop: signal.Signals) -> None:
+        """Asks the workers to stop, or to end where some would not hear or grant it yet."""
+        self._stop = stop
+        self._stopped_early = not all(self._stoppable_file(rank).exists() for rank in range(len(self._processes)))
+        if self._stopped_early:
+            show("\nstopping", warning=True)
+            # Not an interrupt, which imports that are under way show the traceback of.
+            self._send(signal.SIGTERM)
+            return
+        show(STOPPING, warning=True)
+        for process in self._processes:
+            process.send_signal(stop)
+            # One that was stopped, as by SIGSTOP, could neither grant it nor take part in the step that others are in.
+            process.send_signal(signal.SIGCONT)
+
+    def _send(self, number: signal.Signals) -> None:
+        """Signals every worker that still runs, and remembers that its end is no news."""
+        for rank, process in enumerate(self._processes):
+            if process.poll() is None:
+                self._ended_by_us.add(rank)
+                process.send_signal(number)
+
+    def _reap(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if rank not in self._ended and process.poll() is not None:
+                self._ended[rank] = time.monotonic()
+                # What it started in turn lives in its group and must not outlive it.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _failed(self, rank: int) -> bool:
+        """Whether a worker that has ended did so neither well nor as it was asked to."""
+        well = {0} if self._stop is None else {0, 128 + self._stop, -self._stop}
+        return self._processes[rank].returncode not in well
+
+    def _status(self) -> int:
+        statuses = [process.returncode for process in self._processes]
+        failures = [
+            read_failure(self._failure_file(rank), rank, status, self._ended[rank])
+            for rank, status in enumerate(statuses)
+            if self._failed(rank) and (rank not in self._ended_by_us or self._tells_a_failure(rank))
+        ]
+        if failures:
+            first = first_failure(failures)
+            if first.exit_status == 128 + signal.SIGPIPE:
+                # Nobody reads what rank 0 writes, and wants to read no more: `| head -1` is no mistake.
+                return first.exit_status
+            show(first.describe(len(statuses), memory_kills() - self._memory_kills), warning=True)
+            return first.exit_status
+        return 128 + self._stop if self._stop is not None and any(statuses) else 0
+
+    def _tells_a_failure(self, rank: int) -> bool:
+        """Whether a worker that was asked to end failed before it was; amid imports an end may look like a failure."""
+        return not self._stopped_early and self._failure_file(rank).exists()
+
+    def _forward_output(self, timeout: float) -> bool:
+        """Shows what other ranks than 0 wrote to stderr, waiting for it up to `timeout` seconds; was there any?"""
+        if not self._selector.get_map():
+            time.sleep(timeout)
+            return False
+        ready = self._selector.select(timeout)
+        for key, _ in ready:
+            rank = int(key.data)
+            try:
+                data = os.read(key.fd, 1 << 16)
+            except BlockingIOError:
+                continue
+            *lines, rest = (self._partial.pop(rank, b"") + data).split(b"\n")
+            if data:
+                self._partial[rank] = rest
+            else:
+                self._selector.unregister(key.fileobj)
+                lines += [rest] if rest else []
+            for line in lines:
+                show(f"[rank {rank}] {line.decode(errors='replace')}", warning=True)
+        return bool(ready)
+
+
+@contextlib.contextmanager
+def _stop_signals_to(job: _Job) -> Iterator[None]:
+    """Inside, signals that would end this process ask the job to stop."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, job.request_stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
