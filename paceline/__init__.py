@@ -2,8 +2,10 @@
 
 import paceline as pl
 
-pl.init()
+world = pl.init()
 model = pl.parallelize(MyModel(), pl.Strategy())
+
+`help(pl.parallelize)`, `help(pl.Strategy)` and so on tell what each name does.
 """
 
 from __future__ import annotations
@@ -12,11 +14,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.comm.control import all_gather_json, barrier
     from paceline.comm.transport import CommunicationError
-    from paceline.comm.world import World, all_gather_json, barrier, init, shutdown
-    from paceline.engine.loss_scale import GradScaler
-    from paceline.engine.optimizers import elementwise
-    from paceline.engine.parallel import (
+    from paceline.comm.world import World, init, shutdown
+    from paceline.core.errors import EngineError, UserError
+    from paceline.core.events import Event
+    from paceline.core.layout import Layout, build_layout
+    from paceline.core.ops import Op
+    from paceline.core.schedule import Schedule
+    from paceline.core.strategy import SYSTEMS, Strategy
+    from paceline.engine.api import (
         accumulate,
         broadcast_buffers,
         clip_grad_norm_,
@@ -26,23 +33,19 @@ if TYPE_CHECKING:
         release,
         reset,
     )
-    from paceline.engine.progress import EngineError
-    from paceline.errors import UserError
-    from paceline.events import Event
-    from paceline.layout import Layout, build_layout
-    from paceline.ops import Op
-    from paceline.schedule import Schedule
-    from paceline.strategy import SYSTEMS, Strategy
+    from paceline.engine.grad_scaler import GradScaler
+    from paceline.engine.optimizers import elementwise
+    from paceline.plan.check import check
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOMES = {
     "paceline.comm.transport": ("CommunicationError",),
-    "paceline.engine.loss_scale": ("GradScaler",),
+    "paceline.engine.grad_scaler": ("GradScaler",),
     "paceline.engine.optimizers": ("elementwise",),
-    "paceline.engine.progress": ("EngineError",),
-    "paceline.comm.world": ("World", "all_gather_json", "barrier", "init", "shutdown"),
-    "paceline.engine.parallel": (
+    "paceline.comm.control": ("all_gather_json", "barrier"),
+    "paceline.comm.world": ("World", "init", "shutdown"),
+    "paceline.engine.api": (
         "accumulate",
         "broadcast_buffers",
         "clip_grad_norm_",
@@ -52,12 +55,13 @@ _HOMES = {
         "release",
         "reset",
     ),
-    "paceline.errors": ("UserError",),
-    "paceline.events": ("Event",),
-    "paceline.layout": ("Layout", "build_layout"),
-    "paceline.ops": ("Op",),
-    "paceline.schedule": ("Schedule",),
-    "paceline.strategy": ("SYSTEMS", "Strategy"),
+    "paceline.core.errors": ("EngineError", "UserError"),
+    "paceline.core.events": ("Event",),
+    "paceline.plan.check": ("check",),
+    "paceline.core.layout": ("Layout", "build_layout"),
+    "paceline.core.ops": ("Op",),
+    "paceline.core.schedule": ("Schedule",),
+    "paceline.core.strategy": ("SYSTEMS", "Strategy"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -79,6 +83,7 @@ __all__ = [
     "barrier",
     "broadcast_buffers",
     "build_layout",
+    "check",
     "clip_grad_norm_",
     "elementwise",
     "engine_of",
@@ -89,6 +94,11 @@ __all__ = [
     "reset",
     "shutdown",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, which tab completion shows."""
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,16 +9,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
 
-import tyro
-
-from paceline.errors import UserError
-from paceline.train.worker import run_worker
+from paceline.core.errors import UserError
+from paceline.launch.screen import show
+from paceline.launch.worker import run_worker
 
 HELP = """\
 paceline trains PyTorch models data-parallel and shows where the time went.
@@ -26,50 +23,22 @@ paceline trains PyTorch models data-parallel and shows where the time went.
 usage: paceline COMMAND [options]
 
 commands:
-  train    train a Transformer on text: one process, --workers N, torchrun or Slurm
-  sample   let a trained model continue a prompt
-  plan     what a model costs on N devices: memory and bytes sent, at each stage of ZeRO
-  verify   compare N ranks with one process, for your own model and every stage of ZeRO
-  trace    write one step of a run as a timeline for ui.perfetto.dev
-  bench    time strategies, collectives and slow links beside their peers
-  version  print the version
-  help     print this
+  train       train a Transformer on text: one process, --workers N, torchrun or Slurm
+  sample      let a trained model continue a prompt
+  plan        what a model costs on N devices: memory and bytes sent, at each stage of ZeRO
+  check       prove a run's schedule for N devices: no deadlock, no race, no gradient lost
+  verify      compare N ranks with one process, for your own model and every stage of ZeRO
+  trace       write one step of a run as a timeline for ui.perfetto.dev
+  bench       time strategies, collectives and slow links against their peers
+  completion  print what lets bash, zsh or fish complete these commands
+  version     print the version, as --version does
+  help        print this
 
 start with:
   paceline train --workers 2                      two minutes on two cores, no download
   paceline sample runs/latest --prompt "def "
-  paceline train --help                           every setting and its default
+  paceline train --help                           the settings that matter; --help-all has all
 """
-
-
-@dataclass(frozen=True)
-class SampleArguments:
-    """Lets the model of a finished, interrupted or running run continue a prompt."""
-
-    run: Annotated[str, tyro.conf.Positional]
-    """The run's folder, such as runs/latest."""
-    prompt: str = "def "
-    """What the text begins with; '' for the beginning of a document."""
-    tokens: int = 200
-    """Most tokens to add."""
-    temperature: float = 0.8
-    """0 takes the likeliest token each time, 1 draws as the model predicts."""
-    top_k: int = 40
-    """Draw from so many likeliest tokens; 0 for all."""
-    seed: int | None = None
-    """Makes the text repeatable."""
-
-
-@dataclass(frozen=True)
-class TraceArguments:
-    """Writes the events of one step as a trace, one track per rank and stream."""
-
-    run: Annotated[str, tyro.conf.Positional]
-    """The run's folder, such as runs/latest."""
-    step: int | None = None
-    """Optimizer step; by default the latest one whose events were written down."""
-    out: str | None = None
-    """The file to write: .png or .svg for a picture, else a trace; by default trace.json in the run's folder."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,12 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 2 for a user's mistake, 130 after Ctrl-C, 141 when nobody reads the output any more.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _open_closed_streams()
     try:
         status = run_worker(lambda: _run(given))
         sys.stdout.flush()
         return status
     except UserError as error:
-        print(f"paceline: error: {error}", file=sys.stderr)
+        show(f"paceline: error: {error}", warning=True)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -98,14 +68,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
+def _open_closed_streams() -> None:
+    """Lets standard streams that came closed lead nowhere, so that no other file takes their place."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free is this one.
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def _run(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "sample": _sample,
         "plan": _plan,
+        "check": _check,
         "verify": _verify,
         "trace": _trace,
         "bench": _bench,
+        "completion": _completion,
         "version": _version,
         "help": _help,
     }
@@ -120,9 +104,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
+    from paceline.launch.workers import job_in_environment, launch
     from paceline.train.command_line import parse_train_arguments
-    from paceline.train.launch import job_in_environment, launch
-    from paceline.train.run_folder import choose_run_folder
+    from paceline.train.run_folder import check_run_folder
     from paceline.train.yaml_file import to_yaml
 
     wants_config = "--print-config" in arguments
@@ -132,7 +116,7 @@ def _train(arguments: list[str]) -> int:
         return 0
     job = job_in_environment(os.environ)
     if config.workers is not None and config.workers > 1 and job in (None, 1):
-        choose_run_folder(config.folder, config.model.preset)
+        check_run_folder(config.folder)
         return launch([*_this_program(), "train", *arguments], config.workers, config.threads)
     from paceline.train.loop import train
 
@@ -145,6 +129,12 @@ def _plan(arguments: list[str]) -> int:
     return plan(arguments)
 
 
+def _check(arguments: list[str]) -> int:
+    from paceline.plan.check_cli import main as check
+
+    return check(arguments)
+
+
 def _verify(arguments: list[str]) -> int:
     from paceline.verify.cli import main as verify
 
@@ -152,39 +142,27 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _sample(arguments: list[str]) -> int:
-    options = tyro.cli(
-        SampleArguments,
-        prog="paceline sample",
-        args=arguments,
-        use_underscores=False,
-        description=SampleArguments.__doc__,
-    )
-    from paceline.train.sample import sample_run
+    from paceline.train.sample_command import main as sample
 
-    pieces = sample_run(options.run, options.prompt, options.tokens, options.temperature, options.top_k, options.seed)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
-    return 0
+    return sample(arguments)
 
 
 def _trace(arguments: list[str]) -> int:
-    options = tyro.cli(TraceArguments, prog="paceline trace", args=arguments)
-    from paceline.trace import write_trace
-    from paceline.train.run_folder import EVENTS, find_run
+    from paceline.report.trace_command import main as trace
 
-    run = find_run(options.run, EVENTS)
-    out = Path(options.out) if options.out is not None else run / "trace.json"
-    write_trace(run, options.step, out)
-    is_picture = out.suffix in (".png", ".svg")
-    print(f"{out}" if is_picture else f"{out}: open it at https://ui.perfetto.dev or in chrome://tracing")
-    return 0
+    return trace(arguments)
 
 
 def _bench(arguments: list[str]) -> int:
     from paceline.bench.cli import main as bench
 
     return bench(arguments)
+
+
+def _completion(arguments: list[str]) -> int:
+    from paceline.completion import main as completion
+
+    return completion(arguments)
 
 
 def _version(arguments: list[str]) -> int:

@@ -60,7 +60,7 @@ class Training:
     step: Callable[[], Tensor]
     """Trains one step; returns this rank's loss before it, the mean over its tokens."""
     settle: Callable[[], None] = lambda: None
-    """Waits for what a step leaves to be done behind the next one."""
+    """Waits for what a step left running, which the next step would overlap."""
 
 
 Build = Callable[[Case, pl.World, Precision], Training]
@@ -72,7 +72,7 @@ class System:
     """One way to train a case on several ranks; can be pickled."""
 
     name: str
-    """Whose it is, such as "torch DDP"."""
+    """The library that it belongs to, such as "torch DDP"."""
     setting: str
     build: Build
     groups: tuple[str, ...]

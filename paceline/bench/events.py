@@ -5,25 +5,24 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-import tyro
 
 import paceline as pl
 from paceline.bench.ranks import run_ranks
 from paceline.bench.results import write_json
-from paceline.comm.plan import Traffic
 from paceline.comm.streams import HostClock
+from paceline.command_line.json_file import JsonFile
+from paceline.core.collectives.rounds import Traffic
+from paceline.core.ops import Key, Op
 from paceline.engine.executor import Executor
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
-from paceline.ops import Key
 
 
 @dataclass(frozen=True)
 class EventsBench:
-    """Cost of recording events, and of all hooks together, beside the time of a step."""
+    """Cost of recording events, and of all hooks together, relative to the time of a step."""
 
     preset: str = "tiny"
     """Model preset; the smaller the model, the larger the share."""
@@ -31,8 +30,8 @@ class EventsBench:
     """Sequences a rank."""
     ranks: int = 2
     """Number of ranks."""
-    json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Where to write machine, versions, command and figures."""
+    json: JsonFile = ""
+    """Where to write machine, versions, command and figures; - prints them, and all else goes to stderr."""
 
 
 def main(options: EventsBench) -> dict[str, float]:
@@ -76,6 +75,7 @@ def seconds_per_op(rank: int, ops: int = 20_000) -> float:
     """Seconds that an executor takes to record one compute op, reading it out included."""
     executor = Executor(rank, HostClock(), {}, lambda op: lambda: Traffic(0, 0))
     key = Key("forward", "unit", 0, "forward")
+    executor.load(0, (Op("forward", "unit", 0, "forward", "compute"),))
     start = time.perf_counter()
     for index in range(ops):
         executor.begin(key)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline import comm
 from paceline.bench.cases import ADAMW, Case, Precision, Training
-from paceline.strategy import Strategy
+from paceline.core.strategy import Strategy
 
 
 def loop(
@@ -38,7 +38,7 @@ def one_process(case: Case, world: pl.World, precision: Precision) -> Training:
 
 
 def meeting(case: Case, world: pl.World, precision: Precision) -> Training:
-    """As `one_process`, but ranks wait for each other before every update, as whatever averages gradients must."""
+    """As `one_process`, but ranks wait for each other before every update, as averaging gradients makes them."""
     model = case.build().to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 TCP_INFO = 11
 BYTES_SENT = 200

@@ -6,17 +6,17 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.bench.results import Row, make_row, print_rows, write_json
+from paceline.command_line.json_file import JsonFile
 from paceline.models.config import ModelConfig
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
@@ -87,14 +87,14 @@ class PlainLayer(nn.Module):
 
 @dataclass(frozen=True)
 class ModelBench:
-    """Forward and backward of the reference model beside a plain hand-written GPT, one process."""
+    """Forward and backward of the reference model against a plain hand-written GPT, one process."""
 
     threads: tuple[int, ...] = (1, 2)
     """Numbers of threads to compute with."""
     rounds: int = 30
     """Passes of each; they take turns."""
-    json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Where to write machine, versions, command and rows."""
+    json: JsonFile = ""
+    """Where to write machine, versions, command and rows; - prints them, and all else goes to stderr."""
 
 
 def main(options: ModelBench) -> list[Row]:
@@ -109,7 +109,7 @@ def main(options: ModelBench) -> list[Row]:
 def bench_model(shapes: Sequence[ModelShape] = SHAPES, rounds: int = 30, threads: int = 1) -> list[Row]:
     """Time forward and backward of `Transformer` and of `PlainGPT` with the same weights and batch.
 
-    Each round times both, in alternating order, so that whatever else the machine does meets both alike.
+    Each round times both, in alternating order, so that other work of the machine slows both alike.
 
     Args:
         shapes: Cases; their configurations must be of GPT-2's kind, which is all `PlainGPT` can do.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 import paceline as pl
 from paceline.bench.ranks import run_ranks
 from paceline.bench.results import write_json
-from paceline.strategy import Strategy
+from paceline.command_line.json_file import JsonFile
+from paceline.core.strategy import Strategy
 
 STRATEGIES: dict[str, Strategy] = {
     **{f"zero {stage}": Strategy(zero=stage) for stage in (0, 1, 2, 3)},
@@ -24,7 +23,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(frozen=True)
 class OverheadBench:
-    """Time that each strategy adds to a step of units with next to nothing to compute, beside a plain loop."""
+    """Time that each strategy adds to a step of units with next to nothing to compute, against a plain loop."""
 
     units: int = 64
     """Number of units, each a linear layer of 8 by 8."""
@@ -32,8 +31,8 @@ class OverheadBench:
     """Numbers of ranks, on this machine. With one, all of it is hooks and Python; with more, collectives are in it."""
     rounds: int = 15
     """Rounds; in each, every strategy runs in turn."""
-    json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Where to write machine, versions, command and figures."""
+    json: JsonFile = ""
+    """Where to write machine, versions, command and figures; - prints them, and all else goes to stderr."""
 
 
 class Units(nn.Module):
@@ -80,7 +79,7 @@ def _measure(units: int, rounds: int) -> dict[str, float]:
                 optimizer.step()
                 optimizer.zero_grad()
             if name != "plain":
-                # What was updated is sent behind the next forward, which is another contestant's.
+                # What was updated is sent during the next forward, which is another contestant's.
                 pl.engine_of(model).settle()
             if number >= 2:
                 seconds[name].append((time.perf_counter() - start) / 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paceline.ranks import RankPool
+from paceline.launch.pool import RankPool
 
 
 def run_ranks(n: int, function: Callable[..., Any], *args: Any, threads: int = 1, timeout: float = 3600) -> list[Any]:

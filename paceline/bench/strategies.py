@@ -1,4 +1,4 @@
-"""`paceline bench strategies`: every stage of ZeRO and every way to synchronise, beside its peers."""
+"""`paceline bench strategies`: every stage of ZeRO and every way to synchronise, against its peers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 
 import paceline as pl
 from paceline.bench.cases import CASES, GROUPS, Case, Precision, System, Training
@@ -21,10 +20,11 @@ from paceline.bench.meters import held_bytes, sent_bytes, sent_since, watching_m
 from paceline.bench.peers import peers
 from paceline.bench.ranks import run_ranks
 from paceline.bench.results import Row, make_row, print_rows, write_json
-from paceline.errors import UserError
+from paceline.command_line.json_file import JsonFile
+from paceline.core.errors import UserError
+from paceline.core.strategy import SYSTEMS, Strategy
+from paceline.launch.pool import RanksFailed
 from paceline.models.presets import preset
-from paceline.ranks import RanksFailed
-from paceline.strategy import SYSTEMS, Strategy
 
 OURS: dict[str, Strategy] = {
     "zero 0": Strategy(),
@@ -41,7 +41,7 @@ OURS: dict[str, Strategy] = {
 
 @dataclass(frozen=True)
 class StrategiesBench:
-    """Step time, peak memory and bytes sent of each strategy beside its peers, interleaved in one job a stage."""
+    """Step time, peak memory and bytes sent of each strategy against its peers, interleaved in one job a stage."""
 
     ranks: tuple[int, ...] = (2,)
     """Numbers of ranks to run with, on this machine."""
@@ -55,8 +55,8 @@ class StrategiesBench:
     """Rounds; in each, every system runs in turn."""
     steps: int = 4
     """Steps of a system in one round."""
-    json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Where to write machine, versions, command and rows."""
+    json: JsonFile = ""
+    """Where to write machine, versions, command and rows; - prints them, and all else goes to stderr."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,7 @@ def run_case(
             where = {"case": case.name, "ranks": ranks, "precision": precision}
             failures.append({**where, "system": system.name, "setting": system.setting, "reason": reason})
     rows: list[Row] = []
-    for group in GROUPS:
-        members = [system for system in chosen if group in system.groups and system.label in measured]
-        if not members:
-            continue
+    for group, members in compared([system for system in chosen if system.label in measured]):
         seconds = run_ranks(ranks, _time_systems, case, precision, members, rounds, steps, threads=threads)[0]
         rivals = [system for system in members if system.name not in ("paceline", "one process")] or members
         # By the median: one slow round makes nobody slow.
@@ -178,6 +175,19 @@ def run_case(
             rows.append(replace(row, precision=precision, group=group, base_bytes=need.base))
         print_rows([row for row in rows if row.group == group], best.label)
     return rows
+
+
+def compared(chosen: Sequence[System]) -> list[tuple[str, list[System]]]:
+    """The groups that systems are compared in, but for those that say nothing that another one does not."""
+    found = {group: [system for system in chosen if group in system.groups] for group in GROUPS}
+    told: list[tuple[str, list[System]]] = []
+    for group, members in found.items():
+        labels = {system.label for system in members}
+        others = [{system.label for system in other} for name, other in found.items() if name != group]
+        repeated = any(labels == {system.label for system in earlier} for _, earlier in told)
+        if members and not repeated and not any(labels < other for other in others):
+            told.append((group, members))
+    return told
 
 
 def _time_systems(
@@ -207,7 +217,7 @@ def _time(training: Training, steps: int, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elapsed = (time.perf_counter() - start) / steps
-    return float(max(pl.all_gather_json(elapsed)))
+    return float(max(pl.all_gather_json(elapsed, "seconds of a step")))
 
 
 def _measure(case: Case, precision: Precision, system: System) -> Measured:
@@ -230,7 +240,7 @@ def _measure(case: Case, precision: Precision, system: System) -> Measured:
     before = sent_bytes()
     training.step()
     sent = sent_since(before)
-    # Whoever is done first would close the others' connections, and with them their counts.
+    # The rank that is done first would close the others' connections, and with them their counts.
     pl.barrier()
     if system.name == "paceline":
         # Shared memory has no sockets; the engine counts what crosses it.

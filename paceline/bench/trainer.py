@@ -1,4 +1,4 @@
-"""`paceline bench trainer`: the trainer's step over N ranks beside a plain single-process loop, on the same text."""
+"""`paceline bench trainer`: the trainer's step over N ranks against a plain single-process loop, on the same text."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import resource
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
 import torch
-import tyro
 
 import paceline as pl
 from paceline.bench.model import PlainGPT
 from paceline.bench.ranks import run_ranks
 from paceline.bench.results import Row, make_row, print_rows, write_json
+from paceline.command_line.json_file import JsonFile
 from paceline.data import DataConfig, prepare
 from paceline.data.loader import Loader
 from paceline.models.config import ModelConfig
@@ -26,7 +25,7 @@ from paceline.train.optim import Update
 
 @dataclass(frozen=True)
 class TrainerBench:
-    """Steps of the trainer with one thread a rank, beside a plain loop in one process with as many threads."""
+    """Steps of the trainer with one thread a rank, against a plain loop in one process with as many threads."""
 
     presets: tuple[str, ...] = ("tiny", "small")
     """Model presets to train."""
@@ -38,8 +37,8 @@ class TrainerBench:
     """Rounds; in each, both run in turn."""
     steps: int = 8
     """Steps of each in one round."""
-    json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Where to write machine, versions, command and rows."""
+    json: JsonFile = ""
+    """Where to write machine, versions, command and rows; - prints them, and all else goes to stderr."""
 
 
 def main(options: TrainerBench) -> list[Row]:
@@ -98,7 +97,7 @@ def _measure(config: ModelConfig, options: TrainerBench) -> tuple[list[float], l
                     optimizer.zero_grad()
                 plain.append((time.perf_counter() - start) / options.steps)
                 torch.set_num_threads(1)
-    last = [event for event in engine.drain_events() if event.step == engine.progress.step]
+    last = [event for event in engine.drain_events() if event.step == engine.state.step]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pl.release(model)
     pl.shutdown()

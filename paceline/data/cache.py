@@ -2,7 +2,7 @@
 
     corpora/<key>/           a finished entry
     corpora/<key>.partial/   one being written, by the holder of the key's lock
-    seen/<mark>              a lock, and once prepared the key of the entry
+    seen/<mark>              a lock, and once prepared a `Record`
     seen/<key>               a lock
 
 A mark stands for files as the file system describes them, a key for their content; both with settings.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -20,14 +21,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from paceline.data.progress import Report, size_text
-from paceline.errors import UserError
+from paceline.core.errors import UserError
+from paceline.data.progress_bar import Report, size_text
 
 QUIET_SECONDS = 2.0
 POLL_SECONDS = 0.05
 PARTIAL = ".partial"
 KEY = re.compile(r"[0-9a-f]{32}")
+
+
+class Record(NamedTuple):
+    """What was seen behind a mark.
+
+    Attributes:
+        key: of the entry.
+        unreadable: why files were passed over, by path.
+    """
+
+    key: str
+    unreadable: dict[str, str]
 
 
 class Cache:
@@ -43,17 +57,17 @@ class Cache:
         """Folder of the entry with `key`, which need not exist."""
         return self._corpora / key
 
-    def key(self, mark: str) -> str | None:
-        """The key recorded for `mark`, or None."""
+    def recorded(self, mark: str) -> Record | None:
+        """What is recorded for `mark`, or None."""
         try:
-            text = (self._seen / mark).read_text(encoding="ascii")
-        except (OSError, UnicodeDecodeError):
+            record = Record(**json.loads((self._seen / mark).read_bytes()))
+            return record if KEY.fullmatch(record.key) and isinstance(record.unreadable, dict) else None
+        except (OSError, TypeError, ValueError):
             return None
-        return text if KEY.fullmatch(text) else None
 
-    def record(self, mark: str, key: str) -> None:
-        """Remember that `mark` leads to `key`; only for the holder of the mark's lock."""
-        (self._seen / mark).write_text(key, encoding="ascii")
+    def record(self, mark: str, record: Record) -> None:
+        """Remember what `mark` leads to; only for the holder of the mark's lock."""
+        (self._seen / mark).write_text(json.dumps(record._asdict()), encoding="ascii")
 
     @contextmanager
     def lock(self, name: str, report: Report | None) -> Iterator[None]:
@@ -85,7 +99,7 @@ class Cache:
             for path in folder.iterdir():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-            # Whoever still has files of a damaged entry mapped keeps them.
+            # A process that still has files of a damaged entry mapped keeps them.
             shutil.rmtree(self.entry(key), ignore_errors=True)
             folder.rename(self.entry(key))
         finally:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 SMALLEST_VOCABULARY = 257  # every byte, and the token that ends a document
 
@@ -34,6 +35,9 @@ class DataConfig:
 
     text_field: str = "text"
     """The field of a .jsonl line that holds the text."""
+
+    unreadable: Literal["skip", "refuse"] = "skip"
+    """What becomes of files that are no readable text: passed over, or listed in an error."""
 
     cache: str = ""
     """Folder for tokenised text. Empty: $PACELINE_CACHE, else ~/.cache/paceline."""

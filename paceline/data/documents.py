@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, NamedTuple, cast
 
+from paceline.core.errors import UserError
 from paceline.data.sources import LINES, TextFile, suffix
-from paceline.errors import UserError
 
 LARGE = 1 << 20
 PIECE = 64 << 10
@@ -32,12 +32,14 @@ class Document(NamedTuple):
     content: bytes
 
 
-def read(files: Iterable[TextFile], text_field: str) -> Iterator[Document]:
+def read(files: Iterable[TextFile], text_field: str, unreadable: dict[str, str] | None = None) -> Iterator[Document]:
     """Every document of `files`, in order, with at most one large file's window in memory.
 
     Args:
         files: files with a known suffix.
         text_field: the field of a .jsonl line that holds the text.
+        unreadable: gets, by path, why a file cannot be read, instead of an error; what was read of it until then has
+            been given out.
 
     Raises:
         UserError: a file is gone, not readable, not UTF-8 text, not valid gzip, or a .jsonl line is not
@@ -45,17 +47,26 @@ def read(files: Iterable[TextFile], text_field: str) -> Iterator[Document]:
     """
     for file in files:
         try:
-            with _open(file.path) as stream:
-                if suffix(file.path) in LINES:
-                    yield from _lines(stream, file.path, text_field)
-                else:
-                    yield from _plain(stream, file.path)
-        except FileNotFoundError as error:
-            raise UserError(f"{file.path} was removed while it was being read. Start again") from error
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UserError(f"{file.path} is not a complete gzip file ({error}). Compress it anew") from error
-        except OSError as error:
-            raise UserError(f"cannot read {file.path}: {error.strerror}. Check its permissions") from error
+            yield from _documents(file.path, text_field)
+        except UserError as error:
+            if unreadable is None:
+                raise
+            unreadable[file.path] = str(error)
+
+
+def _documents(path: str, text_field: str) -> Iterator[Document]:
+    try:
+        with _open(path) as stream:
+            if suffix(path) in LINES:
+                yield from _lines(stream, path, text_field)
+            else:
+                yield from _plain(stream, path)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} was removed while it was being read. Start again") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path} is not a complete gzip file ({error}). Compress it anew") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}. Check its permissions") from error
 
 
 def divide(content: bytes, size: int) -> Iterator[bytes]:
@@ -144,7 +155,7 @@ def _lines(stream: BinaryIO, path: str, text_field: str) -> Iterator[Document]:
         name = f"{path} line {number}"
         try:
             record = json.loads(line.decode("utf-8-sig"))
-        except ValueError as error:  # also UnicodeDecodeError
+        except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
             raise UserError(f"{name} is not valid JSON: {error}. Expected one object a line") from error
         if not isinstance(record, dict):
             raise UserError(f"{name} holds a {type(record).__name__}. Expected an object with field {text_field!r}")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.core.errors import UserError
 from paceline.data.corpus import TokenFile
 from paceline.data.samples import (
     IGNORED_TARGET,
@@ -22,7 +23,6 @@ from paceline.data.samples import (
     share,
     validation_share,
 )
-from paceline.errors import UserError
 
 STEPS_AHEAD = 2
 
@@ -158,11 +158,12 @@ def validation_batches(
     *,
     context: int,
     micro_batch: int,
+    samples: int | None = None,
     rank: int = 0,
     world_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> Iterator[MicroBatch]:
-    """This rank's part of all samples, in order; over all ranks every sample comes exactly once.
+    """This rank's part of the samples, in order; over all ranks each of them comes exactly once.
 
     Ranks get equally many micro-batches, as sharded parameters are gathered by all; a last one may have no targets.
 
@@ -170,20 +171,24 @@ def validation_batches(
         token_file: held-out tokens.
         context: tokens in a sample.
         micro_batch: most samples in a micro-batch.
+        samples: how many to take, evenly spread over the text, at most as many as there are; None for all.
         rank: this rank.
         world_size: number of ranks.
         device: where tensors are wanted.
     """
-    samples = sample_count(len(token_file), context)
+    there_are = sample_count(len(token_file), context)
+    samples = there_are if samples is None else samples
     mine = validation_share(samples, rank, world_size)
     most = max(len(validation_share(samples, other, world_size)) for other in range(world_size))
     for start in range(0, most, micro_batch):
-        indices = np.array(mine[start : start + micro_batch], np.int64)
+        indices = np.array(mine[start : start + micro_batch], np.int64) * there_are // samples
         yield _to(_micro_batch(token_file, indices, context, pin=False), torch.device(device))
 
 
 def _micro_batch(token_file: TokenFile, indices: NDArray[np.int64], context: int, pin: bool) -> MicroBatch:
     """The samples at `indices`; one sample without targets if there are none."""
+    for index in indices.tolist():
+        token_file.check(index * context, (index + 1) * context + 1)
     inputs, targets = gather(token_file.tokens, indices, context)
     if len(indices) == 0:
         inputs = np.zeros((1, context), np.int64)

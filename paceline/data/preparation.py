@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from paceline.data.cache import Cache, explain_failed_writes
+from paceline.core.errors import UserError
+from paceline.data.baselines import BaselineThread
+from paceline.data.cache import Cache, Record, explain_failed_writes
 from paceline.data.config import DataConfig
 from paceline.data.corpus import (
     FACTS,
@@ -18,18 +19,17 @@ from paceline.data.corpus import (
     Facts,
     SplitFacts,
     open_corpus,
+    seal_corpus,
 )
-from paceline.data.documents import read
-from paceline.data.progress import Report, progress, size_text
-from paceline.data.scan import Reader, Scan, scan
+from paceline.data.progress_bar import Report, progress, size_text
+from paceline.data.scan import Reader, Scan
 from paceline.data.sources import Sources, find
 from paceline.data.tokenise import token_dtype, tokenise
 from paceline.data.tokenizer import Tokenizer, read_definition, train
-from paceline.data.yardsticks import YardstickThread
-from paceline.errors import UserError
+from paceline.data.unreadable import describe_unreadable, refuse_unreadable, scan_readable
 
 SHOWN_IGNORED = 4  # kinds of ignored files named to people; the facts hold all
-FORMAT = 1  # part of every key: raise it when the content of an entry changes
+FORMAT = 2  # part of every key: raise it when the content of an entry changes
 
 
 def prepare(config: DataConfig, *, report: Report | None = None, threads: int | None = None) -> Corpus:
@@ -44,26 +44,32 @@ def prepare(config: DataConfig, *, report: Report | None = None, threads: int | 
         threads: how many tokenise at once, None for one a core. Does not change the result.
 
     Raises:
-        UserError: the text is missing, unreadable, not text or too little; the tokenizer cannot be
-            read; the cache cannot be written.
+        UserError: the text is missing, too little, or in part not text where `config` refuses that; the tokenizer
+            cannot be read; the cache cannot be written.
     """
     sources = find(config.path)
     settings = _settings(config)
     cache = Cache(config.cache_folder)
     mark = _digest(sources.fingerprint(), config.text_field, *settings)
-    corpus = _recorded(cache, mark)
-    if corpus is None:
+    known = _recorded(cache, mark)
+    if known is None:
         estimate = sum(file.size for file in sources.files)
         with (
             explain_failed_writes(cache.folder, lambda: estimate),
             cache.lock(mark, report),
         ):
-            corpus = _recorded(cache, mark) or _build(config, sources, settings, cache, mark, report, threads)
-    facts = replace(corpus.facts, source=sources.name, files=len(sources.files), ignored=sources.ignored)
+            known = _recorded(cache, mark) or _build(config, sources, settings, cache, mark, report, threads)
+    corpus, not_text = known
+    unreadable = {**sources.unreadable, **not_text}
+    refuse_unreadable(config, unreadable)
+    files = len(sources.files) - len(not_text)
+    facts = replace(corpus.facts, source=sources.name, files=files, ignored=sources.ignored)
     corpus = replace(corpus, facts=facts)
     if report is not None:
         for line in describe(corpus):
             report(line)
+        if unreadable:
+            report(describe_unreadable(unreadable))
     return corpus
 
 
@@ -82,16 +88,22 @@ def describe(corpus: Corpus) -> list[str]:
         f"held-out text: gzip -9 needs {facts.gzip_bits_per_byte:.3f} bits per byte, "
         f"xz -9e {facts.xz_bits_per_byte:.3f}"
         + (
-            f" (measured on its first {size_text(facts.yardstick_bytes)})"
-            if facts.yardstick_bytes < facts.validation.bytes
+            f" (measured on its first {size_text(facts.baseline_bytes)})"
+            if facts.baseline_bytes < facts.validation.bytes
             else ""
         ),
     ]
 
 
-def _recorded(cache: Cache, mark: str) -> Corpus | None:
-    key = cache.key(mark)
-    return None if key is None else open_corpus(cache.entry(key))
+Known = tuple[Corpus, dict[str, str]]
+"""A corpus, and the files that were passed over for it."""
+
+
+def _recorded(cache: Cache, mark: str) -> Known | None:
+    record = cache.recorded(mark)
+    if record is None or (corpus := open_corpus(cache.entry(record.key))) is None:
+        return None
+    return corpus, record.unreadable
 
 
 def _build(
@@ -102,21 +114,21 @@ def _build(
     mark: str,
     report: Report | None,
     threads: int | None,
-) -> Corpus:
+) -> Known:
     """Read the text; tokenise it unless its content is known. For the holder of the mark's lock."""
-    with progress("reading text", sources.read_size(), report) as advance:
-        found, reader = scan(partial(read, sources.files, config.text_field), config.validation, advance)
+    found, reader, unreadable = scan_readable(config, sources, report)
+    refuse_unreadable(config, {**sources.unreadable, **unreadable})
     key = _digest(found.content, *settings)
     with cache.lock(key, report):  # the same text may have two marks
-        corpus = open_corpus(cache.entry(key))
+        corpus = open_corpus(cache.entry(key), report)
         if corpus is None:
             with cache.writing(key) as folder:
                 _write(config, sources, found, reader, folder, report, threads)
             corpus = open_corpus(cache.entry(key))
     if corpus is None:
         raise UserError(f"{cache.entry(key)} was changed while it was being written. Start again")
-    cache.record(mark, key)
-    return corpus
+    cache.record(mark, Record(key, unreadable))
+    return corpus, unreadable
 
 
 def _write(
@@ -129,8 +141,8 @@ def _write(
     threads: int | None,
 ) -> None:
     """Fill `folder` with an entry."""
-    yardsticks = YardstickThread(found.held_out)
-    yardsticks.start()
+    baselines = BaselineThread(found.held_out)
+    baselines.start()
     try:
         if config.tokenizer:
             definition = read_definition(config.tokenizer)
@@ -149,9 +161,9 @@ def _write(
                 tokens = [file.tell() // itemsize for file in (first, second)]
         if content != found.content:
             raise UserError(f"{sources.name} changed while it was being read. Start again when it is at rest")
-        measured = yardsticks.result()
+        measured = baselines.result()
     except BaseException:
-        yardsticks.cancel()
+        baselines.cancel()
         raise
     facts = Facts(
         source=sources.name,
@@ -162,11 +174,12 @@ def _write(
         tokenizer_bytes=(folder / TOKENIZER).stat().st_size,
         train=SplitFacts(found.documents[0], found.sizes[0], tokens[0]),
         validation=SplitFacts(found.documents[1], found.sizes[1], tokens[1]),
-        yardstick_bytes=measured.bytes,
+        baseline_bytes=measured.bytes,
         gzip_bits_per_byte=measured.gzip_bits_per_byte,
         xz_bits_per_byte=measured.xz_bits_per_byte,
     )
     (folder / FACTS).write_text(facts.to_json(), encoding="utf-8")
+    seal_corpus(folder)
 
 
 def _settings(config: DataConfig) -> tuple[str, ...]:

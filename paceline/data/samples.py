@@ -11,7 +11,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 IGNORED_TARGET = -100  # torch's cross_entropy skips it by default
 ROUNDS = 8

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from paceline.core.errors import UserError
 from paceline.data.documents import Document, divide
 from paceline.data.split import (
     DocumentHash,
@@ -16,7 +17,6 @@ from paceline.data.split import (
     nominal_threshold,
     settled_threshold,
 )
-from paceline.errors import UserError
 
 SAMPLE_BYTES = 16 << 20
 HELD_OUT_BYTES = 16 << 20
@@ -120,7 +120,7 @@ def _read_once(read: Reader, threshold: int, advance: Callable[[int], None]) -> 
 
 
 class Sample:
-    """The documents of lowest priority number that fit into a number of bytes, whatever their order."""
+    """The documents of lowest priority number that fit into a number of bytes, in whichever order they come."""
 
     def __init__(self, limit: int) -> None:
         """Start empty; `limit` is in bytes."""

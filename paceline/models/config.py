@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
+
+LARGEST = 10**8
+"""Of any size of a model: the bytes of a weight of two such dimensions can still be counted in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ class ModelConfig:
         for name in ("kv_heads", "ff"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must be 0 (derive it) or positive, got {getattr(self, name)}.")
+        for name in ("layers", "width", "heads", "context", "vocabulary", "kv_heads", "ff"):
+            if getattr(self, name) > LARGEST:
+                raise UserError(f"{name} must be at most {LARGEST:,}, got {getattr(self, name)}.")
         for name, allowed in (
             ("norm", ("layernorm", "rmsnorm")),
             ("position", ("learned", "rotary")),
@@ -81,8 +88,8 @@ class ModelConfig:
                 f"swiglu needs ff, its inner width: Llama uses about 8/3 * width, here {_llama_ff(self.width)}."
             )
         for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name} must be positive and finite, got {getattr(self, name)}.")
 
     @property
     def key_value_heads(self) -> int:
@@ -100,6 +107,9 @@ class ModelConfig:
         return self.width // self.heads
 
 
+_LARGEST_TRIED = 100_000
+
+
 def _nearest_multiples(number: int, base: int) -> str:
     """The multiples of `base` on either side of `number`, in words."""
     below = number // base * base
@@ -108,7 +118,9 @@ def _nearest_multiples(number: int, base: int) -> str:
 
 def _nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of `number` on either side of `wanted`, in words."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    # Those that are small, and what they leave: enough for any model, and for a slip of the keyboard no long search.
+    small = [d for d in range(1, min(math.isqrt(number), _LARGEST_TRIED) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d <= wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
     return " or ".join(str(d) for d in below + above)

@@ -7,8 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 from paceline.models.transformer import Transformer
+
+_GREEDY = 1e-6
+"""A temperature below it would take logits out of the range of floats, and draws nothing but the likeliest token."""
 
 
 def generate(
@@ -81,7 +84,12 @@ def _generate(
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
     """One token from logits (vocabulary,). Drawn on the CPU, where a seed means the same everywhere."""
-    if temperature == 0:
+    if not torch.isfinite(logits).all():
+        raise UserError(
+            "The model's predictions are not finite: its weights are of a training that has diverged, or damaged. "
+            "Use others."
+        )
+    if temperature < _GREEDY:
         return int(logits.argmax())
     scaled = logits.cpu().float() / temperature
     if 0 < top_k < len(scaled):

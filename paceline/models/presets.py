@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
 
 

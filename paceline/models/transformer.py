@@ -198,7 +198,7 @@ Rotation = tuple[Tensor, Tensor]
 def rotation_at(start: int, count: int, config: ModelConfig, like: Tensor) -> Rotation:
     """Angles of positions start ... start + count - 1: position * theta^(-2i/d) for pair i of d/2.
 
-    Su et al. 2021, in float32 or better whatever the weights' dtype: at position 8000 a bfloat16 angle
+    Su et al. 2021, in float32 or better for weights of any dtype: at position 8000 a bfloat16 angle
     would be off by whole turns. Computed anew in each pass, so that no buffer needs moving or saving.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
-from paceline.errors import UserError
+from paceline.command_line import json_file
+from paceline.command_line.json_file import JsonFile
+from paceline.command_line.parse import parse
+from paceline.core.errors import UserError
 
 if TYPE_CHECKING:
     from paceline.plan.stages import Row, Shapes
@@ -29,8 +29,8 @@ class PlanArguments:
     """What is computed in; float32 leaves the model as it is."""
     micro_batches: int = 1
     """Micro-batches in an optimizer step."""
-    json: bool = False
-    """Print the numbers as JSON, in bytes."""
+    json: JsonFile = ""
+    """Where to write the numbers as JSON, in bytes; - prints them and nothing else."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,13 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: The arguments name no model, or sizes that do not go together.
     """
-    options = tyro.cli(
-        PlanArguments,
-        prog="paceline plan",
-        args=list(arguments),
-        use_underscores=False,
-        description=PlanArguments.__doc__,
-    )
+    options = parse(PlanArguments, arguments, "paceline plan")
     for name, value in (("devices", options.devices), ("micro-batches", options.micro_batches)):
         if value < 1:
             raise UserError(f"--{name}: expected 1 or more, got {value}")
@@ -57,12 +51,14 @@ def main(arguments: Sequence[str]) -> int:
         row(model, strategy, options.devices, options.micro_batches)
         for strategy in strategies(options.shard, options.precision)
     ]
-    (_print_json if options.json else _print_tables)(options, model, rows)
+    json_file.write(options.json, _numbers(options, model, rows))
+    if options.json != json_file.SCREEN:
+        _print_tables(options, model, rows)
     return 0
 
 
-def _print_json(options: PlanArguments, model: Shapes, rows: Sequence[Row]) -> None:
-    plan = {
+def _numbers(options: PlanArguments, model: Shapes, rows: Sequence[Row]) -> dict[str, Any]:
+    return {
         "model": options.model,
         "parameters": model.numel,
         "units": len(model.units),
@@ -72,7 +68,6 @@ def _print_json(options: PlanArguments, model: Shapes, rows: Sequence[Row]) -> N
         "assumed": _assumed(options.precision, model.dtypes),
         "rows": [each.to_dict() for each in rows],
     }
-    print(json.dumps(plan, indent=1))
 
 
 def _print_tables(options: PlanArguments, model: Shapes, rows: Sequence[Row]) -> None:

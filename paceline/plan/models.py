@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 from paceline.models.presets import PRESETS
 from paceline.models.transformer import Transformer
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from paceline.core.layout import ROOT, ParameterSpec, build_layout
+from paceline.core.memory import Memory, memory
+from paceline.core.ops import COMPUTE
+from paceline.core.schedule import Schedule
+from paceline.core.strategy import Strategy
 from paceline.engine.units import find_units, parameter_specs
-from paceline.layout import ROOT, ParameterSpec, build_layout
-from paceline.memory import Memory, memory
-from paceline.ops import COMPUTE
-from paceline.schedule import Schedule
-from paceline.strategy import Strategy
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 """Kinds of collective that the stages use."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
 from paceline.data.config import DataConfig
-from paceline.errors import UserError
 from paceline.models.config import ModelConfig
-from paceline.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,12 @@ class LogConfig:
     """Steps between two lines of figures."""
     validate_every: int = 500
     """Steps between two validations, each on a part of the held-out text; the weights are saved then too.
-    0: only at the end. At the end it is always the whole held-out text."""
+    0: only at the end."""
     validate_batches: int = 40
-    """Global batches in a validation on the way."""
+    """Global batches in a validation on the way, spread over the held-out text."""
+    validate_batches_at_end: int = 0
+    """Global batches in the validation at the end; as many as there are, at most. 0: a tenth of the steps trained, at
+    least those of a validation on the way, which takes a small part of the training's time."""
     events_every: int = 500
     """Steps between two steps whose events go to events.jsonl. 0: none."""
     tensorboard: bool = False
@@ -109,7 +113,13 @@ class LogConfig:
         _check("log.every", self.every, self.every >= 1, "at least 1 step")
         _check("log.validate_every", self.validate_every, self.validate_every >= 0, "0 (at the end) or more steps")
         _check("log.validate_batches", self.validate_batches, self.validate_batches >= 1, "at least 1 batch")
+        at_end = self.validate_batches_at_end
+        _check("log.validate_batches_at_end", at_end, at_end >= 0, "0 (a tenth of the steps) or more batches")
         _check("log.events_every", self.events_every, self.events_every >= 0, "0 (never) or more steps")
+
+    def batches_at_end(self, steps: int) -> int:
+        """Global batches in the validation after a training of `steps`."""
+        return self.validate_batches_at_end or max(self.validate_batches, steps // 10)
 
 
 @dataclass(frozen=True)
@@ -139,18 +149,23 @@ class TrainConfig:
     seed: int = 0
     """Decides the initial weights and the order of the samples."""
     threads: int = 0
-    """Threads per rank. 0: the host's cores shared out among its ranks."""
+    """Threads per rank. 0: as OMP_NUM_THREADS says, else the cores that this process may use, shared out among the
+    host's ranks."""
     workers: int | None = None
     """Worker processes to start on this host. Without it: join the job that torchrun or Slurm describes in the
     environment, else run in one process."""
+    timeout: float | None = None
+    """Seconds after which a rank that is silent is given up. Without it: 600, and between steps 100 times the slowest
+    so far, but at least 60."""
     folder: str | None = None
     """The run's folder, which must be new. Without it: runs/<date>-<time>-<preset>."""
 
     def __post_init__(self) -> None:
-        _check("steps", self.steps, self.steps >= 1, "at least 1")
+        _check("steps", self.steps, 1 <= self.steps < 2**63, "at least 1 and less than 2**63")
         _check("batch", self.batch, self.batch >= 1, "at least 1 sample")
         _check("micro_batch", self.micro_batch, self.micro_batch >= 1, "at least 1 sample")
         _check("threads", self.threads, self.threads >= 0, "0 (share the cores out) or more")
+        _check("timeout", self.timeout, self.timeout is None or 0 < self.timeout < 1e8, "more than 0 seconds")
         _check("folder", self.folder, self.folder is None or bool(self.folder.strip()), "a name")
         if self.workers is not None and self.workers < 1:
             raise UserError(f"workers: expected at least 1 worker process, got {self.workers}; leave it out for one")
@@ -160,7 +175,7 @@ class TrainConfig:
                 f"sum, got {self.strategy.gradients}"
             )
         if self.workers is not None:
-            check_shares(self.batch, self.workers)
+            check_ranks(self, self.workers)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, the model's preset first, ready for YAML or JSON."""
@@ -170,21 +185,22 @@ class TrainConfig:
         return values
 
 
-def check_shares(batch: int, ranks: int) -> None:
-    """Checks that every rank gets a sample.
+def check_ranks(config: TrainConfig, ranks: int) -> None:
+    """Checks that so many ranks can share the work, before anything is read or built.
 
     Raises:
-        UserError: Fewer samples than ranks.
+        UserError: Fewer samples than ranks, or ranks that do not form the strategy's groups.
     """
-    if batch < ranks:
+    if config.batch < ranks:
         raise UserError(
-            f"batch: {batch} samples cannot be shared by {ranks} ranks, each needs at least one; "
-            f"use a batch of {ranks} or more, or at most {batch} ranks"
+            f"batch: {config.batch} samples cannot be shared by {ranks} ranks, each needs at least one; "
+            f"use a batch of {ranks} or more, or at most {config.batch} ranks"
         )
+    config.strategy.shards(ranks)
 
 
 def _check(name: str, value: object, good: bool, expected: str) -> None:
-    if not good:
+    if not good or (isinstance(value, float) and not math.isfinite(value)):
         raise UserError(f"{name}: expected {expected}, got {value}")
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from paceline.comm.world import World
-from paceline.train.launch import available_cores
+from paceline.launch.cores import available_cores
 
-PACKAGES = ("paceline", "torch", "numpy", "safetensors", "tokenizers", "tyro", "PyYAML")
+PACKAGES = ("paceline", "torch", "numpy", "safetensors", "tokenizers", "PyYAML")
 
 
 def environment_facts(world: World, threads: int) -> dict[str, Any]:

@@ -7,27 +7,43 @@ import time
 import torch
 
 import paceline as pl
+from paceline.comm.patience import StepPatience
 from paceline.comm.world import World
+from paceline.core.errors import UserError
 from paceline.data import Corpus, prepare
 from paceline.data.loader import Loader
-from paceline.errors import UserError
+from paceline.launch.cores import threads_per_rank
+from paceline.launch.screen import show
+from paceline.launch.stop import StopRequest, ended_at_once, exit_status
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.models.transformer import Transformer
-from paceline.train.config import TrainConfig, check_shares
-from paceline.train.launch import threads_per_rank
-from paceline.train.loss_scale import LossScale
+from paceline.train.config import TrainConfig, check_ranks
+from paceline.train.dynamic_loss_scale import DynamicLossScale
 from paceline.train.meter import Meter, Readback
-from paceline.train.not_finite import marks, whose, whose_gradient
+from paceline.train.metrics import check_trackers
+from paceline.train.not_finite import describe_losses, marks
 from paceline.train.optim import Update, learning_rate
 from paceline.train.outputs import Outputs
-from paceline.train.run_folder import EVENTS, WEIGHTS, choose_run_folder, create_run_folder
-from paceline.train.screen import show
-from paceline.train.stop import StopRequest, exit_status
-from paceline.train.summary import opening, stopped, summary, validation_line
+from paceline.train.progress import Progress, ValidationProgress
+from paceline.train.run_folder import EVENTS, check_run_folder, create_run_folder
+from paceline.train.summary import (
+    SAMPLING,
+    SAVING,
+    VALIDATING,
+    crowded,
+    next_steps,
+    opening,
+    sample,
+    stopped,
+    summary,
+    validation_line,
+)
 from paceline.train.validate import Validation, validate
 
 MOST_SKIPS_IN_A_ROW = 10
 HEAD_START_SECONDS = 0.2
+CROWDED = 0.25
+"""From this share of the time in which other work has the cores, the run says so."""
 
 
 def train(config: TrainConfig) -> int:
@@ -39,8 +55,9 @@ def train(config: TrainConfig) -> int:
     Raises:
         UserError: The data, the configuration or the environment does not do, or the weights could not be saved.
     """
-    world = pl.init()
-    check_shares(config.batch, world.world_size)
+    with ended_at_once():
+        world = pl.init() if config.timeout is None else pl.init(timeout=config.timeout)
+    check_ranks(config, world.world_size)
     if config.workers not in (None, world.world_size) and world.rank == 0:
         show(
             f"note: workers is {config.workers}, but this process joined a job of {world.world_size} ranks; "
@@ -49,16 +66,19 @@ def train(config: TrainConfig) -> int:
         )
     threads = threads_per_rank(config.threads, world.local_world_size)
     torch.set_num_threads(threads)
-    path = choose_run_folder(config.folder, config.model.preset) if world.rank == 0 else None
+    if world.rank == 0:
+        check_run_folder(config.folder)
+        check_trackers(config.log)
     corpus = _prepare(config, world)
     model = _build(config, corpus, world)
     with _open_loader(config, corpus, model, world) as loader:
         # The folder comes last of what may fail, so that a mistake leaves none behind.
-        outputs = Outputs(world, create_run_folder(path) if path is not None else None)
-        if path is not None:
+        folder = create_run_folder(config.folder, config.model.preset) if world.rank == 0 else None
+        outputs = Outputs(world, folder, Progress(config.steps))
+        if folder is not None:
             outputs.begin(config, corpus, threads)
-            show(*opening(config, corpus, model.config, world, threads, path))
-        with StopRequest() as stop:
+            outputs.say(*opening(config, corpus, model.config, world, threads, folder.path))
+        with StopRequest() as stop, outputs:
             status = _run(config, corpus, model, outputs, stop, loader)
     pl.release(model)
     pl.shutdown()
@@ -99,30 +119,36 @@ def _run(
     """Trains, validates, saves and sums up; returns the exit status."""
     began = time.perf_counter()
     step, status = _steps(config, corpus, model, outputs, stop, loader)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began - sum(outputs.seconds.values())
     last = None
     if not status:
-        last = validate(
-            model,
-            corpus.validation,
-            context=model.config.context,
-            micro_batch=config.micro_batch,
-            stopped=lambda: bool(stop.received),
-        )
-        status = exit_status(*map(sum, zip(*pl.all_gather_json(stop.flags()), strict=True)))
+        last = _validate(config, corpus, model, outputs, stop, config.log.batches_at_end(config.steps))
+        status = exit_status(*map(sum, zip(*pl.all_gather_json(stop.flags(), "whether to stop"), strict=True)))
     if last is not None:
         outputs.log(_figures(last, corpus), step)
-    saved = outputs.save(model)
+    with outputs.showing(SAVING):
+        failure = outputs.save_at_end(model)
     for tracker in outputs.trackers:
         tracker.finish()
-    # The summary lets rank 0 alone write a sample, so no other rank may be needed for it.
+    # Lets rank 0 alone write a sample: no other rank may be needed for it.
     with pl.full_parameters(model):
         if outputs.folder is not None:
-            lines = stopped(outputs.folder.path, step, saved) if status else ()
-            lines = lines or summary(config, corpus, model, outputs.world, outputs.folder.path, step, seconds, last)
-            show(*lines, *outputs.folder.describe_problems())
-    if outputs.folder is not None and not saved:
-        raise UserError(f"the weights could not be saved: {outputs.folder.problems[WEIGHTS]}")
+            path = outputs.folder.path
+            if status:
+                lines = stopped(path, step, saved=failure is None)
+            elif failure is not None:
+                lines = summary(config, corpus, model, outputs, step, seconds, last)
+            else:
+                with outputs.showing(SAMPLING):
+                    text = sample(config, path, model)
+                lines = [
+                    *text,
+                    *summary(config, corpus, model, outputs, step, seconds, last),
+                    *next_steps(config, outputs.world, path),
+                ]
+            outputs.say(*lines, *outputs.folder.describe_problems())
+    if failure is not None:
+        raise failure
     return status
 
 
@@ -131,13 +157,13 @@ def _steps(
 ) -> tuple[int, int]:
     """Trains; returns how many steps were done, and the exit status if a stop was asked for."""
     engine, world, log = pl.engine_of(model), outputs.world, config.log
-    low, tokens = config.strategy.precision == "float16", config.micro_batch * model.config.context
-    loss_scale = LossScale(tokens, world.device) if low else None
+    low, largest = config.strategy.precision == "float16", config.micro_batch * model.config.context
+    loss_scale = DynamicLossScale(largest, world.device) if low else None
     update = Update(model, config.optim, config.steps, world.device, loss_scale)
     readback = Readback()
     peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
     meter = Meter(engine, config.steps, flops_per_token(model.config, model.config.context), peak)
-    events_due, skipped = log.events_every, 0
+    events_due, skipped, patience = log.events_every, 0, StepPatience(given=config.timeout is not None)
     for step, batches in zip(range(1, config.steps + 1), loader, strict=False):
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
@@ -146,20 +172,20 @@ def _steps(
         counts = engine.counts()
         norm = update(step - 1, counts[0], engine.reduced_norm())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)
+        patience.step()
 
         figures = torch.cat([update.skips, norm.reshape(1), update.scale.reshape(1)]).double()
-        at, state = readback.exchange(step, torch.cat([counts[2:], engine.culprits(), figures]))
-        interrupts, terminations, *marked, culprits, numbers, skips, skips_in_a_row, at_norm, scale = state
+        at, state = readback.exchange(step, torch.cat([counts, figures]))
+        tokens, nats, interrupts, terminations, *marked, skips, skips_in_a_row, at_norm, scale = state
+        outputs.progress.step(at, tokens, nats)
         if skips > skipped:
             skipped = int(skips)
             outputs.say(
                 f"step {at}: the gradient is not finite (its norm is {at_norm}; "
-                f"{whose(*marked) or whose_gradient(culprits, numbers)}), so all ranks left this update out; "
+                f"{describe_losses(*marked) or 'the losses of all ranks were finite'}), "
+                "so all ranks left this update out; "
                 f"{skipped} so far{f'; the loss scale is now {scale:g}' if low else ''}"
             )
-            if not (low or any(marked)):
-                # A loss scale overflows on purpose. Else it is worth a pass over the gradients to know whose they are.
-                engine.look_at_gradients()
         if skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
             advice = "choose strategy.precision bfloat16, whose range is wider, " if low else ""
             raise UserError(
@@ -170,31 +196,51 @@ def _steps(
         last = step == config.steps or bool(status)
         if step == 1 or step % log.every == 0 or last:
             interval, events = meter.read(step, norm, learning_rate(step - 1, config.steps, config.optim), skipped)
-            outputs.say(interval.line())
+            outputs.say(interval.line(outputs.columns))
+            if step > 1:
+                outputs.progress.exposed(interval.exposed_fraction)
+                if interval.crowded_fraction > CROWDED:
+                    outputs.say_once("crowded", crowded(interval.crowded_fraction))
             outputs.log(interval.figures() | ({"train/loss_scale": scale} if low else {}), step)
             if log.events_every and outputs.folder is not None and (step >= events_due or last):
                 outputs.folder.append(EVENTS, events)
                 events_due = step + log.events_every
-        if status:
+        if last:
+            patience.pause()
             return step, status
-        if log.validate_every and step % log.validate_every == 0 and not last:
+        if log.validate_every and step % log.validate_every == 0:
+            patience.pause()
             with meter.paused():
-                _validate_on_the_way(config, corpus, model, outputs, step)
+                outputs.progress.pause()
+                result = _validate(config, corpus, model, outputs, stop, log.validate_batches)
+                if result is not None:
+                    outputs.say(validation_line(result, corpus, step))
+                    outputs.log(_figures(result, corpus), step)
+                with outputs.showing(SAVING):
+                    outputs.save(model)
     return config.steps, 0
 
 
-def _validate_on_the_way(config: TrainConfig, corpus: Corpus, model: Transformer, outputs: Outputs, step: int) -> None:
-    result = validate(
-        model,
-        corpus.validation,
-        context=model.config.context,
-        micro_batch=config.micro_batch,
-        samples=config.log.validate_batches * config.batch,
-    )
-    if result is not None:
-        outputs.say(validation_line(result, corpus, step))
-        outputs.log(_figures(result, corpus), step)
-    outputs.save(model)
+def _validate(
+    config: TrainConfig, corpus: Corpus, model: Transformer, outputs: Outputs, stop: StopRequest, batches: int
+) -> Validation | None:
+    """On so many global batches of held-out text; None if a stop was asked for meanwhile."""
+    progress = ValidationProgress()
+
+    def advance(done: int, total: int) -> None:
+        progress.advance(done, total)
+        outputs.tell_now_and_then(progress.text)
+
+    with outputs.showing(VALIDATING, progress.text):
+        return validate(
+            model,
+            corpus.validation,
+            context=model.config.context,
+            micro_batch=config.micro_batch,
+            samples=batches * config.batch,
+            stopped=lambda: bool(stop.received),
+            progress=advance,
+        )
 
 
 def _figures(result: Validation, corpus: Corpus) -> dict[str, float | int]:

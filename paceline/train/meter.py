@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import paceline as pl
+from paceline.core.events import Event, exposed_fraction
 from paceline.engine.engine import Engine
-from paceline.events import Event, exposed_fraction
+from paceline.launch.cores import waited_for_a_core
 from paceline.train.metrics import Interval, peak_memory
 
 
@@ -40,16 +41,18 @@ class Meter:
         self._wait = 0.0
         self._count = 0
         self._engine.drain_events()
+        self._crowded = waited_for_a_core()
         self._began = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time spent inside belongs to no step."""
-        began = time.perf_counter()
+        began, crowded = time.perf_counter(), waited_for_a_core()
         try:
             yield
         finally:
             self._began += time.perf_counter() - began
+            self._crowded += waited_for_a_core() - crowded
 
     def add(self, counts: Tensor, used: Tensor, wait_seconds: float) -> None:
         """Takes one step.
@@ -84,9 +87,11 @@ class Meter:
             {
                 "exposed": exposed_fraction(events, seconds),
                 "wait": self._wait / self._count,
+                "crowded": min(1.0, (waited_for_a_core() - self._crowded) / seconds),
                 "peak": peak_memory(self._world.device),
                 "events": [event.to_dict() for event in _last_step(events)],
-            }
+            },
+            "figures of the last steps",
         )
         self._total_tokens += int(tokens)
         interval = Interval(
@@ -101,6 +106,7 @@ class Meter:
             peak_flops=self._peak_flops,
             wait_seconds=max(row["wait"] for row in rows),
             exposed_fraction=sum(row["exposed"] for row in rows) / len(rows),
+            crowded_fraction=max(row["crowded"] for row in rows),
             peak_bytes=max(row["peak"] for row in rows),
             tokens=self._total_tokens,
             skipped=skipped,

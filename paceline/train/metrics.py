@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import resource
 import sys
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 from paceline.train.config import LogConfig
 from paceline.train.run_folder import METRICS, RunFolder
 
@@ -54,15 +55,9 @@ class TensorBoard:
     """TensorBoard's event files in the run's folder."""
 
     def __init__(self, folder: RunFolder) -> None:
-        """Writes into `tensorboard` in the folder.
+        """Writes into `tensorboard` in the folder; needs that package."""
+        from torch.utils.tensorboard import SummaryWriter
 
-        Raises:
-            UserError: The package is missing.
-        """
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("log.tensorboard needs a package: pip install 'paceline[tensorboard]'") from None
         self._folder = folder
         self._writer: Any = SummaryWriter(str(folder.path / TENSORBOARD))
 
@@ -75,20 +70,25 @@ class TensorBoard:
         self._folder.write(TENSORBOARD, lambda _: self._writer.close())
 
 
-def open_trackers(config: LogConfig, folder: RunFolder, run_config: Mapping[str, Any]) -> list[Tracker]:
-    """metrics.jsonl, always, and those that the configuration asks for.
+def check_trackers(config: LogConfig) -> None:
+    """Checks before any work that the trackers which the configuration asks for are there.
 
     Raises:
-        UserError: A package that a tracker needs is missing.
+        UserError: A package that one needs is missing.
     """
+    for package, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise UserError(f"log.{package} needs a package: pip install 'paceline[{package}]'")
+
+
+def open_trackers(config: LogConfig, folder: RunFolder, run_config: Mapping[str, Any]) -> list[Tracker]:
+    """metrics.jsonl, always, and those that the configuration asks for."""
     trackers: list[Tracker] = [JsonLines(folder)]
     if config.tensorboard:
         trackers.append(TensorBoard(folder))
     if config.wandb:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError("log.wandb needs a package: pip install 'paceline[wandb]'") from None
+        import wandb
+
         trackers.append(
             wandb.init(project="paceline", name=folder.path.name, dir=str(folder.path), config=dict(run_config))
         )
@@ -121,6 +121,8 @@ class Interval:
     """Mean time of a step in which the slowest rank waited for its data."""
     exposed_fraction: float
     """Share of the time in which ranks stood still for communication, mean over ranks."""
+    crowded_fraction: float
+    """Share of the time in which other work had the cores that a rank's main thread could have run on, at most."""
     peak_bytes: int
     """Most memory that a rank has held so far."""
     tokens: int
@@ -142,22 +144,37 @@ class Interval:
             "perf/tflops": self.flops / 1e12,
             "data/wait_seconds": self.wait_seconds,
             "comm/exposed_fraction": self.exposed_fraction,
+            "perf/crowded_fraction": self.crowded_fraction,
         }
         if self.peak_flops:
             figures["perf/mfu"] = self.flops / self.peak_flops
         return figures
 
-    def line(self) -> str:
-        """The figures for the screen."""
+    def line(self, columns: int | None = None) -> str:
+        """The figures for the screen.
+
+        Args:
+            columns: How many there are; what matters least is left out where they are too few. None: all figures.
+        """
         width = len(str(self.steps))
-        mfu = f"MFU {100 * self.flops / self.peak_flops:.1f} %  " if self.peak_flops else ""
-        left = (self.steps - self.step) * self.step_seconds
-        return (
-            f"step {self.step:>{width}}/{self.steps}  loss {self.loss:7.4f}  grad_norm {self.grad_norm:6.3f}  "
-            f"lr {self.learning_rate:.2e}  memory {self.peak_bytes / 2**30:.2f} GiB  "
-            f"tokens/s {self.tokens_per_second:,.0f} (global)  TFLOP/s {self.flops / 1e12:.3g}  {mfu}"
-            f"comm exposed {100 * self.exposed_fraction:.1f} %  ETA {duration(left)}"
-        )
+        fields = {
+            "step": f"step {self.step:>{width}}/{self.steps}",
+            "loss": f"loss {self.loss:7.4f}",
+            "grad_norm": f"grad_norm {self.grad_norm:6.3f}",
+            "lr": f"lr {self.learning_rate:.2e}",
+            "memory": f"memory {self.peak_bytes / 2**30:.2f} GiB",
+            "tokens": f"tokens/s {self.tokens_per_second:,.0f} (global)",
+            "flops": f"TFLOP/s {self.flops / 1e12:.3g}",
+            "mfu": f"MFU {100 * self.flops / self.peak_flops:.1f} %" if self.peak_flops else "",
+            "exposed": f"comm exposed {100 * self.exposed_fraction:.1f} %",
+            # The first step warms up: it tells nothing about the others.
+            "eta": f"ETA {duration((self.steps - self.step) * self.step_seconds)}" if self.step > 1 else "",
+        }
+        fields = {name: text for name, text in fields.items() if text}
+        for name in ("flops", "memory", "lr", "grad_norm", "mfu"):
+            if columns is not None and len("  ".join(fields.values())) > columns:
+                fields.pop(name, None)
+        return "  ".join(fields.values())
 
 
 def duration(seconds: float) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.train.config import OptimConfig
-from paceline.train.loss_scale import LossScale
+from paceline.train.dynamic_loss_scale import DynamicLossScale
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -46,7 +46,7 @@ class Update:
         config: OptimConfig,
         steps: int,
         device: torch.device,
-        loss_scale: LossScale | None = None,
+        loss_scale: DynamicLossScale | None = None,
     ) -> None:
         """Makes the optimizer.
 

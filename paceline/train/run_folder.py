@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UserError
-from paceline.train.screen import show
+from paceline.core.errors import UserError
+from paceline.launch.screen import show
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -84,37 +84,43 @@ class RunFolder:
         self.problems[name] = reason
 
 
-def choose_run_folder(folder: str | None, preset: str) -> Path:
-    """The path for a new run, not yet made.
+def check_run_folder(folder: str | None) -> None:
+    """Checks before any work that a folder can be used for a new run.
 
     Args:
-        folder: What the user wants; None for runs/<date>-<time>-<preset>.
-        preset: Name of the model's shape, for the default.
+        folder: What the user wants; None for runs/<date>-<time>-<preset>, which always can.
 
     Raises:
         UserError: The folder holds something already.
     """
-    path = Path(folder).expanduser() if folder is not None else _unused(f"{time.strftime('%Y%m%d-%H%M%S')}-{preset}")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(
-            f"run folder {path} is there already and not empty, and runs are never overwritten: choose another "
-            "name with --folder, leave --folder out for a new one, or remove it"
-        )
-    return path
+    if folder is not None:
+        path = Path(folder).expanduser()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise _is_there(path)
 
 
-def create_run_folder(path: Path) -> RunFolder:
-    """Makes the folder and, if it lies in `runs`, lets `runs/latest` point to it.
+def create_run_folder(folder: str | None, preset: str) -> RunFolder:
+    """Makes a folder that no other run has and, if it lies in `runs`, lets `runs/latest` point to it.
+
+    Args:
+        folder: What the user wants; None for runs/<date>-<time>-<preset>, with a number where that is taken.
+        preset: Name of the model's shape, for the default.
 
     Raises:
-        UserError: The folder cannot be made or written to.
+        UserError: The folder cannot be made or written to, or holds something already.
     """
+    check_run_folder(folder)
+    path = _new_folder(preset) if folder is None else Path(folder).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # Whoever makes the first file owns the folder, one that was there and empty, too.
+        (path / CONFIG).open("x").close()
+    except FileExistsError:
+        raise _is_there(path) from None
     except OSError as error:
-        raise UserError(f"run folder {path} cannot be made: {error.strerror}; choose another with --folder") from None
-    if not os.access(path, os.W_OK):
-        raise UserError(f"run folder {path} cannot be written to; choose another with --folder")
+        raise UserError(
+            f"run folder {path} cannot be made or written to: {error.strerror}; choose another with --folder"
+        ) from None
     if path.parent.name == RUNS:
         _point_latest_to(path)
     return RunFolder(path)
@@ -136,16 +142,40 @@ def find_run(name: str, needs: str = CONFIG) -> Path:
         hint = f"; newest in {RUNS}/: {', '.join(known)}" if known else "; `paceline train` makes one"
         raise UserError(f"there is no run folder {path}{hint}")
     if not (path / needs).is_file():
-        reason = " (weights are saved at each validation and at the end)" if needs == WEIGHTS else ""
-        raise UserError(f"run folder {path} holds no {needs}{reason}; choose another run")
+        reasons = {
+            WEIGHTS: " (weights are saved at each validation and at the end)",
+            EVENTS: " (log.events-every says in which steps events are recorded; 0 is in none)",
+        }
+        raise UserError(f"run folder {path} holds no {needs}{reasons.get(needs, '')}; choose another run")
     return path
 
 
-def _unused(name: str) -> Path:
-    path, number = Path(RUNS) / name, 2
-    while path.exists():
-        path, number = Path(RUNS) / f"{name}-{number}", number + 1
-    return path
+def _is_there(path: Path) -> UserError:
+    return UserError(
+        f"run folder {path} is there already and not empty, and runs are never overwritten: choose another "
+        "name with --folder, leave --folder out for a new one, or remove it"
+    )
+
+
+def _new_folder(preset: str) -> Path:
+    """Makes runs/<date>-<time>-<preset>, which another process may want at the same moment.
+
+    Raises:
+        UserError: It cannot be made.
+    """
+    name, number = f"{time.strftime('%Y%m%d-%H%M%S')}-{preset}", 1
+    while True:
+        path = Path(RUNS, name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise UserError(
+                f"run folder {path} cannot be made: {error.strerror}; choose another with --folder"
+            ) from None
+        else:
+            return path
 
 
 def _point_latest_to(path: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
+from paceline.core.errors import UserError
 from paceline.data import Tokenizer
 from paceline.models.generate import generate
+from paceline.models.safetensors_file import load_model
 from paceline.models.transformer import Transformer
-from paceline.models.weights import load_model
 from paceline.train.run_folder import TOKENIZER, WEIGHTS, find_run
 
 _UNFINISHED = "\ufffd"
@@ -31,10 +32,19 @@ def sample_run(run: str, prompt: str, tokens: int, temperature: float, top_k: in
         The prompt, then pieces of text as they are drawn.
 
     Raises:
-        UserError: There is no such run, it has no weights, or they do not fit.
+        UserError: There is no such run, it has no weights, or they do not fit or are not finite.
     """
     path = find_run(run, WEIGHTS)
     model = load_model(path / WEIGHTS)
+    if len({parameter.dtype for parameter in model.parameters()}) > 1:
+        # They compute with each other.
+        model.float()
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserError(
+                f"{path / WEIGHTS}: {name} is not finite: the training has diverged, or the file is damaged; use other "
+                "weights"
+            )
     generator = torch.Generator()
     if seed is None:
         generator.seed()

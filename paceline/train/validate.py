@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ def validate(
     micro_batch: int,
     samples: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Validation | None:
     """Measures the model on held-out text, shared out among the ranks. A collective call.
 
@@ -50,21 +51,24 @@ def validate(
         text: Held-out tokens.
         context: Tokens in a sample.
         micro_batch: Samples at once.
-        samples: How many to take, from the start of the text; None for all.
+        samples: How many to take, evenly spread over the text, so that the number of ranks changes nothing; None for
+            all.
         stopped: Asked before each micro-batch; where it says yes on any rank, the validation is given up.
+        progress: Called before each micro-batch with how many this rank has done, and of how many.
 
     Returns:
         The same figures on every rank, or None if it was given up or the text has no sample.
     """
     began = time.perf_counter()
-    part = text
-    if samples is not None and samples < sample_count(len(text), context):
-        part = replace(text, tokens=text.tokens[: samples * context + 1])
     world = pl.init()
+    count = sample_count(len(text), context)
+    count = count if samples is None else min(count, samples)
+    each = math.ceil(math.ceil(count / world.world_size) / micro_batch)
     batches = validation_batches(
-        part,
+        text,
         context=context,
         micro_batch=micro_batch,
+        samples=count,
         rank=world.rank,
         world_size=world.world_size,
         device=world.device,
@@ -73,9 +77,10 @@ def validate(
     tokens, given_up = 0, False
     model.eval()
     try:
-        for batch in batches:
+        for done, batch in enumerate(batches):
+            progress(done, each)
             # Together: a rank that went on alone would wait for the others' parameters.
-            if given_up := any(pl.all_gather_json(stopped())):
+            if given_up := any(pl.all_gather_json(stopped(), "whether to stop validating")):
                 break
             total += model(batch.inputs, batch.targets)
             tokens += batch.tokens
@@ -83,7 +88,7 @@ def validate(
         model.train()
     if given_up:
         return None
-    sums = pl.all_gather_json([total.item(), tokens])
+    sums = pl.all_gather_json([total.item(), tokens], "validation losses")
     nats, tokens = math.fsum(row[0] for row in sums), sum(row[1] for row in sums)
     if tokens == 0:
         return None

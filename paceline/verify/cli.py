@@ -1,91 +1,16 @@
-"""`paceline verify`: what it is asked, what it prints."""
+"""`paceline verify`: which comparison runs, and where it keeps its files."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
 
-import tyro
-
-from paceline.errors import UserError
-from paceline.ranks import import_ahead
-
-
-@dataclass(frozen=True)
-class VerifyArguments:
-    """Compares training with N ranks, at every stage of ZeRO, with training in one process.
-
-    Give a function that builds your model, and one that gives batches:
-
-        paceline verify my_module:build --data my_module:batches
-
-    The table shows the largest relative difference in any step, on any rank. Where something differs, the first step,
-    parameter and operation are named. The exit status is 0 if all is equal, 1 if not.
-    """
-
-    build: Annotated[str, tyro.conf.Positional] = ""
-    """module:function that returns a torch.nn.Module, the same one under the same seed."""
-    data: Annotated[str, tyro.conf.arg(metavar="MODULE:NAME")] = ""
-    """A function (step) -> batch, or an iterable of batches: tensors, tuples or dicts of tensors whose first dimension
-    is the samples. May be left out for paceline's Transformer and Hugging Face language models."""
-    loss: Annotated[str, tyro.conf.arg(metavar="MODULE:NAME")] = ""
-    """A function (output, batch) -> scalar; by default the model's return value, its .loss or its ["loss"]."""
-    workers: int = 2
-    """Number of ranks. Hybrid sharding is compared where they form equal groups: from 4 on."""
-    steps: int = 3
-    """Optimizer steps."""
-    micro_batches: tuple[int, ...] = (1, 2)
-    """Numbers of micro-batches per rank and step to compare with."""
-    dtype: Literal["float64", "float32"] = "float64"
-    """What to compute in; float32 rounds, so that only differences above 1e-3 are told from it."""
-    eval: bool = False
-    """Put the model in evaluation mode: without dropout, BatchNorm with its running statistics."""
-    timeout: float = 600.0
-    """Seconds after which one comparison is given up."""
-    matrix: bool = False
-    """Compare paceline's own model instead, in every mix of strategy, accumulation, precision and recomputing."""
-    markdown: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """With --matrix: the page to write."""
-
-    def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            UserError: One is out of range, or two exclude each other.
-        """
-        if not self.matrix and not self.build:
-            raise UserError(
-                "verify: expected module:function that builds a model, such as my_module:build, or --matrix"
-            )
-        if self.matrix and (self.build or self.data or self.loss):
-            raise UserError("verify --matrix compares paceline's own model: leave build, --data and --loss out")
-        if self.markdown and not self.matrix:
-            raise UserError("verify: --markdown goes with --matrix")
-        if self.workers < 1 or self.steps < 1 or self.timeout <= 0:
-            raise UserError("verify: --workers and --steps are at least 1, and --timeout is above 0")
-        if not self.micro_batches or min(self.micro_batches) < 1:
-            raise UserError("verify: --micro-batches are numbers from 1 on, such as --micro-batches 1 2")
-
-
-def parse(arguments: Sequence[str]) -> VerifyArguments:
-    """The options that the arguments of `paceline verify` describe.
-
-    Raises:
-        UserError: Values are out of range or exclude each other.
-        SystemExit: --help, or an unknown or ill-typed flag; both are explained on the screen.
-    """
-    return tyro.cli(
-        VerifyArguments,
-        prog="paceline verify",
-        args=list(arguments),
-        use_underscores=False,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+from paceline.command_line import json_file
+from paceline.launch.pool import import_ahead
+from paceline.launch.temporary_folder import TemporaryFolder
+from paceline.verify.arguments import parse
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -94,11 +19,15 @@ def main(arguments: Sequence[str]) -> int:
     import_ahead()
     # Users name modules of the folder that they are in.
     sys.path.insert(0, os.getcwd())
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
+    with TemporaryFolder("verify") as folder:
         if options.matrix:
             from paceline.verify.matrix import run_matrix
 
-            return run_matrix(options.markdown, options.timeout, Path(folder))
-        from paceline.verify.model import verify_model
+            return run_matrix(options.markdown, options.timeout, folder.path)
+        from paceline.verify.user_model import verify_model
 
-        return verify_model(options, Path(folder))
+        screen = sys.stderr if options.json == json_file.SCREEN else sys.stdout
+        with contextlib.redirect_stdout(screen):
+            status, comparisons = verify_model(options, folder.path)
+        json_file.write(options.json, {"build": options.build, "ranks": options.workers, "comparisons": comparisons})
+        return status

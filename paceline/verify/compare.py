@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import UserError
-from paceline.ranks import RankPool, RanksFailed
-from paceline.verify.alone import step_file, train_alone
-from paceline.verify.evidence import Difference, Report, together
+from paceline.core.errors import UserError
+from paceline.launch.pool import RankPool, RanksFailed
+from paceline.verify.differences import Difference, Report, merge_reports
+from paceline.verify.model_spec import ModelSpec
+from paceline.verify.parallel_run import Case, train_parallel
 from paceline.verify.recipe import Recipe
-from paceline.verify.subject import Subject
-from paceline.verify.together import Case, train_together
+from paceline.verify.reference_run import step_file, train_reference
 
 TRACEABLE = ("loss", "gradient", "norm")
 """Kinds of difference whose cause lies in what is only compared when a step is inspected."""
@@ -43,17 +43,17 @@ class Outcome:
 class Comparison:
     """Holds cases of one number of ranks against references, which are made when they are first needed."""
 
-    def __init__(self, subject: Subject, alone: RankPool, ranks: RankPool, folder: Path, limit: float) -> None:
+    def __init__(self, spec: ModelSpec, single: RankPool, ranks: RankPool, folder: Path, limit: float) -> None:
         """Starts nothing.
 
         Args:
-            subject: What is trained.
-            alone: One process.
+            spec: What is trained.
+            single: One process.
             ranks: As many as the cases have.
             folder: Where the batches are and references go.
             limit: Seconds for one run of a case.
         """
-        self._subject, self._alone, self._ranks = subject, alone, ranks
+        self._spec, self._single, self._ranks = spec, single, ranks
         self._folder, self._limit = folder, limit
 
     def run(self, case: Case) -> Outcome:
@@ -80,12 +80,12 @@ class Comparison:
         return map(self.run, cases)
 
     def _train(self, case: Case, inspect: int | None) -> Report:
-        args = (self._subject, case, self._folder, inspect)
-        return together(self._ranks.run(train_together, *args, limit=self._limit))
+        args = (self._spec, case, self._folder, inspect)
+        return merge_reports(self._ranks.run(train_parallel, *args, limit=self._limit))
 
     def _make_reference(self, recipe: Recipe, inspect: int | None) -> None:
         try:
-            self._alone.run(train_alone, self._subject, recipe, self._folder, inspect, limit=self._limit)
+            self._single.run(train_reference, self._spec, recipe, self._folder, inspect, limit=self._limit)
         except RanksFailed as failed:
             raise UserError(f"one process alone cannot train the model:\n{failed.failure.text}") from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.verify.evidence import Difference
+from paceline.verify.differences import Difference
 
 _LOOK = (
     "Look for what depends on the rank, on an attribute that is neither parameter nor buffer, on a tensor kept from "
@@ -33,7 +33,7 @@ def explain(difference: Difference, changing: Sequence[str] = ()) -> str:
         )
     if d.kind == "weights":
         return (
-            f"{where}: {named} {size} where forward computes with it, though each rank's piece of it was right after "
+            f"{where}: {named} {size} where forward computes with it, though each rank's shard of it was right after "
             f"the update. The first op that can explain it: {d.op or 'none, so somebody else changed it'}"
             f"{f' of {_bucket(d.bucket)}' if d.op else ''}"
         )
@@ -55,10 +55,10 @@ def explain(difference: Difference, changing: Sequence[str] = ()) -> str:
             f"{where}: the gradient of {named} {size} as this rank's own backward gives it, though the loss is right. "
             f"The first op that can explain it: backward of {d.unit}. {_LOOK}"
         )
-    if d.kind == "collected":
+    if d.kind == "copied in":
         return (
             f"{where}: the gradient of {named} {size} where it lies in its bucket, though backward gave it right. The "
-            f"first op that can explain it: collect of {d.unit}"
+            f"first op that can explain it: copy_in of {d.unit}"
         )
     if d.kind in ("reduced", "gradient"):
         return (

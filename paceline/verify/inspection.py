@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.layout import Bucket, Slot
 from paceline.engine.engine import Engine
 from paceline.engine.hooks import in_backward
-from paceline.layout import Bucket, Slot
-from paceline.verify.alone import Named, fingerprint
-from paceline.verify.evidence import Ledger
-from paceline.verify.measure import deviation, in_memory_order, largest
+from paceline.verify.deviation import deviation, largest
+from paceline.verify.differences import Recorder
+from paceline.verify.local_shard import in_memory_order
 from paceline.verify.recipe import Recipe
+from paceline.verify.reference_run import Named, fingerprint
 
 
 class Inspection:
@@ -25,17 +26,19 @@ class Inspection:
     Then what ranks send each other: the gradients as they lie in the buckets.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, ledger: Ledger, recipe: Recipe, parts: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, engine: Engine, recorder: Recorder, recipe: Recipe, parts: dict[str, Any]
+    ) -> None:
         """Registers hooks and listens to the transports, until `close`.
 
         Args:
             model: Parallel.
             engine: Its engine.
-            ledger: Takes the comparisons down.
+            recorder: Takes the comparisons down.
             recipe: How ranks and micro-batches cut the batch.
             parts: What the reference has of the step.
         """
-        self._engine, self._ledger, self._recipe = engine, ledger, recipe
+        self._engine, self._recorder, self._recipe = engine, recorder, recipe
         self._gradients: list[Named] = parts["gradients"]
         self._outputs: list[list[tuple[str, Tensor]]] = parts["outputs"]
         self._scale = max((largest(g) for part in self._gradients for g in part.values()), default=0.0) or 1.0
@@ -61,7 +64,7 @@ class Inspection:
 
     @property
     def _mine(self) -> int:
-        return self._part(self._engine.world.rank, self._ledger.micro_batch)
+        return self._part(self._engine.world.rank, self._recorder.micro_batch)
 
     def _compare_output(self, unit: str, output: Any) -> None:
         if in_backward() or not torch.is_grad_enabled():
@@ -73,7 +76,7 @@ class Inspection:
         if name == unit:
             actual = fingerprint(output)
             size = deviation(actual, expected, largest(expected) or 1.0)
-        self._ledger.note("output", size, unit=unit, op="forward")
+        self._recorder.record("output", size, unit=unit, op="forward")
 
     def _take(self, name: str, gradient: Tensor) -> None:
         # In parts where the parameter is used in several reentrant checkpoints.
@@ -87,7 +90,7 @@ class Inspection:
         for name in dict.fromkeys((*self._local, *expected)):
             actual, wanted = self._local.get(name), expected.get(name)
             size = math.inf if actual is None or wanted is None else deviation(actual, wanted, self._scale)
-            self._ledger.note("local", size, name, units[name], op="backward")
+            self._recorder.record("local", size, name, units[name], op="backward")
         self._local.clear()
         self._calls = 0
 
@@ -95,7 +98,7 @@ class Inspection:
 
     def _listen(self) -> None:
         """Copies what goes into every reduction. The transports are the one place where all of it passes."""
-        synchronizer = self._engine.running.synchronizer
+        synchronizer = self._engine.program.collectives
         self._transports = synchronizer.transports if synchronizer is not None else {}
         for stream in {"reduce", "replicate"} & self._transports.keys():
             run = self._transports[stream].run
@@ -111,7 +114,8 @@ class Inspection:
             ) -> Any:
                 if collective != "broadcast":
                     with self._lock:
-                        self._sent.setdefault((stream, label), []).append(buffer.clone())
+                        # A label may say more than which bucket it is.
+                        self._sent.setdefault((stream, label.split(", ")[0]), []).append(buffer.clone())
                 return run(collective, buffer, label, *rest, **named)
 
             vars(self._transports[stream])["run"] = listening
@@ -128,9 +132,9 @@ class Inspection:
                 # A second reduction in the last backward, of gradients that came late.
                 buffers[len(spans) - 1].add_(late)
             for span, buffer in zip(spans, buffers, strict=False):
-                self._ledger.micro_batch = span[-1]
+                self._recorder.micro_batch = span[-1]
                 if stream == "reduce":
-                    self._compare_collected(buckets[target], buffer, [self._part(rank, index) for index in span])
+                    self._compare_copied_in(buckets[target], buffer, [self._part(rank, index) for index in span])
                 else:
                     group = range(rank - rank % schedule.shards, rank - rank % schedule.shards + schedule.shards)
                     parts = [self._part(other, index) for other in group for index in span]
@@ -143,24 +147,24 @@ class Inspection:
             return torch.zeros(slot.spec.numel, dtype=torch.float64)
         return in_memory_order(torch.stack(terms).sum(0), slot.spec)
 
-    def _compare_collected(self, bucket: Bucket, buffer: Tensor, parts: Iterable[int]) -> None:
+    def _compare_copied_in(self, bucket: Bucket, buffer: Tensor, parts: Iterable[int]) -> None:
         for index in bucket.slots:
             slot = self._engine.layout.slots[index]
             actual = buffer[slot.offset - bucket.start : slot.stop - bucket.start]
             size = deviation(actual, self._sum(slot, parts), self._scale)
-            self._ledger.note("collected", size, slot.spec.name, slot.spec.unit, bucket.name, "collect")
+            self._recorder.record("copied in", size, slot.spec.name, slot.spec.unit, bucket.name, "copy_in")
 
     def _compare_reduced(self, bucket: Bucket, buffer: Tensor, parts: Iterable[int]) -> None:
         schedule = self._engine.schedule
         mine = self._engine.world.rank % schedule.shards
         for index in bucket.slots:
             slot = self._engine.layout.slots[index]
-            start, stop = self._engine.layout.piece(bucket, index, mine, schedule.shards)
+            start, stop = self._engine.layout.shard_of(bucket, index, mine, schedule.shards)
             first = bucket.shard(mine, schedule.shards)[0]
             expected = self._sum(slot, parts)[start - slot.offset : stop - slot.offset] / self._engine.world.world_size
             size = deviation(buffer[start - first : stop - first], expected, self._scale)
-            op = schedule.reduce(bucket, self._ledger.micro_batch)[0].kind
-            self._ledger.note("reduced", size, slot.spec.name, slot.spec.unit, bucket.name, op)
+            op = schedule.reduce(bucket, self._recorder.micro_batch)[0].kind
+            self._recorder.record("reduced", size, slot.spec.name, slot.spec.unit, bucket.name, op)
 
     def close(self) -> None:
         """Ends the inspection after the step's last backward."""

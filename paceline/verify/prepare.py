@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from paceline.errors import UserError
-from paceline.verify.alone import batches_file, write
-from paceline.verify.subject import (
+from paceline.core.errors import UserError
+from paceline.verify.model_spec import (
     Batch,
-    Subject,
+    ModelSpec,
     compute_loss,
     find_loss,
     make_batches,
@@ -27,31 +26,32 @@ from paceline.verify.subject import (
     rows_of,
     share,
 )
+from paceline.verify.reference_run import batches_file, save_tensors
 
 
 @dataclass(frozen=True)
 class Prepared:
     """What one process found."""
 
-    subject: Subject
+    spec: ModelSpec
     """As it will be run: in float32 where the model cannot do float64."""
     micro_batches: tuple[int, ...]
     """Numbers of micro-batches that the batches can be cut into."""
     bytes: int
     """Size of all trainable parameters."""
     obstacles: tuple[str, ...] = ()
-    """Why N ranks cannot equal one process, whatever the engine does."""
+    """Why N ranks cannot equal one process under any engine."""
     notes: tuple[str, ...] = ()
     """What a reader of the result should know."""
     changing: tuple[str, ...] = ()
     """Buffers that a training forward changes: each rank has its own."""
 
 
-def prepare(subject: Subject, ranks: int, micro_batches: Sequence[int], steps: int, folder: Path) -> Prepared:
+def prepare(spec: ModelSpec, ranks: int, micro_batches: Sequence[int], steps: int, folder: Path) -> Prepared:
     """Builds the model, writes the batches to the folder, and looks for what makes ranks differ.
 
     Args:
-        subject: What is to be verified.
+        spec: What is to be verified.
         ranks: Number of ranks.
         micro_batches: Numbers of micro-batches that are wished for.
         steps: Number of optimizer steps.
@@ -61,26 +61,26 @@ def prepare(subject: Subject, ranks: int, micro_batches: Sequence[int], steps: i
         UserError: The model cannot be built twice alike, or cannot be trained on a part of a batch, or batches cannot
             be cut for the ranks.
     """
-    model = make_model(subject)
-    _require_same(model, make_model(subject))
+    model = make_model(spec)
+    _require_same(model, make_model(spec))
     rows = 2 * ranks * int(np.lcm.reduce(list(micro_batches)))
-    batches = make_batches(subject, model, steps, rows)
+    batches = make_batches(spec, model, steps, rows)
     possible = _possible(batches, ranks, micro_batches)
     notes = []
     if left := [str(m) for m in micro_batches if m not in possible]:
         notes.append(
             f"not with {' or '.join(left)} micro-batches: batches of {rows_of(batches[0])} samples cannot be cut so"
         )
-    subject, model, batches, noted = _runnable(subject, model, batches, ranks * max(possible))
-    write(batches_file(folder), batches)
+    spec, model, batches, noted = _runnable(spec, model, batches, ranks * max(possible))
+    save_tensors(batches_file(folder), batches)
     part = share(batches[0], 0, ranks * max(possible))
     return Prepared(
-        subject,
+        spec,
         possible,
         sum(p.numel() * p.itemsize for p in model.parameters() if p.requires_grad),
-        (*_batch_norms(model), *_randomness(subject, model, part)),
+        (*_batch_norms(model), *_randomness(spec, model, part)),
         (*notes, *noted),
-        _changing_buffers(subject, model, part),
+        _changing_buffers(spec, model, part),
     )
 
 
@@ -114,25 +114,25 @@ def _possible(batches: Sequence[Batch], ranks: int, micro_batches: Sequence[int]
 
 
 def _runnable(
-    subject: Subject, model: nn.Module, batches: list[Batch], parts: int
-) -> tuple[Subject, nn.Module, list[Batch], list[str]]:
+    spec: ModelSpec, model: nn.Module, batches: list[Batch], parts: int
+) -> tuple[ModelSpec, nn.Module, list[Batch], list[str]]:
     """In float64 if the model can, else in float32."""
-    problem = _problem(subject, model, share(batches[0], 0, parts))
+    problem = _problem(spec, model, share(batches[0], 0, parts))
     if problem is None:
-        return subject, model, batches, []
-    if subject.dtype == "float64":
-        narrow = replace(subject, dtype="float32")
+        return spec, model, batches, []
+    if spec.dtype == "float64":
+        narrow = replace(spec, dtype="float32")
         model, narrowed = make_model(narrow), [_converted(batch) for batch in batches]
         if _problem(narrow, model, share(narrowed[0], 0, parts)) is None:
             return narrow, model, narrowed, [f"in float32, as the model cannot do float64: {_last_line(problem)}"]
     raise UserError(f"one process alone cannot train the model on a part of the first batch:\n{problem}")
 
 
-def _problem(subject: Subject, model: nn.Module, part: Batch) -> str | None:
+def _problem(spec: ModelSpec, model: nn.Module, part: Batch) -> str | None:
     """The traceback of a forward and backward pass; None if they run."""
     before = _state(model)
     try:
-        compute_loss(model, part, find_loss(subject)).backward()
+        compute_loss(model, part, find_loss(spec)).backward()
     except UserError:
         raise
     except Exception:
@@ -171,7 +171,7 @@ def _batch_norms(model: nn.Module) -> list[str]:
     ]
 
 
-def _randomness(subject: Subject, model: nn.Module, part: Batch) -> list[str]:
+def _randomness(spec: ModelSpec, model: nn.Module, part: Batch) -> list[str]:
     """Whether the loss depends on random numbers."""
     losses = []
     for seed in (1, 2):
@@ -180,7 +180,7 @@ def _randomness(subject: Subject, model: nn.Module, part: Batch) -> list[str]:
         np.random.seed(seed)
         torch.manual_seed(seed)
         with torch.enable_grad():
-            losses.append(compute_loss(model, part, find_loss(subject)).item())
+            losses.append(compute_loss(model, part, find_loss(spec)).item())
         _restore(model, before)
     if losses[0] == losses[1]:
         return []
@@ -199,9 +199,9 @@ def _drops_inside(module: nn.Module) -> bool:
     return module.training and isinstance(probability, float) and probability > 0
 
 
-def _changing_buffers(subject: Subject, model: nn.Module, part: Batch) -> tuple[str, ...]:
+def _changing_buffers(spec: ModelSpec, model: nn.Module, part: Batch) -> tuple[str, ...]:
     before = _state(model)
-    compute_loss(model, part, find_loss(subject))
+    compute_loss(model, part, find_loss(spec))
     changed = tuple(name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name]))
     _restore(model, before)
     return changed

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from paceline.strategy import Strategy
+from paceline.core.strategy import Strategy
 
 LEARNING_RATE = 1e-2
 EPS = 1e-3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.bench.comm.reference import GETS_SHARD, GIVES_SHARD, count_wrong, fill
-from paceline.comm.plan import shard
+from paceline.core.collectives.rounds import chunk
 
 ESTIMATE_REPEATS = 3
 LATE_SECONDS = 0.01
@@ -61,7 +61,7 @@ class Library(Protocol):
 
 def in_place(op: str, buffer: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """What is given and what results, where shards lie in the buffer of a collective."""
-    start, stop = shard(rank, ranks, buffer.numel())
+    start, stop = chunk(rank, ranks, buffer.numel())
     own = buffer[start:stop]
     return (own if op in GIVES_SHARD else buffer), (own if op in GETS_SHARD else buffer)
 

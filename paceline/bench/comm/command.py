@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 
 from paceline.bench.comm.group import Group
 from paceline.bench.comm.groups import find_mpi, start_mpi, start_ours
@@ -28,9 +27,11 @@ from paceline.bench.comm.rows import (
 )
 from paceline.bench.comm.sizes import element_counts, parse_size, size_text
 from paceline.bench.results import machine, write_json
-from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.profile import Copy, Cost, HardwareProfile, Host, write_profile
-from paceline.errors import UserError
+from paceline.command_line.json_file import JsonFile
+from paceline.command_line.options import Value
+from paceline.core.collectives.algorithms import ALGORITHMS
+from paceline.core.errors import UserError
 
 Op = Literal[
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "scatter", "gather", "all_to_all", "barrier"
@@ -42,7 +43,7 @@ OWN = ("shared memory", "tcp", "nccl")
 
 @dataclass(frozen=True)
 class CommBench:
-    """Time, bandwidth and correctness of collectives: every transport and algorithm beside Gloo, NCCL and MPI."""
+    """Time, bandwidth and correctness of collectives: every transport and algorithm against Gloo, NCCL and MPI."""
 
     op: tuple[Op, ...] = ("all_reduce", "reduce_scatter", "all_gather")
     """Collectives to measure; a barrier has no size."""
@@ -60,13 +61,13 @@ class CommBench:
     """What the buffers hold."""
     rounds: int = 9
     """Rounds; in each, every system runs in turn."""
-    mpi: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FOLDER")] = ()
-    """Folders with further MPI libraries, beside that of this Python and that on the PATH."""
-    json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Where to write machine, versions, command and rows."""
-    plot: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    mpi: Annotated[tuple[str, ...], Value("FOLDER")] = ()
+    """Folders with further MPI libraries, besides that of this Python and that on the PATH."""
+    json: JsonFile = ""
+    """Where to write machine, versions, command and rows; - prints them, and all else goes to stderr."""
+    plot: Annotated[str, Value("FILE")] = ""
     """Where to draw time over size: a .svg or a .png."""
-    profile: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    profile: Annotated[str, Value("FILE")] = ""
     """Where to write a hardware profile: what messages and bytes cost on this machine."""
 
 

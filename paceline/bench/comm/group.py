@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.comm.rank import ADDRESS, receive, send
+from paceline.launch.temporary_folder import TemporaryFolder
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 600.0
@@ -41,15 +41,15 @@ class Group:
         Raises:
             GroupError: They did not come.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="paceline-bench-")
-        self._log = Path(self._folder.name) / "log"
+        self._folder = TemporaryFolder("bench")
+        self._log = self._folder.path / "log"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: dict[int, Connection] = {}
         self._handles: list[int] = []
         self.closed = False
         try:
             # A folder that only this user may enter: no other can connect.
-            address = str(Path(self._folder.name) / "socket")
+            address = str(self._folder.path / "socket")
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, self._log.open("wb") as log:
                 listener.bind(address)
                 listener.listen(ranks)
@@ -146,7 +146,7 @@ class Group:
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
                 os.close(handle)
             self._handles.clear()
-            self._folder.cleanup()
+            self._folder.close()
 
     def _last_words(self) -> str:
         """The last line that the processes wrote, which names an exception where there was one."""

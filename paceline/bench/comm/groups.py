@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.bench.comm.group import Group, GroupError, python_module, search_path
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 INSTALL = {
     "MPICH": "pip install 'paceline[mpi]'",

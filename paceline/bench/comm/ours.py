@@ -14,9 +14,10 @@ from paceline.bench.comm.calls import Call, Library, in_place
 from paceline.bench.comm.copy_bound import CopyLibrary
 from paceline.bench.comm.rank import ADDRESS, connect, serve
 from paceline.bench.comm.torch_peers import TorchLibrary
-from paceline.comm.algorithms import ALGORITHMS
+from paceline.comm.connect import open_transport
 from paceline.comm.transport import Transport
-from paceline.comm.world import World, init, open_transport, shutdown
+from paceline.comm.world import World, init, shutdown
+from paceline.core.collectives.algorithms import ALGORITHMS
 
 KINDS = ("auto", "tcp")
 """What `open_transport` is asked for: the fastest that one host allows, which is shared memory, and sockets."""

@@ -35,7 +35,7 @@ def draw(rows: Sequence[CommRow], copies: Sequence[CopyRow], out: Path) -> None:
 
     Args:
         rows: Of one dtype and number of ranks.
-        copies: The copy bound, drawn beside an all-reduce, whose bound it is.
+        copies: The copy bound, drawn next to an all-reduce, whose bound it is.
         out: A .svg or .png.
     """
     ops = list(dict.fromkeys(row.op for row in rows))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm.plan import shard
+from paceline.core.collectives.rounds import chunk
 
 GIVES_SHARD = ("all_gather", "gather")
 """Collectives to which a rank gives its shard alone; to others it gives a whole buffer."""
@@ -42,7 +42,7 @@ def values(rank: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
 
 def fill(op: str, rank: int, ranks: int, given: Tensor, numel: int) -> None:
     """Writes what a rank gives to a collective over `numel` elements into `given`."""
-    first = shard(rank, ranks, numel)[0] if op in GIVES_SHARD else 0
+    first = chunk(rank, ranks, numel)[0] if op in GIVES_SHARD else 0
     for start in range(0, given.numel(), _BLOCK):
         target = given[start : start + _BLOCK]
         target.copy_(values(rank, first + start, first + start + target.numel(), given.dtype))
@@ -54,7 +54,7 @@ def expected(op: str, rank: int, ranks: int, numel: int) -> list[Piece]:
     "copy" stands for a rank's copy of its own data.
     """
     everyone = tuple(range(ranks))
-    own_start, own_stop = shard(rank, ranks, numel)
+    own_start, own_stop = chunk(rank, ranks, numel)
     size = own_stop - own_start
     whole = Piece(0, numel, 0, everyone)
     if op == "copy":
@@ -66,13 +66,13 @@ def expected(op: str, rank: int, ranks: int, numel: int) -> list[Piece]:
     if op == "reduce_scatter":
         return [Piece(0, size, own_start, everyone)]
     if op == "all_to_all":
-        return [Piece(*shard(source, ranks, numel), own_start, (source,)) for source in everyone]
+        return [Piece(*chunk(source, ranks, numel), own_start, (source,)) for source in everyone]
     if op in ("reduce", "gather") and rank:
         return []
     if op in ("all_reduce", "reduce"):
         return [whole]
     if op in ("all_gather", "gather"):
-        bounds = [(source, *shard(source, ranks, numel)) for source in everyone]
+        bounds = [(source, *chunk(source, ranks, numel)) for source in everyone]
         return [Piece(start, stop, start, (source,)) for source, start, stop in bounds]
     raise ValueError(f"{op}: not a collective that leaves data")
 

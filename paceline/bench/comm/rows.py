@@ -138,7 +138,7 @@ def format_rows(rows: Sequence[CommRow]) -> str:
 
 
 def format_copies(copies: Sequence[CopyRow], rows: Sequence[CommRow]) -> str:
-    """The copy bound at each size, and the fastest system of every transport beside it.
+    """The copy bound at each size, and the fastest system of every transport next to it.
 
     An all-reduce must read and write what a copy does, so it shows which share of the bound it reaches: the bound's
     time / its time.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 

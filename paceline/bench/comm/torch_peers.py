@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.bench.comm.calls import Call
-from paceline.comm.algorithms import ALGORITHMS
+from paceline.core.collectives.algorithms import ALGORITHMS
 
 
 class TorchLibrary:

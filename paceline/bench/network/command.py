@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import tyro
-
 from paceline.bench.network.hosts import MOST_HOSTS, Hosts, NetworkUnavailable
 from paceline.bench.network.jobs import JobFailed, Link, measure_link, run_job
 from paceline.bench.network.rank import Job
 from paceline.bench.network.rows import NetworkRow, make_row, table
 from paceline.bench.network.turns import Timed
 from paceline.bench.results import write_json
-from paceline.errors import UserError
+from paceline.command_line.json_file import JsonFile
+from paceline.command_line.options import Value
+from paceline.core.errors import UserError
 
 Experiment = Literal["all-reduce", "systems", "buckets", "stages", "wire", "hierarchical"]
 
@@ -35,7 +35,7 @@ class NetworkBench:
     The hosts are network namespaces, joined by veth and limited by tc, in which torchrun's agents start the ranks.
     They need root and Linux's iproute2, touch no interface that there is, and vanish with this command.
 
-    Every figure stands beside the least time that the wire allows, by the rate that plain TCP sockets reach on it.
+    Every figure stands next to the least time that the wire allows, by the rate that plain TCP sockets reach on it.
 
     Exit status: 0; 1 if an experiment failed; 3 if this machine cannot make such hosts and nothing was measured.
     """
@@ -47,15 +47,15 @@ class NetworkBench:
     gbit: float = 1.0
     """Gbit/s that a host's link carries each way."""
     experiments: tuple[Experiment, ...] = get_args(Experiment)
-    """all-reduce: by size, Gloo's beside. systems: those that data parallelism went through, and torch's DDP, on a
+    """all-reduce: by size, against Gloo's. systems: those that data parallelism went through, and torch's DDP, on a
     model that computes for as long as its gradients are on the wire. buckets: their size, on the same model. stages:
-    what is sharded, on the same model, DDP beside. wire: gradients sent in full, as bf16 or as int8. hierarchical:
+    what is sharded, on the same model, against DDP. wire: gradients sent in full, as bf16 or as int8. hierarchical:
     inside the hosts and then between them, against flat."""
     rounds: int = 5
     """Rounds; in each, every system runs in turn."""
-    json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """Where to write machine, versions, command, links and rows."""
-    plot: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    json: JsonFile = ""
+    """Where to write machine, versions, command, links and rows; - prints them, and all else goes to stderr."""
+    plot: Annotated[str, Value("FILE")] = ""
     """Where to draw the steps of systems and buckets: a .svg or a .png."""
 
 

@@ -93,7 +93,7 @@ def commands(hosts: int, gbit: float) -> list[str]:
             f"{at_host} ip link set {INTERFACE} mtu {MTU} up",
             f"{at_host} tc qdisc add dev {INTERFACE} root {limit(gbit)}",
             f"{at_host} ip address add {address(host)}/24 dev {INTERFACE}",
-            # Linux's own default, whatever this machine's is.
+            # Linux's own default, from which this machine's may differ.
             f"{at_host} ip route change 10.77.0.0/24 dev {INTERFACE} src {address(host)} congctl cubic",
             f"echo {uuid.uuid4()} > boot-id-{host}",
         ]
@@ -101,7 +101,7 @@ def commands(hosts: int, gbit: float) -> list[str]:
 
 
 class Hosts:
-    """The hosts and whatever was started on them; gone when closed, or when this process ends in any way."""
+    """The hosts and all processes that were started on them; gone when closed, or when this process ends in any way."""
 
     def __init__(self, count: int, gbit: float) -> None:
         """Makes `count` hosts, at least 2, whose links carry `gbit` Gbit/s each way.

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from paceline.bench.network.hosts import INTERFACE, Hosts, address
 from paceline.bench.network.rank import Job
-from paceline.train.launch import threads_per_rank
+from paceline.launch.cores import threads_per_rank
 
 PORT = 29500
 POLL_SECONDS = 0.05

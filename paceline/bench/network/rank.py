@@ -23,12 +23,12 @@ from paceline.bench.loops import one_process, parallel
 from paceline.bench.network.rows import wire_seconds
 from paceline.bench.network.turns import Contestant, Timed, say, take_turns
 from paceline.bench.peers import peers
-from paceline.comm.codecs import BLOCK, CODECS
-from paceline.comm.plan import shard
-from paceline.comm.world import open_transport
+from paceline.comm.connect import open_transport
+from paceline.comm.cpu.codecs import BLOCK, CODECS
+from paceline.core.collectives.rounds import chunk
+from paceline.core.strategy import SYSTEMS, Strategy
 from paceline.models.config import ModelConfig
 from paceline.models.flops import parameter_count
-from paceline.strategy import SYSTEMS, Strategy
 
 SIZES = {"100 KiB": 100 << 10, "1 MiB": 1 << 20, "10 MiB": 10 << 20, "25 MiB": 25 << 20}
 """Bytes of the buffers that collectives are timed with."""
@@ -84,7 +84,7 @@ def exchanges(job: Job, world: pl.World, names: Sequence[str]) -> list[Timed]:
     for size_name, size in SIZES.items():
         say(world, size_name)
         elements = size // 4
-        first, end = shard(world.rank, world.world_size, elements)
+        first, end = chunk(world.rank, world.world_size, elements)
         ours, theirs = transport.allocate(elements, torch.float32), torch.zeros(elements)
         part = torch.zeros(end - first)
         contestants = []

@@ -1,4 +1,4 @@
-"""What the experiments found, beside the bounds that no system can beat, as rows and tables."""
+"""What the experiments found, next to the bounds that no system can beat, as rows and tables."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Contestant:
     """Bytes that it has to all-reduce in a call, as they are on the wire; half an all-reduce counts as half of them."""
     call: Callable[[], object]
     settle: Callable[[], None] = lambda: None
-    """Waits for what a call leaves to be done behind the next one."""
+    """Waits for what a call left running, which the next call would overlap."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def take_turns(
             elapsed = (time.perf_counter() - start) / calls
             busy = (time.process_time() - busy) / calls
             pl.barrier()
-            ranks = pl.all_gather_json([elapsed, (sent_bytes() - before) / calls, busy])
+            ranks = pl.all_gather_json([elapsed, (sent_bytes() - before) / calls, busy], "figures of a turn")
             if number:
                 seconds[index].append(max(rank[0] for rank in ranks))
                 sent[index].append(max(rank[1] for rank in ranks))

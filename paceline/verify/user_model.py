@@ -6,22 +6,20 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from paceline.errors import UserError
-from paceline.ranks import RankPool, RanksFailed
-from paceline.strategy import Strategy
-from paceline.train.launch import threads_per_rank
+from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
+from paceline.launch.cores import threads_per_rank
+from paceline.launch.pool import RankPool, RanksFailed
+from paceline.verify.arguments import VerifyArguments
 from paceline.verify.compare import Comparison, Outcome
-from paceline.verify.evidence import Kind
+from paceline.verify.differences import Kind
 from paceline.verify.explain import explain
+from paceline.verify.model_spec import ModelSpec
+from paceline.verify.parallel_run import Case
 from paceline.verify.prepare import Prepared, prepare
 from paceline.verify.recipe import recipe_for
-from paceline.verify.subject import Subject
-from paceline.verify.together import Case
-
-if TYPE_CHECKING:
-    from paceline.verify.cli import VerifyArguments
 
 TOLERANCE: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-3}
 """Largest relative difference that rounding explains. An error of logic is larger by far."""
@@ -30,7 +28,7 @@ COLUMNS: tuple[Kind, ...] = ("gradient", "norm", "updated", "loss")
 WIDTH = 100
 
 
-def verify_model(options: VerifyArguments, folder: Path) -> int:
+def verify_model(options: VerifyArguments, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     """Prints a line for each stage and number of micro-batches, then what differs.
 
     Args:
@@ -38,17 +36,17 @@ def verify_model(options: VerifyArguments, folder: Path) -> int:
         folder: Empty, for batches and references.
 
     Returns:
-        0 if all is equal, 1 if not.
+        0 if all is equal, 1 if not; and what each comparison found, ready for JSON.
 
     Raises:
         UserError: The model cannot be built, fed or trained in one process.
     """
-    wanted = Subject(options.build, options.data, options.loss, options.dtype, options.eval)
+    wanted = ModelSpec(options.build, options.data, options.loss, options.dtype, options.eval)
     threads = threads_per_rank(0, options.workers)
-    with RankPool(1, threads) as alone, RankPool(options.workers, threads) as ranks:
+    with RankPool(1, threads) as single, RankPool(options.workers, threads) as ranks:
         args = (wanted, options.workers, options.micro_batches, options.steps, folder)
         try:
-            (prepared,) = alone.run(prepare, *args, limit=options.timeout)
+            (prepared,) = single.run(prepare, *args, limit=options.timeout)
         except RanksFailed as failed:
             raise UserError(f"one process alone cannot run {options.build}:\n{failed.failure.text}") from None
         for note in prepared.notes:
@@ -56,15 +54,16 @@ def verify_model(options: VerifyArguments, folder: Path) -> int:
         if prepared.obstacles:
             for obstacle in prepared.obstacles:
                 _tell(f"cannot be equal: {obstacle}.")
-            return 1
-        comparison = Comparison(prepared.subject, alone, ranks, folder, options.timeout)
+            return 1, []
+        comparison = Comparison(prepared.spec, single, ranks, folder, options.timeout)
         print(_HEADER)
         outcomes: list[tuple[str, Outcome]] = []
         for name, case in cases(options, prepared):
             outcomes.append((name, comparison.run(case)))
             print(_line(*outcomes[-1], options.workers), flush=True)
     _explain(outcomes, prepared)
-    return _conclude([outcome for _, outcome in outcomes], prepared)
+    found = [{"stage": name, **_figures(outcome)} for name, outcome in outcomes]
+    return _conclude([outcome for _, outcome in outcomes], prepared), found
 
 
 def cases(options: VerifyArguments, prepared: Prepared) -> Iterable[tuple[str, Case]]:
@@ -78,7 +77,7 @@ def cases(options: VerifyArguments, prepared: Prepared) -> Iterable[tuple[str, C
     for name, strategy in stages.items():
         for micro_batches in prepared.micro_batches:
             recipe = recipe_for(strategy, options.workers, micro_batches, options.steps)
-            yield name, Case(strategy, recipe, TOLERANCE[prepared.subject.dtype])
+            yield name, Case(strategy, recipe, TOLERANCE[prepared.spec.dtype])
 
 
 _HEADER = (
@@ -87,10 +86,25 @@ _HEADER = (
 
 
 def _line(name: str, outcome: Outcome, ranks: int) -> str:
+    largest = _largest(outcome)
+    sizes = " ".join(f"{'-' if outcome.raised else _size(largest[column]):>10}" for column in COLUMNS)
+    return f"{name:<30} {ranks:>5} {outcome.case.recipe.micro_batches:>13} {sizes}  {outcome.verdict}"
+
+
+def _largest(outcome: Outcome) -> dict[Kind, float]:
+    """The largest relative difference of each kind."""
     largest = dict(outcome.report.largest)
     largest["updated"] = max(largest.get("updated", 0.0), largest.get("weights", 0.0))
-    sizes = " ".join(f"{'-' if outcome.raised else _size(largest.get(column, 0.0)):>10}" for column in COLUMNS)
-    return f"{name:<30} {ranks:>5} {outcome.case.recipe.micro_batches:>13} {sizes}  {outcome.verdict}"
+    return {column: largest.get(column, 0.0) for column in COLUMNS}
+
+
+def _figures(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "micro_batches": outcome.case.recipe.micro_batches,
+        "equal": outcome.equal,
+        "raised": outcome.raised,
+        "differences": {} if outcome.raised else _largest(outcome),
+    }
 
 
 def _size(number: float) -> str:
@@ -117,13 +131,13 @@ def _explain(outcomes: list[tuple[str, Outcome]], prepared: Prepared) -> None:
     if raising == {3}:
         _tell(
             "Only zero 3 raises, where a parameter is whole only while its unit computes: code that reads one outside "
-            "its unit's forward finds this rank's piece of it. Name a module that holds both as a unit, with "
+            "its unit's forward finds this rank's shard of it. Name a module that holds both as a unit, with "
             "Strategy(units=...)"
         )
 
 
 def _conclude(outcomes: list[Outcome], prepared: Prepared) -> int:
-    dtype = prepared.subject.dtype
+    dtype = prepared.spec.dtype
     print()
     if all(outcome.equal for outcome in outcomes):
         _tell(f"all equal to one process: {dtype}, differences up to {TOLERANCE[dtype]:g} count as rounding")

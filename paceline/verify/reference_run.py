@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.core.errors import UserError
 from paceline.engine.units import find_units
-from paceline.errors import UserError
-from paceline.verify.measure import largest
+from paceline.verify.deviation import largest
+from paceline.verify.model_spec import Batch, Loss, ModelSpec, compute_loss, find_loss, make_model, share
 from paceline.verify.recipe import Recipe, make_optimizer
-from paceline.verify.subject import Batch, Loss, Subject, compute_loss, find_loss, make_model, share
 
 Named = dict[str, Tensor]
 
 
 @lru_cache(maxsize=32)
-def read(path: Path) -> Any:
-    """What `write` wrote; tensors stay on disk until they are used, and are not to be changed."""
+def load_tensors(path: Path) -> Any:
+    """What `save_tensors` wrote; tensors stay on disk until they are used, and are not to be changed."""
     return torch.load(path, mmap=True, weights_only=True)
 
 
-def write(path: Path, values: Any) -> None:
+def save_tensors(path: Path, values: Any) -> None:
     """Writes tensors in plain containers, in one piece: a process that reads the file's former content may go on."""
     torch.save(values, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
@@ -98,14 +98,14 @@ def fingerprint(output: Any) -> Tensor:
     return torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64)
 
 
-def train_alone(subject: Subject, recipe: Recipe, folder: Path, inspect: int | None = None) -> None:
+def train_reference(spec: ModelSpec, recipe: Recipe, folder: Path, inspect: int | None = None) -> None:
     """Trains as one process and writes a file a step: what every rank of a parallel job is compared with.
 
     The global batch is cut as ranks and micro-batches cut it, and gradients are the mean over ranks of the mean over
     micro-batches. In low precision, forward and backward use copies of fp32 weights.
 
     Args:
-        subject: What is trained.
+        spec: What is trained.
         recipe: How.
         folder: Where the batches are, and where to write.
         inspect: A step of which the parts are written as well.
@@ -114,16 +114,16 @@ def train_alone(subject: Subject, recipe: Recipe, folder: Path, inspect: int | N
         UserError: A loss or norm is not finite.
     """
     (folder / recipe.name).mkdir(exist_ok=True)
-    master = make_model(subject)
+    master = make_model(spec)
     computing = _lowered(master, recipe.precision)
     optimizer = make_optimizer(master.parameters())
-    loss = find_loss(subject)
-    for step, batch in enumerate(read(batches_file(folder))[: recipe.steps]):
+    loss = find_loss(spec)
+    for step, batch in enumerate(load_tensors(batches_file(folder))[: recipe.steps]):
         _copy_weights(master, computing)
         parts = Parts(computing, recipe.ranks * recipe.micro_batches) if step == inspect else None
         losses, gradients = _forward_and_backward(computing, batch, recipe, loss, parts)
         if parts is not None:
-            write(parts_file(folder, recipe, step), parts.close())
+            save_tensors(parts_file(folder, recipe, step), parts.close())
         for name, parameter in master.named_parameters():
             parameter.grad = gradients.get(name)
         record = {
@@ -138,10 +138,10 @@ def train_alone(subject: Subject, recipe: Recipe, folder: Path, inspect: int | N
                 f"in one process, step {step} has the losses {losses} and the gradient norm {record['norm']}: there "
                 "is nothing to compare with. Give weights and batches that train"
             )
-        write(step_file(folder, recipe, step), record)
+        save_tensors(step_file(folder, recipe, step), record)
         optimizer.step()
         optimizer.zero_grad()
-    write(step_file(folder, recipe, recipe.steps), {"weights": _weights(master)})
+    save_tensors(step_file(folder, recipe, recipe.steps), {"weights": _weights(master)})
 
 
 def _weights(model: nn.Module) -> Named:

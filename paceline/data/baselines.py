@@ -11,7 +11,7 @@ CHUNK = 64 << 10
 SMALLEST_DICTIONARY = 4096  # bytes; xz accepts no smaller one
 
 
-class Yardsticks(NamedTuple):
+class Baselines(NamedTuple):
     """Compressed sizes of a text.
 
     Attributes:
@@ -25,15 +25,15 @@ class Yardsticks(NamedTuple):
     xz_bits_per_byte: float
 
 
-class YardstickThread(threading.Thread):
-    """Measures in the background, beside tokenising; both compressors run outside the interpreter's lock."""
+class BaselineThread(threading.Thread):
+    """Measures in the background, while the text is tokenised; both compressors run outside the interpreter's lock."""
 
     def __init__(self, text: bytes) -> None:
         """Prepare to measure `text`, which must not be empty; call `start` next."""
-        super().__init__(name="yardsticks", daemon=True)
+        super().__init__(name="baselines", daemon=True)
         self._text = text
         self._cancelled = threading.Event()
-        self._result: Yardsticks | None = None
+        self._result: Baselines | None = None
 
     def run(self) -> None:
         """Compress the text both ways."""
@@ -43,14 +43,14 @@ class YardstickThread(threading.Thread):
         dictionary = max(len(text), SMALLEST_DICTIONARY)
         preset = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": dictionary}
         xz_size = self._compressed_size(lzma.LZMACompressor(filters=[preset]))
-        self._result = Yardsticks(len(text), 8 * gzip_size / len(text), 8 * xz_size / len(text))
+        self._result = Baselines(len(text), 8 * gzip_size / len(text), 8 * xz_size / len(text))
 
     def cancel(self) -> None:
         """Stop within one chunk and wait for it."""
         self._cancelled.set()
         self.join()
 
-    def result(self) -> Yardsticks:
+    def result(self) -> Baselines:
         """Wait for the figures."""
         self.join()
         if self._result is None:

@@ -14,7 +14,7 @@ GROWTH_INTERVAL = 2000
 """Steps in a row with finite gradients after which the scale is doubled."""
 
 
-class LossScale:
+class DynamicLossScale:
     """What the loss is multiplied by, so that small gradients do not vanish in float16 (Micikevicius et al. 2018).
 
     It is halved when the gradient of a step is not finite, which all ranks know alike, and doubled after many that

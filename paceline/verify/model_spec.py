@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 from paceline.models.transformer import Transformer
 
 Batch = Tensor | tuple[Any, ...] | dict[str, Any]
@@ -24,7 +24,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelSpec:
     """The model under test, by names, so that every process can build it."""
 
     build: str
@@ -65,28 +65,28 @@ def find(reference: str, option: str) -> Any:
     return found
 
 
-def make_model(subject: Subject, seed: int = 0) -> nn.Module:
+def make_model(spec: ModelSpec, seed: int = 0) -> nn.Module:
     """Builds the model from a seed.
 
     Raises:
         UserError: `build` gave something else than a module.
     """
-    build = find(subject.build, "build")
+    build = find(spec.build, "build")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     model = build()
     if not isinstance(model, nn.Module):
-        raise UserError(f"{subject.build} must return a torch.nn.Module, got {type(model).__name__}")
-    model.to(getattr(torch, subject.dtype))
-    return model.eval() if subject.evaluation else model
+        raise UserError(f"{spec.build} must return a torch.nn.Module, got {type(model).__name__}")
+    model.to(getattr(torch, spec.dtype))
+    return model.eval() if spec.evaluation else model
 
 
-def make_batches(subject: Subject, model: nn.Module, steps: int, rows: int) -> list[Batch]:
+def make_batches(spec: ModelSpec, model: nn.Module, steps: int, rows: int) -> list[Batch]:
     """The global batches of all steps.
 
     Args:
-        subject: Says where they come from.
+        spec: Says where they come from.
         model: Without data given, what batches are made up for, if its kind is known.
         steps: Number of batches.
         rows: Samples of a batch that is made up.
@@ -94,17 +94,17 @@ def make_batches(subject: Subject, model: nn.Module, steps: int, rows: int) -> l
     Raises:
         UserError: There are fewer, or they are no batches, or none were given and the model's kind is not known.
     """
-    if not subject.data:
+    if not spec.data:
         given = [_made_up(model, step, rows) for step in range(steps)]
     else:
-        source = find(subject.data, "--data")
+        source = find(spec.data, "--data")
         if callable(source) and _takes(source, 0):
             given = [source(step) for step in range(steps)]
         else:
             given = list(islice(iter(source() if callable(source) else source), steps))
     if len(given) < steps:
-        raise UserError(f"{subject.data} gave {len(given)} batches, but {steps} steps need as many; lower --steps")
-    return [_plain(batch, getattr(torch, subject.dtype)) for batch in given]
+        raise UserError(f"{spec.data} gave {len(given)} batches, but {steps} steps need as many; lower --steps")
+    return [_plain(batch, getattr(torch, spec.dtype)) for batch in given]
 
 
 def _made_up(model: nn.Module, step: int, rows: int) -> Batch:
@@ -175,9 +175,9 @@ def _tensors(batch: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in _tensors(value)]
 
 
-def find_loss(subject: Subject) -> Loss | None:
+def find_loss(spec: ModelSpec) -> Loss | None:
     """The user's loss function, if there is one."""
-    return find(subject.loss, "--loss") if subject.loss else None
+    return find(spec.loss, "--loss") if spec.loss else None
 
 
 def compute_loss(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:

@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.core.layout import Slot
+from paceline.core.strategy import Strategy
 from paceline.engine.engine import Engine
 from paceline.engine.hooks import in_backward
-from paceline.layout import Slot
-from paceline.strategy import Strategy
-from paceline.verify.alone import batches_file, parts_file, read, step_file
-from paceline.verify.evidence import Kind, Ledger, Report
+from paceline.verify.deviation import deviation, largest
+from paceline.verify.differences import Kind, Recorder, Report
 from paceline.verify.inspection import Inspection
-from paceline.verify.measure import bucket_of, deviation, largest, piece
+from paceline.verify.local_shard import bucket_of, local_shard
+from paceline.verify.model_spec import ModelSpec, compute_loss, find_loss, make_model, share
 from paceline.verify.recipe import LEARNING_RATE, Recipe, make_optimizer
-from paceline.verify.subject import Subject, compute_loss, find_loss, make_model, share
+from paceline.verify.reference_run import batches_file, load_tensors, parts_file, step_file
 
 SMALL_LOSS = 1e-3
 """Losses below are compared as if they were this large."""
@@ -37,28 +38,28 @@ class Case:
     """Largest relative difference that counts as equal."""
 
 
-def train_together(subject: Subject, case: Case, folder: Path, inspect: int | None = None) -> Report:
+def train_parallel(spec: ModelSpec, case: Case, folder: Path, inspect: int | None = None) -> Report:
     """Trains this rank's part and compares every step with the reference's files.
 
     Ranks other than 0 build the model from another seed, as in a job where nobody set one: its weights then come from
     rank 0, and all that is not sent shows.
 
     Args:
-        subject: What is trained.
+        spec: What is trained.
         case: How.
         folder: Where the reference is.
         inspect: A step of which the reference has the parts: there the causes of a difference are looked for.
     """
     world = pl.init(device="cpu")
-    model = make_model(subject, seed=0 if world.rank == 0 else 1000 + world.rank)
+    model = make_model(spec, seed=0 if world.rank == 0 else 1000 + world.rank)
     pl.parallelize(model, case.strategy)
     rank = _Rank(model, case, folder)
     optimizer = make_optimizer(model.parameters())
-    loss = find_loss(subject)
-    for step, batch in enumerate(read(batches_file(folder))[: case.recipe.steps]):
+    loss = find_loss(spec)
+    for step, batch in enumerate(load_tensors(batches_file(folder))[: case.recipe.steps]):
         rank.begin_step(step, inspect)
         for index, mine in enumerate(pl.accumulate(model, rank.shares(batch))):
-            rank.ledger.micro_batch = index
+            rank.recorder.micro_batch = index
             value = compute_loss(model, mine, loss)
             rank.compare_loss(value)
             rank.engine.count(value)
@@ -71,7 +72,7 @@ def train_together(subject: Subject, case: Case, folder: Path, inspect: int | No
         rank.end_step()
     rank.compare_full_parameters()
     pl.release(model)
-    return rank.ledger.report()
+    return rank.recorder.report()
 
 
 class _Rank:
@@ -79,7 +80,7 @@ class _Rank:
 
     def __init__(self, model: nn.Module, case: Case, folder: Path) -> None:
         self.engine = pl.engine_of(model)
-        self.ledger = Ledger(self.engine.world.rank, case.tolerance)
+        self.recorder = Recorder(self.engine.world.rank, case.tolerance)
         self._model, self._recipe, self._folder = model, case.recipe, folder
         self._parameters = dict(model.named_parameters())
         self._expected: Any = None
@@ -94,11 +95,11 @@ class _Rank:
 
     def begin_step(self, step: int, inspect: int | None) -> None:
         """Opens the reference's record of a step."""
-        self.ledger.step, self.ledger.micro_batch = step, 0
-        self._expected = read(step_file(self._folder, self._recipe, step))
+        self.recorder.step, self.recorder.micro_batch = step, 0
+        self._expected = load_tensors(step_file(self._folder, self._recipe, step))
         if step == inspect:
-            parts = read(parts_file(self._folder, self._recipe, step))
-            self._inspection = Inspection(self._model, self.engine, self.ledger, self._recipe, parts)
+            parts = load_tensors(parts_file(self._folder, self._recipe, step))
+            self._inspection = Inspection(self._model, self.engine, self.recorder, self._recipe, parts)
 
     def compare_weights(self, units: Iterable[str]) -> None:
         """Parameters as units compute with them."""
@@ -111,9 +112,9 @@ class _Rank:
     def compare_loss(self, value: torch.Tensor) -> None:
         """The loss of this rank's micro-batch."""
         expected = self._expected["losses"][
-            self.engine.world.rank * self._recipe.micro_batches + self.ledger.micro_batch
+            self.engine.world.rank * self._recipe.micro_batches + self.recorder.micro_batch
         ]
-        self.ledger.note("loss", _relative(value.item(), expected, SMALL_LOSS), op="forward")
+        self.recorder.record("loss", _relative(value.item(), expected, SMALL_LOSS), op="forward")
 
     def end_backward(self) -> None:
         """A micro-batch is over."""
@@ -121,12 +122,12 @@ class _Rank:
             self._inspection.end_micro_batch()
 
     def compare_gradients(self) -> None:
-        """Reduced gradients, or this rank's pieces of them, and the sum of all losses."""
+        """Reduced gradients, or this rank's shards of them, and the sum of all losses."""
         if self._inspection is not None:
             self._inspection.close()
             self._inspection = None
         losses = self._expected["losses"]
-        self.ledger.note(
+        self.recorder.record(
             "loss", _relative(self.engine.counts().item(), sum(losses), SMALL_LOSS), op="all_reduce of the counts"
         )
         if not self._holds_gradients:
@@ -136,15 +137,15 @@ class _Rank:
             actual = self._parameters[slot.spec.name].grad
             size = 0.0
             if expected is not None:
-                mine = piece(self.engine, index, expected)
+                mine = local_shard(self.engine, index, expected)
                 if mine.numel():
                     scale = max(self._expected["scale"], 1e-30)
-                    size = math.inf if actual is None else deviation(actual, mine, scale)
+                    size = math.inf if actual is None else deviation(actual.as_subclass(torch.Tensor), mine, scale)
             elif actual is not None:
                 size = math.inf
             bucket = bucket_of(self.engine, index)
             ops = self.engine.schedule.reduce(bucket, 0) if bucket is not None and slot.spec.trainable else ()
-            self.ledger.note(
+            self.recorder.record(
                 "gradient",
                 size,
                 slot.spec.name,
@@ -160,32 +161,40 @@ class _Rank:
 
     def compare_norm(self, norm: torch.Tensor) -> None:
         """The norm over all parameters."""
-        self.ledger.note("norm", _relative(norm.item(), self._expected["norm"], 1e-30))
+        self.recorder.record("norm", _relative(norm.item(), self._expected["norm"], 1e-30))
 
     def end_step(self) -> None:
-        """Parameters, or this rank's pieces of them, after the update."""
-        self._expected = read(step_file(self._folder, self._recipe, self.ledger.step + 1))
+        """Parameters, or this rank's shards of them, after the update."""
+        self._expected = load_tensors(step_file(self._folder, self._recipe, self.recorder.step + 1))
         for index, slot in enumerate(self.engine.layout.slots):
-            expected = piece(self.engine, index, self._expected["weights"][slot.spec.name])
-            self._compare_weight("updated", slot, expected, op="update" if self._holds_gradients else "broadcast")
+            expected = local_shard(self.engine, index, self._expected["weights"][slot.spec.name])
+            local = self.engine.program.parameters.local(index)
+            op = "update" if self._holds_gradients else "broadcast"
+            self._compare_weight("updated", slot, expected, op=op, actual=local)
 
     def compare_full_parameters(self) -> None:
         """Whole parameters after the last step."""
-        self.ledger.step, self.ledger.micro_batch = self._recipe.steps, 0
+        self.recorder.step, self.recorder.micro_batch = self._recipe.steps, 0
         with self.engine.full_parameters():
             for slot in self.engine.layout.slots:
                 self._compare_weight("weights", slot, self._expected["weights"][slot.spec.name])
 
     def _compare_weight(
-        self, kind: Kind, slot: Slot, expected: torch.Tensor, copied: bool = False, op: str = ""
+        self,
+        kind: Kind,
+        slot: Slot,
+        expected: torch.Tensor,
+        copied: bool = False,
+        op: str = "",
+        actual: torch.Tensor | None = None,
     ) -> None:
-        actual = self._parameters[slot.spec.name]
+        actual = self._parameters[slot.spec.name] if actual is None else actual
         # Of a frozen parameter there is nothing but the copy.
         expected = expected.to(actual.dtype) if copied or not slot.spec.trainable else expected
         size = deviation(actual, expected, max(largest(expected), LEARNING_RATE))
         bucket = bucket_of(self.engine, self.engine.layout.slots.index(slot))
         gathered = self.engine.schedule.shards > 1 and bucket is not None
-        self.ledger.note(
+        self.recorder.record(
             kind,
             size,
             slot.spec.name,

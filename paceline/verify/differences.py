@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["weights", "output", "loss", "local", "collected", "reduced", "gradient", "norm", "updated"]
+Kind = Literal["weights", "output", "loss", "local", "copied in", "reduced", "gradient", "norm", "updated"]
 
 KINDS: dict[Kind, str] = {
     "weights": "a parameter as its unit computes with it in forward",
     "output": "what a unit's forward gives",
     "loss": "the loss of a micro-batch",
     "local": "a parameter's gradient as this rank's own backward gives it",
-    "collected": "a parameter's gradient as it lies in the bucket that is reduced",
+    "copied in": "a parameter's gradient as it lies in the bucket that is reduced",
     "reduced": "a parameter's gradient in a reduced shard, before replicas of the shard are reduced",
     "gradient": "a parameter's reduced gradient, before the update",
     "norm": "the norm of all reduced gradients",
-    "updated": "a parameter after the update, or this rank's piece of it",
+    "updated": "a parameter after the update, or this rank's shard of it",
 }
 """What is compared within a micro-batch and then at the end of a step; each can only be wrong by itself if all before
 it are right."""
 
-INSPECTED: tuple[Kind, ...] = ("output", "local", "collected", "reduced")
+INSPECTED: tuple[Kind, ...] = ("output", "local", "copied in", "reduced")
 """Compared only when a step is run a second time to find out where a difference comes from."""
 
 
@@ -59,7 +59,7 @@ class Report:
     """The first that is larger than the tolerance."""
 
 
-def together(reports: list[Report]) -> Report:
+def merge_reports(reports: list[Report]) -> Report:
     """The findings of all ranks as one."""
     kinds = [kind for kind in KINDS if any(kind in report.largest for report in reports)]
     largest = {kind: max(report.largest.get(kind, 0.0) for report in reports) for kind in kinds}
@@ -67,7 +67,7 @@ def together(reports: list[Report]) -> Report:
     return Report(largest, min(firsts, key=lambda difference: difference.order, default=None))
 
 
-class Ledger:
+class Recorder:
     """Takes down the comparisons of one rank.
 
     Attributes:
@@ -82,7 +82,7 @@ class Ledger:
         self._first: Difference | None = None
         self._sequence = 0
 
-    def note(
+    def record(
         self, kind: Kind, size: float, parameter: str = "", unit: str = "", bucket: str = "", op: str = ""
     ) -> None:
         """Takes down one comparison, equal or not."""

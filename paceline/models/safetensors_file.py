@@ -5,24 +5,29 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import textwrap
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
+
+Decoded = TypeVar("Decoded")
 
 
 def save_weights(model_state: Mapping[str, Tensor], path: str | Path, config: ModelConfig) -> None:
     """Write a model's `state_dict` to `path`, whole or not at all.
 
-    The file is written under a temporary name beside `path`, forced to disk and renamed, so that a crash
+    The file is written under a temporary name next to `path`, forced to disk and renamed, so that a crash
     leaves the old file or the new one. Tensors that share memory are stored once. The metadata holds the
     model's shape, the tied names and a CRC-32 of the data, as safetensors itself detects no flipped bit.
 
@@ -54,7 +59,11 @@ def save_weights(model_state: Mapping[str, Tensor], path: str | Path, config: Mo
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        # An empty file shows which rights the umask leaves: safetensors makes files that nobody else can read.
+        temporary.touch()
+        rights = temporary.stat().st_mode
         save_file(stored, temporary, metadata)
+        temporary.chmod(rights)
         _flush(temporary)
         os.replace(temporary, path)
         _flush(path.parent)
@@ -81,16 +90,19 @@ def load_weights(path: str | Path) -> tuple[dict[str, Tensor], ModelConfig]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        config = ModelConfig(**json.loads(metadata["paceline.config"]))
-        tied = {name: state[owner] for name, owner in json.loads(metadata["paceline.tied"]).items()}
+        config = _decode(metadata["paceline.config"], ModelConfig)
+        owners = _decode(metadata["paceline.tied"], dict[str, str])
+        tied = {name: state[owner] for name, owner in owners.items() if name not in state}
         expected = int(metadata["paceline.crc32"])
     except KeyError as error:
         raise UserError(
             f"{path} holds tensors but not {error.args[0]!r}: only files that paceline wrote "
             "say which model the weights belong to."
         ) from error
-    except (OSError, SafetensorError, ValueError, TypeError, UserError) as error:
-        raise UserError(f"{path} is damaged or not a safetensors file ({error}): use another copy of it.") from error
+    except (OSError, SafetensorError, ValueError, TypeError, RecursionError, UserError) as error:
+        raise UserError(
+            f"{path} is damaged or not a safetensors file ({_in_short(error)}): use another copy of it."
+        ) from error
     if _checksum(state) != expected:
         raise UserError(f"{path} is damaged: its data does not match its checksum. Use another copy of it.")
     return state | tied, config
@@ -103,15 +115,35 @@ def load_model(path: str | Path) -> Transformer:
         UserError: As `load_weights`, or the tensors do not fit the shape stored with them.
     """
     state, config = load_weights(path)
-    with torch.device("meta"):
-        model = Transformer(config)
     try:
+        if config.layers > len(state):
+            # Building so many would take for ever.
+            raise ValueError(f"{config.layers:,} layers, but {len(state):,} tensors")
+        if config.tied and state.get("head.weight") is not state.get("embedding.weight"):
+            raise ValueError("embedding and head are said to be one tensor, but are two")
+        with torch.device("meta"):
+            model = Transformer(config)
         model.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        raise UserError(f"The weights in {path} do not fit the model described there: {error}") from error
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"The weights in {path} do not fit the model described there: {_in_short(error)}") from error
     if config.tied:
         model.head.weight = model.embedding.weight
     return model
+
+
+def _decode(text: str, kind: type[Decoded]) -> Decoded:
+    """JSON as what is expected; raises ValueError where it is something else, or more."""
+    value = msgspec.json.decode(text)
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        unknown = value.keys() - {field.name for field in dataclasses.fields(kind)}
+        if unknown:
+            raise ValueError(f"{sorted(unknown)[0]!r} is unknown")
+    return msgspec.convert(value, kind)
+
+
+def _in_short(error: Exception) -> str:
+    """An error in one line that is not long."""
+    return textwrap.shorten(str(error), 300, placeholder=" …")
 
 
 def _standalone(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from paceline.bench.results import machine
-from paceline.verify.matrix import (
+from paceline.verify.mixes import (
     ACCUMULATIONS,
     MICRO_BATCHES,
     RANKS,
@@ -37,7 +37,7 @@ def summary(cells: Sequence[Cell]) -> str:
 
 def tables(cells: Sequence[Cell]) -> str:
     """A table for each precision: a line per strategy, a column per accumulation and recomputing."""
-    return "\n\n".join(f"### {TITLES[precision]}\n\n{_table(cells, precision)}" for precision in _precisions(cells))
+    return "\n\n".join(f"## {TITLES[precision]}\n\n{_table(cells, precision)}" for precision in _precisions(cells))
 
 
 def _precisions(cells: Sequence[Cell]) -> list[str]:

@@ -1,0 +1,60 @@
+"""Whether a strategy's schedule is right for a model, proved for all ranks without a process."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from paceline.core.check import Report, all_ranks
+from paceline.core.check import check as check_schedules
+from paceline.core.errors import UserError
+from paceline.core.layout import ROOT, build_layout
+from paceline.core.strategy import Strategy
+from paceline.engine.statistics import length
+from paceline.engine.units import find_units, parameter_specs
+
+
+def check(model: nn.Module, strategy: Strategy | None = None, *, devices: int, micro_batches: int = 1) -> Report:
+    """Proves that a model's steps run on so many devices as the strategy says: without a process, in milliseconds.
+
+    No deadlock, no op that reads what is not there or overwrites what another still uses, and the gradient of every
+    rank and micro-batch in every update once; see `paceline.core.check.check`. The units are taken to run in the order
+    in which they are registered.
+
+    Args:
+        model: On any device, also the meta device.
+        strategy: How ranks share it; by default `Strategy()`.
+        devices: Number of ranks.
+        micro_batches: Micro-batches of a step.
+
+    Returns:
+        A report of what was looked at, with ops, collectives, pairs of ops, bytes sent and held.
+
+    Raises:
+        UserError: The strategy does not suit the model or the number of devices.
+        ScheduleError: A schedule is wrong, which is a mistake in paceline.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8)))
+        >>> report = pl.check(model, pl.Strategy(zero=3), devices=64)
+        >>> report.ranks, report.faults
+        (64, ())
+    """
+    return examine(model, strategy or Strategy(), devices, micro_batches).require()
+
+
+def examine(model: nn.Module, strategy: Strategy, devices: int, micro_batches: int) -> Report:
+    """`check` with its faults in the report.
+
+    Raises:
+        UserError: The strategy does not suit the model or the number of devices.
+    """
+    for name, value in (("devices", devices), ("micro_batches", micro_batches)):
+        if value < 1:
+            raise UserError(f"{name}: expected 1 or more, got {value}")
+    strategy.shards(devices)
+    units = tuple(find_units(model, strategy.units))
+    specs = parameter_specs(model, units)
+    layout = build_layout(specs, (ROOT, *units), strategy, devices)
+    ranks = all_ranks(layout, strategy, devices, units, statistics=length(len(specs)))
+    return check_schedules(ranks, micro_batches)
