@@ -1,10 +1,29 @@
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
+from hypothesis import settings
 
 from tests.ranks import RankPool
+
+# A second thread gains nothing on tensors this small, and waits for its turn where other tests' ranks have the cores.
+torch.set_num_threads(1)
+
+# A busy machine makes single examples slow without anything being wrong. CI draws the same examples for the same code.
+settings.register_profile("full", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("quick", settings.get_profile("full"), max_examples=30)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """How many examples are drawn, unless a test says so: few where cases marked `full` are left out."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As shells leave it in the background; programs that tests start would inherit that, and pass over Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings.load_profile("quick" if "not full" in config.getoption("markexpr") else "full")
 
 
 @pytest.fixture(scope="session")

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
-from paceline.layout import ROOT, Layout, ParameterSpec, build_layout
-from paceline.schedule import Schedule
-from paceline.strategy import Strategy
-
-# A busy machine makes single examples slow without anything being wrong.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
+from paceline.core.check import all_ranks
+from paceline.core.layout import ROOT, Layout, ParameterSpec, build_layout
+from paceline.core.schedule import Schedule
+from paceline.core.strategy import Strategy
 
 UNITS = (ROOT, "embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head")
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -29,6 +25,7 @@ def spec(
     dtype: str = "float32",
     trainable: bool = True,
     order: Sequence[int] | None = None,
+    casts: bool = True,
 ) -> ParameterSpec:
     """A parameter without gaps; a number stands for the shape of one dimension.
 
@@ -39,7 +36,7 @@ def spec(
     for axis in reversed(range(len(shape)) if order is None else order):
         strides[axis] = step
         step *= max(shape[axis], 1)
-    return ParameterSpec(name, shape, tuple(strides), dtype, ITEMSIZES[dtype], unit, trainable)
+    return ParameterSpec(name, shape, tuple(strides), dtype, ITEMSIZES[dtype], unit, trainable, casts)
 
 
 @st.composite
@@ -68,6 +65,7 @@ def models(draw: st.DrawFn, units: tuple[str, ...] = UNITS) -> list[ParameterSpe
             draw(st.sampled_from(dtypes)),
             not (frozen and draw(st.booleans())),
             order,
+            draw(st.integers(0, 4)) > 0,
         )
         for index, (shape, order) in enumerate(ordered)
     ]
@@ -102,20 +100,29 @@ def strategies(draw: st.DrawFn, world_size: int = 1, **fixed: Any) -> Strategy:
     return Strategy(**(chosen | fixed))
 
 
+world_sizes = st.sampled_from([1, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8])
+
+
 @st.composite
-def layouts(draw: st.DrawFn, **fixed: Any) -> tuple[Layout, Strategy, int]:
+def layouts(draw: st.DrawFn, sizes: st.SearchStrategy[int] = world_sizes, **fixed: Any) -> tuple[Layout, Strategy, int]:
     """A layout, and the strategy and number of ranks that it was made for."""
-    world_size = draw(st.sampled_from([1, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8]))
+    world_size = draw(sizes)
     strategy = draw(strategies(world_size, **fixed))
     return build_layout(draw(models()), UNITS, strategy, world_size), strategy, world_size
 
 
 @st.composite
-def schedules(draw: st.DrawFn, **fixed: Any) -> Schedule:
-    """A schedule whose units run in an order of their own; some do not run and some are collected late."""
-    layout, strategy, world_size = draw(layouts(**fixed))
+def jobs(draw: st.DrawFn, sizes: st.SearchStrategy[int] = world_sizes, **fixed: Any) -> list[Schedule]:
+    """The schedules of all ranks: units run in an order of their own, some do not run, and some are deferred."""
+    layout, strategy, world_size = draw(layouts(sizes, **fixed))
     order = draw(st.one_of(st.just(UNITS[1:]), st.permutations(UNITS)))
     order = tuple(order[: draw(st.sampled_from([len(order)] * 4 + [len(order) - 1, 1, 0]))])
-    late = draw(st.sampled_from([frozenset(), frozenset(order[:1]), frozenset(order[2:4])]))
-    rank = draw(st.integers(0, world_size - 1))
-    return Schedule(layout, strategy, world_size, rank, order, late=late, counts=9)
+    deferred = draw(st.sampled_from([frozenset(), frozenset(order[:1]), frozenset(order[2:4])]))
+    return all_ranks(layout, strategy, world_size, order, deferred, statistics=9)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, **fixed: Any) -> Schedule:
+    """A schedule of some rank of a job; see `jobs`."""
+    ranks = draw(jobs(**fixed))
+    return ranks[draw(st.integers(0, len(ranks) - 1))]

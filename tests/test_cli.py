@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,9 @@ import pytest
 import yaml
 
 from paceline.cli import main
+from paceline.command_line.options import options
+from paceline.train.command_line import MOST_USED
+from paceline.train.config import TrainConfig
 from tests.train.processes import finished, paceline, program
 
 
@@ -18,7 +22,7 @@ def test_help_names_every_command_and_comes_without_torch(capsys: pytest.Capture
     for arguments in ([], ["help"], ["--help"], ["-h"]):
         assert main(arguments) == 0
         out = capsys.readouterr().out
-        for command in ("train", "sample", "trace", "bench", "version"):
+        for command in ("train", "sample", "trace", "bench", "completion", "version"):
             assert f"\n  {command} " in out
     script = "import sys; from paceline.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
@@ -28,19 +32,40 @@ def test_the_launcher_does_not_import_torch() -> None:
     script = """
 import sys
 from paceline.train.command_line import parse_train_arguments
-from paceline.train.launch import launch
+from paceline.launch.workers import launch
 parse_train_arguments(["--workers", "2"])
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "trace"])
+@pytest.mark.parametrize("command", ["train", "sample", "trace", "plan", "check", "verify", "completion"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    assert f"usage: paceline {command}" in capsys.readouterr().out
+    with contextlib.suppress(SystemExit):
+        assert main([command, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert f"usage: paceline {command}" in page
+    assert not any(word in page for word in ("None", "Literal[", "Raises"))
+
+
+def test_the_settings_that_people_use_fit_on_a_screen_and_all_others_are_a_flag_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    pages = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as caught:
+            main(["train", flag])
+        assert caught.value.code == 0
+        pages.append(capsys.readouterr().out)
+    short, full = pages
+    assert len(short.splitlines()) <= 40 and short.count("\n  --") == len(MOST_USED)
+    assert max(map(len, (short + full).splitlines())) <= 80
+    assert (
+        all(option.flag in full or option.off in full for option in options(TrainConfig))
+        and "--log.validate-batches-at-end" in full
+    )
+    assert "_every" not in full
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +79,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "did you mean train?"),
         (["xyzzy"], "known: train, sample"),
         (["train", "--workers", "0"], "at least 1 worker"),
+        (["train", "--workers", "two"], "--workers: expected a whole number or none, got 'two'"),
+        (["train", "--lr", "1"], "did you mean --optim.lr?"),
+        (["train", "medium.txt"], "to train on this text: --data.path medium.txt"),
+        (["train", "--strategy.zero", "3", "--strategy.shard", "2", "--workers", "3"], "cannot form groups of 2"),
+        (["sample", "run", "--temperature", "-1"], "--temperature: expected 0 (the likeliest token) or above, got -1"),
+        (["sample", "run", "--tokens", "-3"], "--tokens: expected 0 or more tokens, got -3"),
+        (["bench", "strateges"], "did you mean strategies?"),
         (["train", "no-such.yaml"], "no-such.yaml: cannot be read"),
         (["trace", "no-such-run"], "there is no run folder no-such-run"),
     ],

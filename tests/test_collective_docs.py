@@ -5,22 +5,19 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
 
-from paceline.comm.algorithms import ALGORITHMS, HIERARCHICAL, SUMS
+from paceline.core.collectives.algorithms import ALGORITHMS, HIERARCHICAL, REDUCTIONS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGE = DOCS / "collectives.md"
 NAMES = {f"{collective}/{name}" for collective, known in ALGORITHMS.items() for name in known}
 NAMES |= {f"{collective}/hierarchical" for collective in HIERARCHICAL}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.fixture
@@ -66,7 +63,7 @@ def test_what_a_picture_leaves_dark_at_the_end_is_the_result(drawing: ModuleType
             own, root_alone = collective in ("scatter", "reduce_scatter"), collective in ("reduce", "gather")
             assert dark == ({rank} if own else set() if root_alone and rank else set(range(drawn.numel))), panel.name
             for place in dark:
-                if collective in (*SUMS, "barrier"):
+                if collective in (*REDUCTIONS, "barrier"):
                     assert buffer[place].ranks == everyone, panel.name
                 elif collective == "all_to_all":
                     assert (buffer[place].shard, buffer[place].ranks) == (rank, {place})
@@ -98,7 +95,7 @@ def test_the_tables_are_what_the_plans_and_measurements_give(tables: ModuleType)
 def test_a_wrong_formula_is_not_written(tables: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong) -> None:
     tables.check()
     monkeypatch.setitem(tables.FORMULAS, ("all_reduce/ring",), tables.Formula(*wrong))
-    with pytest.raises(ValueError, match=r"all_reduce/ring, .* is not what the plan counts"):
+    with pytest.raises(ValueError, match=r"all_reduce/ring, .* is not what the algorithm counts"):
         tables.tables()
 
 
@@ -167,15 +164,9 @@ def test_between_hosts_a_size_that_was_not_measured_leaves_its_place_empty(table
     ]
 
 
-def test_the_example_runs_and_is_the_one_in_the_page() -> None:
-    example = ROOT / "examples" / "collectives.py"
-    body = example.read_text().split('"""\n\n', 1)[1].split("\nif ")[0]
+def test_the_example_is_the_one_in_the_page() -> None:
+    body = (ROOT / "examples" / "collectives.py").read_text().split('"""\n\n', 1)[1].split("\nif ")[0]
     assert f"```python\n{body}```" in PAGE.read_text()
-    for command, ranks, total, sent in (([sys.executable], 1, 1, 0), (TORCHRUN, 2, 3, 4_000_000)):
-        done = subprocess.run([*command, str(example)], capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-        assert f"{ranks} ranks, sum {total}, {sent} bytes sent\nall_reduce of 4,000,000 bytes" in done.stdout
-        assert done.stdout.count("<- chosen") == 1
 
 
 def test_the_plan_in_the_page_is_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 
-from paceline.bench.cli import Benchmarks
+from paceline.bench.cli import parse_bench_arguments
+from paceline.command_line.parse import parse
+from paceline.plan.check_cli import main as check
 from paceline.plan.cli import PlanArguments
 from paceline.train.command_line import parse_train_arguments
-from paceline.verify.cli import parse as parse_verify_arguments
+from paceline.verify.arguments import parse as parse_verify_arguments
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -59,15 +60,22 @@ def test_every_command_is_understood(page: str, words: list[str], tmp_path: Path
         for word in words[2:]:
             if word.endswith((".yaml", ".yml")):
                 Path(word).write_text("steps: 5\n")
-        assert parse_train_arguments([word for word in words[2:] if word != "--print-config"]).steps > 0
+        assert parse_train_arguments([word for word in words[2:] if word not in ("--print-config", "--help")]).steps > 0
     elif words[1] == "bench":
-        tyro.cli(Benchmarks, args=words[2:])
+        parse_bench_arguments(words[2:])
     elif words[1] == "plan":
-        assert tyro.cli(PlanArguments, args=words[2:], use_underscores=False).devices > 0
+        assert parse(PlanArguments, words[2:], "paceline plan").devices > 0
+    elif words[1] == "check":
+        assert check(words[2:]) == 0
     elif words[1] == "verify":
         assert parse_verify_arguments(words[2:]).workers > 0
     else:
-        assert words[1] in ("sample", "trace", "help", "version")
+        assert words[1] in ("sample", "trace", "completion", "help", "version")
+
+
+def test_what_a_check_prints_is_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(["--devices", "8", "--strategy.zero", "3"]) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in (ROOT / "docs" / "planning.md").read_text()
 
 
 def test_there_are_commands_to_try() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import paceline as pl
 from paceline.bench.meters import held_bytes, sent_bytes, sent_since, watching_memory
-from paceline.comm.world import open_transport
+from paceline.comm.connect import open_transport
 
 CPU = torch.device("cpu")
 

@@ -78,11 +78,13 @@ def expected() -> list[float]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("label", labels("float32"))
 def test_losses_are_those_of_one_process_with_the_whole_batch(label: str, losses, expected) -> None:
     assert losses["float32", label] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("label", labels("bfloat16"))
 def test_losses_in_bfloat16_are_near_to_those(label: str, losses, expected) -> None:
     found = losses["bfloat16", label]

@@ -12,10 +12,11 @@ import paceline as pl
 from paceline.bench import cli, strategies
 from paceline.bench.cases import GROUPS, Case, Precision, System, Training
 from paceline.bench.ranks import run_ranks
-from paceline.errors import UserError
+from paceline.core.errors import UserError
+from paceline.core.strategy import SYSTEMS
+from paceline.launch import pool
+from paceline.launch.pool import RanksFailed
 from paceline.models.presets import preset
-from paceline.ranks import RanksFailed
-from paceline.strategy import SYSTEMS
 
 DDP = "torch DDP: views, static graph"
 
@@ -60,6 +61,18 @@ def test_systems_run_beside_each_other_and_one_that_cannot_is_named_with_the_rea
     assert "broken: always did not run: ImportError: this library is not here" in printed
 
 
+def test_only_groups_that_say_something_are_compared() -> None:
+    found = strategies.systems("float32")
+
+    def groups(*names: str) -> list[str]:
+        return [group for group, _ in strategies.compared(strategies.choose(found, names))]
+
+    assert groups("one process", DDP, "paceline: zero 0") == [GROUPS[0]]
+    assert groups("one process", "paceline: zero 3", "paceline: zero 0") == [GROUPS[0], GROUPS[2]]
+    assert groups("one process") == [GROUPS[0]]
+    assert groups() == list(GROUPS)
+
+
 @pytest.mark.parametrize("precision", get_args(Precision))
 def test_systems_have_different_names_and_can_be_sent_to_a_rank(precision: Precision) -> None:
     found = strategies.systems(precision)
@@ -91,7 +104,8 @@ def fail(rank_that_fails: int) -> None:
     pl.barrier()
 
 
-def test_a_rank_that_fails_is_named_and_no_process_stays() -> None:
+def test_a_rank_that_fails_is_named_and_no_process_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "GRACE_SECONDS", 0.2)
     with pytest.raises(RanksFailed, match=r"ValueError: on purpose") as caught:
         run_ranks(2, fail, 0)
     assert caught.value.failure.rank == 0

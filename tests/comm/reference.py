@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm.algorithms import ALGORITHMS, ROOTED, SUMS
-from paceline.comm.plan import shard
+from paceline.core.collectives.algorithms import ALGORITHMS, REDUCTIONS, ROOTED
+from paceline.core.collectives.rounds import chunk
 
 NAMES = [f"{collective}/{algorithm}" for collective, known in ALGORITHMS.items() for algorithm in known]
 """Every collective by every algorithm."""
@@ -28,16 +28,16 @@ def expected(
 ) -> tuple[Tensor, slice]:
     """What a collective leaves in a rank's buffer, in fp64, and where that can be relied on."""
     n, numel = len(inputs), inputs[0].numel()
-    own, everywhere, nowhere = slice(*shard(rank, n, numel)), slice(0, numel), slice(0, 0)
+    own, everywhere, nowhere = slice(*chunk(rank, n, numel)), slice(0, numel), slice(0, 0)
     where = {"scatter": own, "reduce_scatter": own, "barrier": nowhere}.get(collective, everywhere)
     if collective in ("reduce", "gather") and rank != root:
         where = nowhere
     if collective in ("broadcast", "scatter"):
         return inputs[root].double(), where
-    if collective in SUMS:
+    if collective in REDUCTIONS:
         return scale * torch.stack([x.double() for x in inputs]).sum(0), where
     if collective in ("gather", "all_gather"):
-        return torch.cat([inputs[peer][slice(*shard(peer, n, numel))] for peer in range(n)]).double(), where
+        return torch.cat([inputs[peer][slice(*chunk(peer, n, numel))] for peer in range(n)]).double(), where
     if collective == "all_to_all":
         return torch.cat([x[own] for x in inputs]).double(), where
     assert collective == "barrier"

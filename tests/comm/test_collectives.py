@@ -7,10 +7,10 @@ import torch
 
 import paceline as pl
 from paceline import comm
-from paceline.comm.algorithms import ALGORITHMS, ROOTED, SUMS
 from paceline.comm.collectives import SUMMED
 from paceline.comm.transport import CommunicationError
-from paceline.errors import UserError
+from paceline.core.collectives.algorithms import ALGORITHMS, REDUCTIONS, ROOTED
+from paceline.core.errors import UserError
 from tests.comm.reference import expected, values
 
 
@@ -107,7 +107,7 @@ def of_other_dtypes() -> list[str]:
         # As bytes, what has no arithmetic.
         shown = dtype if dtype in SUMMED else torch.uint8
         inputs = [each % 2 if dtype == torch.bool else each for each in exact]
-        for name in (name for name in ALGORITHMS if name != "barrier" and (dtype in SUMMED or name not in SUMS)):
+        for name in (name for name in ALGORITHMS if name != "barrier" and (dtype in SUMMED or name not in REDUCTIONS)):
             for algorithm in ("auto", *ALGORITHMS[name]):
                 tensor = inputs[world.rank].to(shown).view(dtype)
                 getattr(comm, name)(tensor, algorithm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 import weakref
 from dataclasses import replace
@@ -16,9 +17,10 @@ import pytest
 import torch
 
 import paceline as pl
+from paceline.comm.connect import open_transport
 from paceline.comm.streams import ThreadStream
 from paceline.comm.transport import CommunicationError
-from paceline.comm.world import open_transport
+from tests.quick import diagonal, full
 from tests.ranks import RankError, RankPool
 
 DIFFERENT_CALLS: dict[str, list[tuple[str, int, torch.dtype, str]]] = {
@@ -61,7 +63,7 @@ def test_ranks_in_different_calls_are_all_told_so_within_2_seconds(ranks, transp
     (theirs, ours) = DIFFERENT_CALLS[what]
     names = [f"{name} {label} {numel} {str(dtype)[6:]}" for name, numel, dtype, label in (theirs, ours)]
     assert any(all(name in message for name in names) for message in told), results
-    assert any(f"rank {n - 1} is in call 1" in message for message in told), results
+    assert any(f"rank {n - 1} is in collective 1" in message for message in told), results
 
 
 def die_or_wait(leaves: str) -> None:
@@ -71,9 +73,9 @@ def die_or_wait(leaves: str) -> None:
     pl.barrier()
     if world.rank == 1:
         if leaves == "a program":
-            subprocess.Popen(["sleep", "2"], close_fds=False)
+            subprocess.Popen(["sleep", "1.5"], close_fds=False)
         if leaves == "a child" and os.fork() == 0:
-            time.sleep(3)
+            time.sleep(1.5)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
@@ -82,8 +84,7 @@ def die_or_wait(leaves: str) -> None:
     raise AssertionError(f"noticed after {time.monotonic() - start:.3f} s")
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("leaves", ["nothing", "a child", "a program"])
+@pytest.mark.parametrize(("transport", "leaves"), diagonal(("auto", "tcp"), ("nothing", "a child", "a program")))
 def test_a_killed_peer_is_noticed_at_once_and_named_whatever_of_it_lives_on(ranks, transport, leaves) -> None:
     with pytest.raises(RankError, match=r"noticed after 0\.\d+ s"):
         ranks(2, die_or_wait, leaves, transport=transport)
@@ -91,10 +92,10 @@ def test_a_killed_peer_is_noticed_at_once_and_named_whatever_of_it_lives_on(rank
 
 def be_silent() -> Any:
     world = pl.init()
-    transport = open_transport(replace(world, timeout=1.0))
+    transport = open_transport(replace(world, timeout=0.5))
     buffer = transport.allocate(64, torch.float32)
     if world.rank == 1:
-        time.sleep(3)
+        time.sleep(2)
         transport.close()
         return ""
     with pytest.raises(CommunicationError) as caught:
@@ -105,12 +106,12 @@ def be_silent() -> Any:
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_silent_peer_is_named_within_the_time_limit(ranks, transport) -> None:
-    assert "rank 1 did not answer within 1 s" in ranks(2, be_silent, transport=transport)[0]
+    assert "rank 1 did not answer within 0.5 s" in ranks(2, be_silent, transport=transport)[0]
 
 
 def be_stopped(collective: str) -> str:
     world = pl.init()
-    transport = open_transport(replace(world, timeout=1.0))
+    transport = open_transport(replace(world, timeout=0.5))
     buffer = transport.allocate(64, torch.float32)
     pids = pl.all_gather_json(os.getpid())
     if world.rank == 1:
@@ -129,12 +130,12 @@ def be_stopped(collective: str) -> str:
     return str(caught.value).replace(str(pids[1]), "PID")
 
 
-@pytest.mark.parametrize(("n", "collective"), [(2, "all_reduce"), (4, "all_reduce/ring"), (4, "broadcast/tree@1")])
+@pytest.mark.parametrize(("n", "collective"), [(2, "all_reduce"), full(4, "all_reduce/ring"), (4, "broadcast/tree@1")])
 def test_a_stopped_peer_is_named_with_what_lets_it_go_on_also_by_those_who_wait_for_others(
     ranks, n, collective
 ) -> None:
     for message in (told for told in ranks(n, be_stopped, collective) if told):
-        assert "did not answer within 1 s" in message
+        assert "did not answer within 0.5 s" in message
         assert "rank 1's process PID is stopped: `kill -CONT PID` lets it go on" in message
 
 
@@ -182,6 +183,103 @@ def test_closing_wakes_a_stream_that_waits_for_a_peer(ranks) -> None:
     assert max(ranks(2, close_while_waiting)) < 4
 
 
+def wait_for_one_that_fails(collective: str) -> tuple[str, str]:
+    """What all ranks are told where the last fails, in a collective that passes from rank to rank; and again after."""
+    world = pl.init()
+    transport = open_transport(world)
+    buffer = transport.allocate(64, torch.float32)
+    pl.barrier()
+    if world.rank == world.world_size - 1:
+        time.sleep(0.1)
+        transport.abort("ValueError: a broken batch")
+    told = []
+    for _ in range(2):
+        with pytest.raises(CommunicationError) as caught:
+            transport.run(collective, buffer, "bucket 7")
+        told.append(str(caught.value))
+    pl.barrier()
+    transport.close()
+    return told[0], told[1]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_reduce/ring", "all_reduce/tree"])
+def test_what_failed_first_is_what_every_rank_raises(ranks, transport, n, collective) -> None:
+    *others, last = ranks(n, wait_for_one_that_fails, collective, transport=transport)
+    assert last == ("ValueError: a broken batch",) * 2
+    assert others == [(f"rank {n - 1} gave up: ValueError: a broken batch",) * 2] * (n - 1)
+
+
+def abort_while_waiting() -> str:
+    """What rank 0's thread raises that waits for rank 1, when its own main thread aborts."""
+    world = pl.init()
+    transport, stream = open_transport(world), ThreadStream("test")
+    buffer = transport.allocate(64, torch.float32)
+    told = ""
+    if world.rank == 0:
+        pending = stream.submit(lambda: transport.run("all_reduce", buffer, "bucket 7"), "bucket 7")
+        time.sleep(0.1)
+        transport.abort("ValueError: a broken batch")
+        with pytest.raises(CommunicationError) as caught:
+            stream.wait(pending)
+        told = str(caught.value)
+    pl.barrier()
+    stream.close()
+    transport.close()
+    return told
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_thread_of_the_rank_that_failed_raises_the_cause_too(ranks, transport) -> None:
+    assert ranks(2, abort_while_waiting, transport=transport)[0] == "ValueError: a broken batch"
+
+
+UNCAUGHT = """
+import sys
+import torch
+import paceline as pl
+from paceline import comm
+
+if __name__ == "__main__":
+    rank = pl.init(device="cpu", timeout=60).rank
+    comm.all_reduce(torch.ones(4))
+    if rank == 1:
+        raise ValueError("a broken batch")
+    comm.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", full("tcp")])
+def test_an_exception_that_ends_one_rank_stands_last_on_the_others_and_nothing_hangs(tmp_path, transport) -> None:
+    before = set(os.listdir("/dev/shm"))
+    program = tmp_path / "program.py"
+    program.write_text(UNCAUGHT)
+    began = time.monotonic()
+    ranks = []
+    for rank in range(3):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "3",
+            "PACELINE_RENDEZVOUS": f"file://{tmp_path}/store",
+            "PACELINE_TRANSPORT": transport,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        ranks.append(
+            subprocess.Popen([sys.executable, str(program)], env=environment, stderr=subprocess.PIPE, text=True)
+        )
+    # Torch says before each line which rank it is of.
+    told = [rank.communicate(timeout=60)[1].strip().splitlines()[-1].partition(": ")[2] for rank in ranks]
+    assert time.monotonic() - began < 50
+    cause = "ValueError: a broken batch"
+    lost = f"paceline.comm.transport.CommunicationError: rank 1 gave up: {cause}"
+    assert told == [lost, cause, lost]
+    assert set(os.listdir("/dev/shm")) <= before
+
+
 def left_after_shutdown() -> bool:
     """Whether torch's process group is still held after the job has ended."""
     pl.init()
@@ -203,7 +301,7 @@ def test_nothing_holds_the_process_group_when_the_job_has_ended() -> None:
 def many_small_calls() -> None:
     world = pl.init()
     # Asleep at once, and not looking up by itself: what is not woken stays asleep until the test's time limit.
-    with patch("paceline.comm.signals.SPINS", 1), patch("paceline.comm.signals._LOOK_SECONDS", 60.0):
+    with patch("paceline.comm.cpu.signals.SPINS", 1), patch("paceline.comm.cpu.signals._POLL_SECONDS", 60.0):
         transport = open_transport(world)
         buffer = transport.allocate(64, torch.float32)
         for _ in range(3000):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import paceline as pl
 from paceline.comm.nccl import NcclTransport
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 SCALES = (1.0, 0.25)
 """With two ranks neither is a mean, which NCCL is asked for by a name that Gloo does not know."""
@@ -75,6 +77,16 @@ def call_all() -> list[str]:
 
 def test_every_call_of_the_engine_does_what_its_name_says(ranks) -> None:
     assert ranks(2, call_all) == [[], []]
+
+
+def call_all_without_warnings() -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return call_all()
+
+
+def test_no_call_is_deprecated(ranks) -> None:
+    assert ranks(2, call_all_without_warnings) == [[], []]
 
 
 def refused() -> tuple[str, str]:

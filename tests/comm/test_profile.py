@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.profile import Copy, Cost, Fit, HardwareProfile, Host, fit, read_profile, write_profile
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 SIZES = [2**exponent for exponent in range(10, 27, 2)]
 ALPHAS = st.floats(1e-6, 1e-3)
@@ -105,17 +105,16 @@ def written(folder: Path) -> dict[str, Any]:
         (("kind",), "recipe", r'expected a hardware profile \("kind"'),
         (("version",), 2, "version 1, got 2"),
         (("version",), None, "version 1, got None"),
-        (("costs",), 5, "costs: expected a list, got 5"),
-        (("costs", 1, "fit", "alpha"), "fast", r"costs\[1\].fit.alpha: expected a number of 0 or more, got 'fast'"),
-        (("costs", 0, "fit", "beta"), -1e-9, r"costs\[0\].fit.beta: expected a number of 0 or more, got -1e-09"),
-        (("costs", 0, "fit", "beta"), float("nan"), r"costs\[0\].fit.beta: expected a number of 0 or more, got nan"),
-        (("costs", 0, "ranks"), True, r"costs\[0\].ranks: expected a whole number of 0 or more, got True"),
-        (("costs", 0, "ranks"), 2.5, r"costs\[0\].ranks: expected a whole number of 0 or more, got 2.5"),
-        (("costs", 0, "dtype"), None, r"costs\[0\].dtype: expected text, got None"),
-        (("costs", 0), {"ranks": 2}, r"costs\[0\]: expected the fields algorithm, .*; got the fields ranks"),
-        (("copies", 1), [], r"copies\[1\]: expected the fields bytes, ranks, seconds; got \[\]"),
-        (("host", "gpus", 0), 7, r"host.gpus\[0\]: expected text, got 7"),
-        (("more",), 1, "the file: expected the fields copies, costs, host; got the fields host, copies, costs, more"),
+        (("costs",), 5, r"Expected `array`, got `int` - at `\$.costs`"),
+        (("costs", 1, "fit", "alpha"), "fast", r"Expected `float`, got `str` - at `\$.costs\[1\].fit.alpha`"),
+        (("costs", 0, "fit", "beta"), -1e-9, r"Expected `float` >= 0.0 - at `\$.costs\[0\].fit.beta`"),
+        (("costs", 0, "fit", "beta"), float("nan"), "in JSON"),
+        (("costs", 0, "ranks"), True, r"Expected `int`, got `bool` - at `\$.costs\[0\].ranks`"),
+        (("costs", 0, "ranks"), 2.5, r"Expected `int`, got `float` - at `\$.costs\[0\].ranks`"),
+        (("costs", 0, "dtype"), None, r"Expected `str`, got `null` - at `\$.costs\[0\].dtype`"),
+        (("costs", 0), {"ranks": 2}, r"Object missing required field `transport` - at `\$.costs\[0\]`"),
+        (("copies", 1), [], r"Expected `object`, got `array` - at `\$.copies\[1\]`"),
+        (("host", "gpus", 0), 7, r"Expected `str`, got `int` - at `\$.host.gpus\[0\]`"),
     ],
 )
 def test_a_file_that_is_no_profile_is_named_with_the_field_and_what_to_do(

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import UserError
 from paceline.data import DataConfig, preparation, prepare
 from paceline.data.cache import Cache
-from paceline.errors import UserError
 from tests.data.prose import prose
 
 Configure = Callable[..., DataConfig]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import UserError
 from paceline.data import DataConfig
-from paceline.errors import UserError
 
 
 @pytest.mark.parametrize(

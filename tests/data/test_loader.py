@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.core.errors import UserError
 from paceline.data import TokenFile
 from paceline.data.loader import Loader, MicroBatch, StepBatch, validation_batches
-from paceline.errors import UserError
 
 CONTEXT = 8
 

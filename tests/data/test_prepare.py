@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from paceline.data import Corpus, DataConfig, Tokenizer, preparation, prepare, scan
+from paceline.core.errors import UserError
+from paceline.data import Corpus, DataConfig, Tokenizer, preparation, prepare, scan, unreadable
+from paceline.data import corpus as corpus_module
+from paceline.data.checksums import BLOCK, Blocks, block_count, checksums
 from paceline.data.documents import read
+from paceline.data.loader import Loader
 from paceline.data.sources import find
 from paceline.data.split import hash_document, is_validation, nominal_threshold
-from paceline.errors import UserError
 from tests.data.prose import prose
 
 Configure = Callable[..., DataConfig]
@@ -56,8 +60,8 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 @pytest.fixture
 def scanned(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    counter = Counter(preparation.scan)
-    monkeypatch.setattr(preparation, "scan", counter)
+    counter = Counter(unreadable.scan)
+    monkeypatch.setattr(unreadable, "scan", counter)
     return counter
 
 
@@ -81,12 +85,12 @@ def test_facts_are_those_of_the_text(folder: Path, configure: Configure) -> None
     assert facts.validation.bytes == corpus.validation.bytes == len("".join(validation).encode())
     assert (facts.train.tokens, facts.validation.tokens) == (len(corpus.train), len(corpus.validation))
     assert facts.vocabulary == Tokenizer.load(corpus.tokenizer).vocabulary == 300
-    assert facts.yardstick_bytes == facts.validation.bytes
+    assert facts.baseline_bytes == facts.validation.bytes
     assert 0 < facts.xz_bits_per_byte < 8 and 0 < facts.gzip_bits_per_byte < 8
     assert corpus.train.tokens.dtype == np.uint16 and not corpus.train.tokens.flags.writeable
 
 
-def test_yardsticks_are_the_compressors_own_figures(tmp_path: Path, configure: Configure) -> None:
+def test_baselines_are_the_compressors_own_figures(tmp_path: Path, configure: Configure) -> None:
     import gzip
     import lzma
 
@@ -124,7 +128,7 @@ def test_result_is_the_same_to_the_byte_for_any_number_of_threads(
         prepare(configure(folder, cache=str(cache)), threads=threads)
         results.append(entries(cache))
     assert results[0] == results[1] == results[2]
-    assert len(results[0]) == 4
+    assert len(results[0]) == 5
 
 
 def test_second_run_reads_nothing(folder: Path, configure: Configure, tokenised: Counter, scanned: Counter) -> None:
@@ -169,9 +173,19 @@ def test_given_tokenizer_is_used_as_it_is(folder: Path, configure: Configure, tm
     assert sum(map(len, decoded(corpus))) == 60
 
 
-@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json", "facts.json"])
-@pytest.mark.parametrize("damage", ["truncate", "remove"])
-def test_damaged_entries_are_rebuilt(folder: Path, configure: Configure, name: str, damage: str) -> None:
+FILES = "train.bin", "validation.bin", "tokenizer.json", "facts.json", "checksums.bin"
+
+
+def flip(path: Path, at: int) -> None:
+    """Turns one bit over, as a disk may."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncate", "remove", "flip"])
+def test_damaged_entries_are_named_and_rebuilt(folder: Path, configure: Configure, name: str, damage: str) -> None:
     config = configure(folder)
     corpus = prepare(config)
     whole = entries(config.cache_folder)
@@ -179,10 +193,57 @@ def test_damaged_entries_are_rebuilt(folder: Path, configure: Configure, name: s
     path = corpus.folder / name
     if damage == "truncate":
         path.write_bytes(path.read_bytes()[:-7])
+    elif damage == "flip":
+        flip(path, path.stat().st_size // 2)
     else:
         path.unlink()
-    assert np.array_equal(prepare(config).train.tokens, mapped)
+    lines: list[str] = []
+    assert np.array_equal(prepare(config, report=lines.append).train.tokens, mapped)
     assert entries(config.cache_folder) == whole
+    told = [line for line in lines if f"{corpus.folder} is damaged" in line]
+    assert len(told) == 1 and "prepared anew" in told[0] and "\n" not in told[0]
+
+
+def test_damage_that_is_met_in_a_run_ends_it_and_is_mended_by_the_next(
+    folder: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "CHECKED_AT_ONCE", 0)
+    config = configure(folder)
+    whole = prepare(config)
+    tokens = whole.train.tokens.copy()
+    flip(whole.folder / "train.bin", 999)
+    opened = prepare(config)
+    with (
+        pytest.raises(UserError, match=r"train.bin is damaged: from byte 0 on.* Start again"),
+        Loader(opened.train, context=8, batch_size=2, micro_batch=2) as loader,
+    ):
+        for _ in range(len(tokens)):
+            next(loader)
+    assert np.array_equal(prepare(config).train.tokens, tokens)
+
+
+def test_only_what_is_used_is_checked_and_only_once(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a" * (3 * BLOCK + 5))
+    sums = checksums(path)
+    assert len(sums) == block_count(path.stat().st_size) == 4
+    flip(path, 2 * BLOCK + 7)
+    data = np.fromfile(path, np.uint8)
+    blocks = Blocks(data, sums)
+    assert blocks.damaged(0, 2 * BLOCK) is None
+    assert blocks.damaged(3 * BLOCK, 3 * BLOCK + 5) is None
+    assert blocks.damaged(BLOCK, 2 * BLOCK + 1) == 2 * BLOCK
+    data[0] = 0
+    assert blocks.damaged(0, 1) is None
+
+
+def test_a_cache_that_vanishes_leaves_an_open_corpus_whole(folder: Path, configure: Configure) -> None:
+    config = configure(folder)
+    corpus = prepare(config)
+    definition = corpus.tokenizer.read_text(encoding="utf-8")
+    shutil.rmtree(config.cache_folder)
+    corpus.train.check(0, len(corpus.train))
+    assert corpus.definition == definition
 
 
 def test_text_that_changes_while_it_is_read_is_refused(
@@ -237,11 +298,11 @@ def test_a_very_long_line_of_jsonl_survives(
     assert sorted(train + validation) == sorted([long, short])
 
 
-def test_yardsticks_read_a_bounded_part(folder: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_read_a_bounded_part(folder: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "HELD_OUT_BYTES", 1000)
     lines: list[str] = []
     corpus = prepare(configure(folder), report=lines.append)
-    assert corpus.facts.yardstick_bytes == 1000 < corpus.facts.validation.bytes
+    assert corpus.facts.baseline_bytes == 1000 < corpus.facts.validation.bytes
     assert any("measured on its first 1.0 kB" in line for line in lines)
 
 
@@ -256,6 +317,31 @@ def test_report_tells_what_was_found(folder: Path, configure: Configure) -> None
         assert f"gzip -9 needs {corpus.facts.gzip_bits_per_byte:.3f}" in text
 
 
+def test_files_without_readable_text_are_passed_over_in_one_line_or_listed(folder: Path, configure: Configure) -> None:
+    whole = prepare(configure(folder))
+    (folder / "part0" / "binary.txt").write_bytes(b"some text first\n" * 9 + b"\0")
+    (folder / "part1" / "cut.txt.gz").write_bytes(b"\x1f\x8b cut")
+    (folder / "part2" / "other.jsonl").write_text('{"text": "fine"}\n{"title": "none"}\n')
+    for _ in range(2):
+        lines: list[str] = []
+        corpus = prepare(configure(folder), report=lines.append)
+        # Nothing of them is in it, not even what came before the first bad byte.
+        assert corpus.folder == whole.folder and corpus.facts.files == 60
+        (line,) = [line for line in lines if "passed over 3 files without readable text" in line]
+        assert "binary.txt is not text: a NUL byte at byte 144" in line
+    with pytest.raises(UserError) as refused:
+        prepare(configure(folder, unreadable="refuse"))
+    assert all(name in str(refused.value) for name in ("binary.txt", "cut.txt.gz", "other.jsonl line 2"))
+    assert str(refused.value).count("\n") == 3
+    (folder / "part0" / "binary.txt").write_text("text now")
+    assert prepare(configure(folder)).facts.files == 61
+    with pytest.raises(
+        UserError, match=r"no text found in .*other.jsonl: 1 hold no readable text:\n.*'text' is missing"
+    ):
+        prepare(configure(folder / "part2" / "other.jsonl"))
+
+
+@pytest.mark.full
 def test_standard_library_is_a_corpus(configure: Configure) -> None:
     corpus = prepare(configure(vocabulary=2048, validation=0.05))
     facts = corpus.facts

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.errors import UserError
 from paceline.data.samples import (
     IGNORED_TARGET,
     gather,
@@ -14,7 +15,6 @@ from paceline.data.samples import (
     share,
     validation_share,
 )
-from paceline.errors import UserError
 
 seeds = st.integers(0, 2**63)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import UserError
 from paceline.data.sources import find
-from paceline.errors import UserError
 
 
 def names(root: Path, *paths: str) -> list[str]:
@@ -95,13 +95,24 @@ def unprivileged() -> Iterator[Path]:
             yield Path(name)
 
 
-def test_unreadable_folder_is_refused_by_name(unprivileged: Path) -> None:
-    closed = unprivileged / "closed"
+def test_what_may_not_be_read_is_told_by_name_and_passed_over_beside_other_text(unprivileged: Path) -> None:
+    closed, secret = unprivileged / "closed", unprivileged / "secret.txt"
     closed.mkdir(mode=0o000)
-    for path in (closed, closed / "a.txt", unprivileged):
-        with pytest.raises(UserError, match=r"cannot read .*closed.*Permission denied"):
-            find((str(path),))
-    closed.chmod(0o700)
+    secret.write_text("x")
+    secret.chmod(0)
+    try:
+        for path in (closed, closed / "a.txt", secret, unprivileged):
+            with pytest.raises(UserError, match=r"cannot read .*(closed|secret).*Permission denied"):
+                find((str(path),))
+        (unprivileged / "open.txt").write_text("x")
+        sources = find((str(unprivileged),))
+        assert [Path(file.path).name for file in sources.files] == ["open.txt"]
+        assert set(sources.unreadable) == {str(closed), str(secret)}
+        before = sources.fingerprint()
+        secret.chmod(0o600)
+        assert find((str(unprivileged),)).fingerprint() != before
+    finally:
+        closed.chmod(0o700)
 
 
 def test_fingerprint_follows_paths_sizes_and_times(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.errors import UserError
 from paceline.data.documents import Document
 from paceline.data.scan import Sample, Scan, scan
 from paceline.data.split import (
@@ -14,7 +15,6 @@ from paceline.data.split import (
     nominal_threshold,
     settled_threshold,
 )
-from paceline.errors import UserError
 
 contents = st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=60)
 

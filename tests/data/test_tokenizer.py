@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.errors import UserError
 from paceline.data.tokenizer import END_OF_TEXT, Tokenizer, train
-from paceline.errors import UserError
 from tests.data.prose import prose
 
 TEXTS = [prose(300, seed) for seed in range(20)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.strategy import SYSTEMS, Strategy
+from paceline.core.strategy import SYSTEMS, Strategy
+from tests.quick import named_values
 
 
 class Stack(nn.Module):
@@ -47,21 +49,21 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """A copy of a model's whole gradients, put together from the pieces of all ranks where they are sharded."""
+    """A copy of a model's whole gradients, put together from the shards of all ranks where they are sharded."""
     engine = getattr(model, "_paceline_engine", None)
     if engine is None or engine.schedule.shards == 1:
         return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
     slots, shards = engine.layout.slots, engine.schedule.shards
     by_name = dict(model.named_parameters())
-    # One message: each parameter's elements, then whether any rank has a piece of it.
+    # One message: each parameter's elements, then whether any rank has a shard of it.
     flat = torch.zeros(sum(slot.spec.numel + 1 for slot in slots), dtype=torch.float64)
     places = dict(zip(range(len(slots)), flat.split([slot.spec.numel + 1 for slot in slots]), strict=True))
     for index, slot in enumerate(slots):
         gradient = by_name[slot.spec.name].grad
         if gradient is not None:
             (bucket,) = [bucket for bucket in engine.layout.buckets if index in bucket.slots]
-            start, stop = engine.layout.piece(bucket, index, engine.world.rank % shards, shards)
-            places[index][start - slot.offset : stop - slot.offset] = gradient.double()
+            start, stop = engine.layout.shard_of(bucket, index, engine.world.rank % shards, shards)
+            places[index][start - slot.offset : stop - slot.offset] = gradient.as_subclass(Tensor).double()
             places[index][-1] = 1
     dist.all_reduce(flat)
     found: dict[str, Tensor | None] = {}
@@ -96,24 +98,33 @@ WORLDS = {
 }
 """Every stage among one to four ranks, in groups that shard and replicate, and with one copy of the parameters."""
 
-NEAREST = {
-    *(f"{name}, N=2" for name in STAGES),
-    "zero 3, N=1",
-    "zero 0, N=3",
-    "zero 1, N=4",
-    "zero 3, 2 x 2",
-    "zero 2, one copy",
-}
+NEAREST = {"zero 3, N=1", "zero 1, N=2", "zero 3, N=2", "zero 2, one copy", "zero 0, N=3", "zero 3, 2 x 2"}
 """Those of each kind that a plain `pytest` runs; `pytest -m other_worlds` runs the rest."""
 
 
-def in_worlds(worlds: dict[str, tuple[Strategy, int]]) -> pytest.MarkDecorator:
-    """Runs a test with the `strategy` and the `n` ranks of each world."""
-    cases = [
-        pytest.param(*world, id=name, marks=() if name in NEAREST or name not in WORLDS else pytest.mark.other_worlds)
-        for name, world in worlds.items()
-    ]
-    return pytest.mark.parametrize(("strategy", "n"), cases)
+def in_worlds(
+    worlds: dict[str, tuple[Strategy, int]], **axes: Mapping[str, object] | Iterable[object]
+) -> pytest.MarkDecorator:
+    """Runs a test with the `strategy` and the `n` ranks of each world, those of as many ranks after each other.
+
+    Where there are `axes` too, a plain `pytest` takes their combinations by turns, one in each of the nearest worlds.
+    """
+    combinations = list(product(*(named_values(axis).items() for axis in axes.values())))
+    cases, turns = [], cycle(range(len(combinations)))
+    for name, world in sorted(worlds.items(), key=lambda named: named[1][1]):
+        near = name in NEAREST or name not in WORLDS
+        taken = next(turns) if near else 0
+        for index, combination in enumerate(combinations):
+            mark = pytest.mark.full if near else pytest.mark.other_worlds
+            cases.append(
+                pytest.param(
+                    *world,
+                    *(value for _, value in combination),
+                    id="-".join([name, *(label for label, _ in combination)]),
+                    marks=() if near and index == taken else mark,
+                )
+            )
+    return pytest.mark.parametrize(("strategy", "n", *axes), cases)
 
 
 every_world = in_worlds(WORLDS)
@@ -126,7 +137,7 @@ several_ranks = in_worlds(SEVERAL)
 sharded = pytest.mark.parametrize("strategy", SHARDED.values(), ids=SHARDED)
 
 PARALLEL = {**STAGES, "parameter server": SYSTEMS["parameter server"]}
-"""The ways in which gradients come to parameters: on every rank, in pieces, or on rank 0."""
+"""The ways in which gradients come to parameters: on every rank, in shards, or on rank 0."""
 
 every_way = pytest.mark.parametrize("strategy", PARALLEL.values(), ids=PARALLEL)
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.strategy import Strategy
-from tests.engine.models import assert_same, data, every_world, make, shares, snapshot
+from paceline.core.strategy import Strategy
+from tests.engine.models import WORLDS, assert_same, data, in_worlds, make, shares, snapshot
 
 # Two and three micro-batches of equal size on each of two, three or four ranks.
 SAMPLES = 72
@@ -38,10 +38,10 @@ def accumulated(strategy: Strategy | None) -> list[dict]:
     return found
 
 
-def by_every_policy(strategy: Strategy) -> dict[str, list[dict]]:
+def by_policies(strategy: Strategy, policies: list[str]) -> dict[str, list[dict]]:
     # Parameters that are gathered may be held, too.
-    policies = ("each", "defer", "hold") if strategy.gathers else ("each", "defer")
-    return {policy: accumulated(replace(strategy, accumulation=policy)) for policy in policies}
+    possible = [policy for policy in policies if policy != "hold" or strategy.gathers]
+    return {policy: accumulated(replace(strategy, accumulation=policy)) for policy in possible}
 
 
 @functools.cache
@@ -49,9 +49,11 @@ def in_one_batch() -> list[dict]:
     return accumulated(None)
 
 
-@every_world
-def test_accumulation_policies_equal_one_batch_however_many_micro_batches_a_step_has(ranks, strategy, n) -> None:
-    for results in ranks(n, by_every_policy, strategy):
+@in_worlds(WORLDS, policies={"each": ["each"], "once": ["defer", "hold"]})
+def test_accumulation_policies_equal_one_batch_however_many_micro_batches_a_step_has(
+    ranks, strategy, n, policies
+) -> None:
+    for results in ranks(n, by_policies, strategy, policies):
         for policy, found in results.items():
             for step, (state, wanted) in enumerate(zip(found, in_one_batch(), strict=True)):
                 assert_same(

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.strategy import Strategy
+from paceline.core.strategy import Strategy
 from tests.engine.models import assert_same, data, make, shares, snapshot
+from tests.quick import diagonal
 from tests.ranks import RankPool
 
 
@@ -241,8 +242,7 @@ def rank_main(name: str, strategy: Strategy) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "strategy"), diagonal(MODELS.keys(), STRATEGIES))
 def test_training_equals_one_process(ranks: RankPool, name: str, strategy: Strategy) -> None:
     model = make(MODELS[name])
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.strategy import Strategy
+from paceline.core.strategy import Strategy
 from tests.engine.models import STAGES, Stack, assert_same, data, make, shares, snapshot, stages
 from tests.engine.test_architectures import Repeated
+from tests.quick import diagonal
 
 STEPS = 3
 
@@ -75,8 +76,7 @@ def test_under_autocast_ranks_equal_one_process_on_the_whole_batch(ranks, strate
 
 
 # A block that runs twice in one forward is cast once: the cast outlives the unit's first turn to be whole.
-@pytest.mark.parametrize("cls", [Stack, Repeated])
-@stages
+@pytest.mark.parametrize(("strategy", "cls"), diagonal(STAGES, {"Repeated": Repeated, "Stack": Stack}))
 def test_under_autocast_ranks_equal_one_process_on_their_parts(ranks, strategy, cls) -> None:
     expected = by_one(cls, 2)
     for state, dtypes in ranks(2, in_parallel, strategy, cls):

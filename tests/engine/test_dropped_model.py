@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torch.optim import optimizer as hooks
 
 import paceline as pl
-from paceline.strategy import Strategy
-from tests.engine.models import assert_same, data, make, shares, snapshot, stages
+from paceline.core.strategy import Strategy
+from tests.engine.models import STAGES, assert_same, data, make, shares, snapshot
+from tests.quick import diagonal
 
 
 def collect(*rest: Any) -> None:
@@ -42,8 +43,7 @@ def after_another(strategy: Strategy, register: Callable[..., Any]) -> dict:
     return state
 
 
-@pytest.mark.parametrize("when", ["pre", "post"])
-@stages
+@pytest.mark.parametrize(("strategy", "when"), diagonal(STAGES, ["pre", "post"]))
 def test_it_is_collected_without_harm(ranks, strategy, when) -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.ops import COMPUTE, STREAMS
-from paceline.strategy import SYSTEMS, Strategy
+from paceline.core.ops import COMPUTE, STREAMS
+from paceline.core.strategy import SYSTEMS, Strategy
+from tests.quick import diagonal, some
 
 STEPS = 5
 SAMPLES = 36
@@ -68,7 +69,7 @@ def train(
     events = engine.drain_events()  # after what full_parameters waited for
     executed = [[event for event in events if event.step == step] for step in range(STEPS)]
     planned = engine.schedule.step(accumulation)
-    transport = engine.running.synchronizer.transports["reduce"].name if n > 1 else "none"
+    transport = engine.program.collectives.transports["reduce"].name if n > 1 else "none"
     pl.release(model)
     return {
         "state": state,
@@ -127,18 +128,24 @@ HYBRID = {f"zero {stage}, 2 x 2": Strategy(zero=stage, shard=2, bucket_mb=0.0005
 HYBRID["zero 1, 2 x 2, one copy a group"] = Strategy(zero=1, shard=2, bucket_mb=0.0005, share_parameters=True)
 
 
-@pytest.mark.parametrize(("n", "accumulation"), [(1, 3), (2, 1), (2, 3), (3, 1), (4, 3)])
-@pytest.mark.parametrize("system", STRATEGIES)
-def test_n_ranks_equal_one_process_and_run_their_schedule(ranks, system: str, n: int, accumulation: int) -> None:
+QUICK = {"buckets, overlapped", "zero 1", "zero 2", "zero 3", "zero 3, 2 x 2"}
+"""One of each stage, and of what groups do."""
+
+SEVERAL = {f"N={n}, {k} micro-batches": (n, k) for n, k in ((3, 1), (4, 3), (2, 3), (2, 1))}
+ALONE = [pytest.param((1, 3), *case.values, marks=case.marks, id=f"N=1, {case.id}") for case in some(STRATEGIES, QUICK)]
+
+
+@pytest.mark.parametrize(("world", "system"), [*ALONE, *diagonal(SEVERAL, STRATEGIES.keys())])
+def test_n_ranks_equal_one_process_and_run_their_schedule(ranks, world: tuple[int, int], system: str) -> None:
     expected = reference()
+    n, accumulation = world
     for rank, result in enumerate(ranks(n, rank_main, STRATEGIES[system], accumulation)):
         assert_close(result, expected)
         assert result["transport"] == ("none" if n == 1 else "shared memory")
         assert_executed_as_planned(result, rank)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("system", HYBRID)
+@pytest.mark.parametrize(("accumulation", "system"), diagonal((1, 3), HYBRID.keys()))
 def test_groups_that_shard_and_replicate_equal_one_process_too(ranks, system: str, accumulation: int) -> None:
     expected = reference()
     for rank, result in enumerate(ranks(4, rank_main, HYBRID[system], accumulation)):
@@ -148,11 +155,11 @@ def test_groups_that_shard_and_replicate_equal_one_process_too(ranks, system: st
 
 def as_two_hosts(strategy: Strategy, accumulation: int) -> dict[str, Any]:
     rank = pl.init().rank
-    with patch("paceline.comm.world._host", lambda: f"host {rank // 2}"):
+    with patch("paceline.comm.connect._host", lambda: f"host {rank // 2}"):
         return rank_main(strategy, accumulation)
 
 
-@pytest.mark.parametrize("system", ["buckets, overlapped", "zero 1", "zero 2", "zero 3", *HYBRID])
+@pytest.mark.parametrize("system", some(["buckets, overlapped", "zero 1", "zero 2", "zero 3", *HYBRID], QUICK))
 def test_ranks_of_two_hosts_equal_one_process_too(ranks, system: str) -> None:
     expected = reference()
     for rank, result in enumerate(ranks(4, as_two_hosts, {**STRATEGIES, **HYBRID}[system], 3)):
@@ -165,7 +172,7 @@ def test_ranks_of_two_hosts_equal_one_process_too(ranks, system: str) -> None:
 SEPARATE = {name: s for name, s in {**STRATEGIES, **HYBRID}.items() if not s.share_parameters}
 
 
-@pytest.mark.parametrize("system", SEPARATE)
+@pytest.mark.parametrize("system", some(SEPARATE, QUICK))
 def test_over_sockets_n_ranks_equal_one_process_too(ranks, system: str) -> None:
     expected = reference()
     n = 4 if system in HYBRID else 3
@@ -206,8 +213,7 @@ OTHERWISE: dict[str, Strategy] = {
 }
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("system", OTHERWISE)
+@pytest.mark.parametrize(("accumulation", "system"), diagonal((3, 1), OTHERWISE.keys()))
 def test_in_low_precision_recomputing_or_encoded_they_run_their_schedule_too(
     ranks, system: str, accumulation: int
 ) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.engine.progress import EngineError
+from paceline.core.errors import EngineError
 from tests.engine.models import (
     Stack,
     assert_all_same,
@@ -115,3 +115,18 @@ def sparse_gradients() -> None:
 def test_sparse_gradients_are_refused_by_name(ranks) -> None:
     with pytest.raises(RankError, match=r"table\.weight has a sparse gradient.*sparse=False"):
         ranks(2, sparse_gradients)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "words"),
+    [
+        (nn.Linear(1, 1), {"zero": 3}, "got {'zero': 3}: write pl.Strategy(**strategy)"),
+        (nn.Linear(1, 1), 3, "got 3: write pl.Strategy(zero=2)"),
+        ([nn.Linear(1, 1)], pl.Strategy(), "expected a model, a torch.nn.Module, got list"),
+        (None, None, "got NoneType"),
+    ],
+)
+def test_what_is_no_model_or_no_strategy_is_told_what_to_write(model: object, strategy: object, words: str) -> None:
+    with pytest.raises(pl.UserError) as caught:
+        pl.parallelize(model, strategy)
+    assert words in str(caught.value)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.comm.plan import Traffic
-from paceline.events import Event
-from paceline.ops import STREAMS, Op
-from paceline.simulate import Costs, simulate
-from paceline.strategy import Strategy
+from paceline.core.collectives.rounds import Traffic
+from paceline.core.events import Event
+from paceline.core.ops import STREAMS, Op
+from paceline.core.simulate import Costs, simulate
+from paceline.core.strategy import Strategy
+from tests.quick import full
 
 FORWARD, BACKWARD, COMMUNICATION = 0.01, 0.02, 0.025
 """Seconds; long beside what the machine itself needs."""
@@ -55,8 +56,8 @@ def run_slowly(strategy: Strategy, micro_batches: int) -> tuple[list[Event], lis
     torch.manual_seed(0)
     model = pl.parallelize(nn.Sequential(*(SlowUnit() for _ in range(5))), strategy)
     engine = pl.engine_of(model)
-    assert engine.running.synchronizer is not None
-    quick = engine.running.synchronizer.work
+    assert engine.program.collectives is not None
+    quick = engine.program.executor._work
 
     def slow(op: Op, *args: Any) -> Callable[[], Traffic]:
         work = quick(op, *args)
@@ -67,7 +68,7 @@ def run_slowly(strategy: Strategy, micro_batches: int) -> tuple[list[Event], lis
 
         return later
 
-    engine.running.synchronizer.work = slow  # type: ignore[method-assign]
+    engine.program.executor._work = slow  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(4):
         for x in pl.accumulate(model, torch.randn(micro_batches, 2, 8)):
@@ -98,18 +99,22 @@ def exposed(events: list[Event], above: float) -> set[tuple[str, str, int, str]]
 
 CASES = [
     (Strategy(bucket_mb=3e-4), 1),
+    (Strategy(zero=2, bucket_mb=3e-4), 2),
+    (Strategy(zero=3, accumulation="hold"), 2),
+]
+MORE = [
     (Strategy(synchronize="after", bucket_mb=3e-4), 1),
     (Strategy(zero=1, bucket_mb=3e-4), 2),
     (Strategy(zero=2, bucket_mb=3e-4), 1),
-    (Strategy(zero=2, bucket_mb=3e-4), 2),
     (Strategy(zero=3), 1),
     (Strategy(zero=3), 2),
-    (Strategy(zero=3, accumulation="hold"), 2),
 ]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "micro_batches"), CASES, ids=[f"zero {s.zero} {s.synchronize} {s.accumulation} {m}" for s, m in CASES]
+    ("strategy", "micro_batches"),
+    [*CASES, *(full(*case) for case in MORE)],
+    ids=[f"zero {s.zero} {s.synchronize} {s.accumulation} {m}" for s, m in (*CASES, *MORE)],
 )
 def test_what_is_simulated_is_what_runs(ranks, strategy, micro_batches) -> None:
     for executed, simulated in ranks(2, run_slowly, strategy, micro_batches):

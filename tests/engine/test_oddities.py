@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.engine.progress import EngineError
-from paceline.strategy import Strategy
+from paceline.core.errors import EngineError
+from paceline.core.strategy import Strategy
 from tests.engine.models import (
     STAGES,
     Stack,
@@ -75,7 +75,7 @@ def grad_on_one_rank() -> tuple[dict, int]:
         inputs = x.clone().requires_grad_()
         torch.autograd.grad(model(inputs).sum(), inputs)
     F.mse_loss(model(x), y).backward()
-    step = pl.engine_of(model).progress.step
+    step = pl.engine_of(model).state.step
     found = gradients(model)
     pl.release(model)
     return found, step

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.errors import UserError
-from paceline.strategy import Strategy
+from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
 from tests.engine.models import Stack, assert_same, data, make
 from tests.ranks import RankError
 

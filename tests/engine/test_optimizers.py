@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.strategy import Strategy
+from paceline.core.strategy import Strategy
 from tests.engine.models import HYBRID, SHARDED, STAGES, assert_same, data, make, sharded, shares, snapshot
+from tests.quick import diagonal, some
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -58,12 +59,14 @@ def optimised(strategy: Strategy | None, name: str) -> dict:
     return snapshot(model)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_elementwise_optimizer_with_groups_and_a_schedule_equals_one_process(ranks, name) -> None:
+IN_SHARDS = {**SHARDED, "zero 2, one copy": replace(STAGES["zero 2"], share_parameters=True)}
+
+
+@pytest.mark.parametrize(("name", "strategy"), diagonal(OPTIMIZERS.keys(), IN_SHARDS))
+def test_every_elementwise_optimizer_with_groups_and_a_schedule_equals_one_process(ranks, name, strategy) -> None:
     expected = optimised(None, name)
-    for strategy in (*SHARDED.values(), replace(STAGES["zero 2"], share_parameters=True)):
-        for state in ranks(3, optimised, strategy, name):
-            assert_same(state, expected)
+    for state in ranks(3, optimised, strategy, name):
+        assert_same(state, expected)
 
 
 def searched(strategy: Strategy | None, line: str | None, wide: bool) -> dict:
@@ -117,10 +120,88 @@ def two_optimizers(strategy: Strategy | None) -> dict:
     return snapshot(model)
 
 
-@pytest.mark.parametrize("strategy", [*STAGES.values(), *HYBRID.values()], ids=[*STAGES, *HYBRID])
-def test_two_optimizers_may_share_a_model(ranks, strategy) -> None:
+@pytest.mark.parametrize("name", some([*STAGES, *HYBRID], {*STAGES, "zero 3, 2 x 2"}))
+def test_two_optimizers_may_share_a_model(ranks, name) -> None:
     expected = two_optimizers(None)
-    for state in ranks(4, two_optimizers, strategy):
+    for state in ranks(4, two_optimizers, {**STAGES, **HYBRID}[name]):
+        assert_same(state, expected)
+
+
+@pl.elementwise
+class Clamped(torch.optim.AdamW):
+    """Changes parameters before and after the step that it inherits."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.99)
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.clamp_(-0.3, 0.3)
+        return loss
+
+
+@pl.elementwise
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, and goes back half of the way every second time (Zhang et al. 2019)."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.count = base, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if not self.count:
+            for p in parameters:
+                self.state[p]["slow"] = p.detach().clone()
+        loss = self.base.step(closure)
+        self.count += 1
+        if self.count % 2 == 0:
+            for p in parameters:
+                p.copy_(self.state[p]["slow"].lerp_(p, 0.5))
+        return loss
+
+
+def nested(strategy: Strategy | None, kind: str, raises: str) -> dict:
+    """With an optimizer whose step is a part of another's; perhaps one raises, and "reset" or nothing follows."""
+    model = make()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    # Torch puts its hooks around a class's step when the first optimizer of that class is built.
+    base = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = Clamped(model.parameters(), lr=0.05) if kind == "inherits" else Lookahead(base)
+    for step in range(4):
+        x, y = data(step, 12)
+        x, y = (shares(x), shares(y)) if strategy is not None else (x, y)
+        F.mse_loss(model(x), y).backward()
+        if raises and step == 1:
+
+            def fails() -> None:
+                raise KeyError("closure")
+
+            with pytest.raises(KeyError):
+                optimizer.step(fails)
+            if strategy is not None and raises == "reset":
+                pl.reset(model)
+            if raises == "stepped again":
+                optimizer.step()
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+# With "inherits", Clamped has changed parameters before the step that raises inside of it, which nothing undoes.
+@pytest.mark.parametrize(
+    ("kind", "raises"),
+    [("inherits", ""), ("steps", ""), ("steps", "reset"), ("steps", "goes on"), ("steps", "stepped again")],
+)
+@pytest.mark.parametrize("name", some([*IN_SHARDS, "zero 0"], {"zero 0", "zero 2", "zero 3"}))
+def test_an_optimizers_step_may_be_a_part_of_anothers(ranks, name, kind, raises) -> None:
+    expected = nested(None, kind, raises)
+    for state in ranks(2, nested, {**IN_SHARDS, **STAGES}[name], kind, raises):
         assert_same(state, expected)
 
 
@@ -163,7 +244,7 @@ def test_optimizers_that_need_whole_parameters_work_where_nothing_is_sharded(ran
 
 
 class Normalised(torch.optim.SGD):
-    """Takes steps of unit length over a whole parameter, so it cannot work on a piece."""
+    """Takes steps of unit length over a whole parameter, so it cannot work on a shard."""
 
 
 def refused(make_optimizer: str) -> str:
@@ -215,7 +296,7 @@ def made_before(strategy: Strategy | None, before: bool) -> dict:
 
 @pytest.mark.parametrize("before", [True, False])
 @sharded
-def test_states_and_groups_made_from_whole_parameters_serve_pieces(ranks, strategy, before) -> None:
+def test_states_and_groups_made_from_whole_parameters_serve_shards(ranks, strategy, before) -> None:
     expected = made_before(None, before)
     for state in ranks(2, made_before, strategy, before):
         assert_same(state, expected)
@@ -240,12 +321,42 @@ def saved_and_loaded(strategy: Strategy, states: list[dict] | None) -> dict | st
 
 
 @sharded
-def test_states_of_another_ranks_pieces_are_refused(ranks, strategy) -> None:
+def test_states_of_another_ranks_shards_are_refused(ranks, strategy) -> None:
     states = ranks(2, saved_and_loaded, strategy, None)
     first, second = ranks(2, saved_and_loaded, strategy, states)
-    assert "Adam holds states of piece 1 of 2, but this rank updates piece 0 of 2" in first
-    assert "Adam holds states of piece 0 of 2, but this rank updates piece 1 of 2" in second
+    assert "Adam holds states of shard 1 of 2, but this rank updates shard 0 of 2" in first
+    assert "Adam holds states of shard 0 of 2, but this rank updates shard 1 of 2" in second
     assert "load on each rank what that rank saved" in first
+
+
+def stepped_elsewhere(released: bool) -> str:
+    """What is said of states of shards where parameters are whole."""
+    model = pl.parallelize(make(), Strategy(zero=2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x, y = (shares(part) for part in data(0, 8))
+    for again in (False, True):
+        if again:
+            states = optimizer.state_dict()
+            model = pl.release(model)
+            if not released:
+                model = pl.parallelize(model, Strategy())
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+                optimizer.load_state_dict(states)
+        F.mse_loss(model(x), y).backward()
+        if not again:
+            optimizer.step()
+    with pytest.raises(pl.UserError) as caught:
+        optimizer.step()
+    if not released:
+        pl.release(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_states_of_shards_are_refused_where_parameters_are_whole(ranks, released: bool) -> None:
+    for rank, told in enumerate(ranks(2, stepped_elsewhere, released)):
+        assert told.startswith(f"Adam holds states of shard {rank} of 2, but parameters are whole now: load")
+        assert told.endswith("or make a new optimizer")
 
 
 def test_groups_of_ranks_that_shard_and_replicate_equal_one_process(ranks) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.strategy import Strategy
+from paceline.core.strategy import Strategy
 from tests.engine.models import NEAREST, WORLDS, assert_same, data, make, shares, snapshot
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -24,14 +24,14 @@ States = dict[str, dict[str, Tensor]]
 """By the name of a parameter: what an optimizer keeps for it, whole."""
 
 
-def pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, dict[str, Tensor]]]:
-    """What this rank's optimizer keeps for its piece of each parameter, and where that begins."""
+def shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, dict[str, Tensor]]]:
+    """What this rank's optimizer keeps for its shard of each parameter, and where that begins."""
     engine, found = pl.engine_of(model), {}
     parameters, shards = dict(model.named_parameters()), engine.schedule.shards
     for bucket in engine.layout.buckets:
         for index in bucket.slots:
             slot = engine.layout.slots[index]
-            start, stop = engine.layout.piece(bucket, index, engine.world.rank % shards, shards)
+            start, stop = engine.layout.shard_of(bucket, index, engine.world.rank % shards, shards)
             if start < stop:
                 # What was loaded for no elements was never stepped.
                 found[slot.spec.name] = (start - slot.offset, dict(optimizer.state[parameters[slot.spec.name]]))
@@ -39,7 +39,7 @@ def pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tupl
 
 
 def joined(every: list[dict[str, tuple[int, dict[str, Tensor]]]]) -> States:
-    """The pieces of all ranks put together."""
+    """The shards of all ranks put together."""
     whole: States = {}
     for name, parameter in make().named_parameters():
         whole[name] = {}
@@ -78,7 +78,7 @@ def trained(strategy: Strategy | None, name: str, start: tuple[dict, States] | N
         every = pl.all_gather_json(loss.item()) if strategy is not None else [loss.item()]
         losses.append(sum(every) / len(every))
     plain = {key: (0, dict(optimizer.state[parameter])) for key, parameter in model.named_parameters()}
-    held = plain if strategy is None else pieces(model, optimizer)
+    held = plain if strategy is None else shards(model, optimizer)
     weights = snapshot(model)
     if strategy is not None:
         pl.release(model)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.core.strategy import Strategy
 from paceline.engine.engine import Engine
-from paceline.strategy import Strategy
 from tests.engine.models import Stack, assert_all_same, data, every_world, in_parallel, loss_on, make, rows_of, snapshot
 
 MAX_NORM = 0.05
@@ -62,13 +62,13 @@ def poison(engine: Engine) -> int:
 
     Where a gradient belongs is written before it is read, so what stays NaN is what lies between gradients.
     """
-    gradients = engine.running.gradients
+    gradients = engine.program.gradients
     if gradients is None:
         return 0
-    for bucket in engine.schedule.reduced:
+    for bucket in engine.schedule.reduced_buckets:
         gradients.whole(bucket).fill_(torch.nan)
         gradients.reduced(bucket).fill_(torch.nan)
-    buckets = engine.schedule.reduced
+    buckets = engine.schedule.reduced_buckets
     return sum(bucket.numel - sum(engine.layout.slots[i].spec.numel for i in bucket.slots) for bucket in buckets)
 
 
@@ -78,7 +78,7 @@ def clipped(model: nn.Module) -> list[dict]:
     for step in range(3):
         if step and hasattr(model, "_paceline_engine"):
             engine = pl.engine_of(model)
-            assert poison(engine) > 0 or engine.running.gradients is None
+            assert poison(engine) > 0 or engine.program.gradients is None
         loss_on(model, step).backward()
         norm = clip(model)
         optimizer.step()
@@ -92,8 +92,8 @@ def remains(strategy: Strategy) -> tuple[list[dict], bool]:
     model = pl.parallelize(make(), strategy)
     found = clipped(model)
     engine = pl.engine_of(model)
-    gradients = engine.running.gradients
-    still = gradients is None or any(gradients.reduced(b).isnan().any() for b in engine.schedule.reduced)
+    gradients = engine.program.gradients
+    still = gradients is None or any(gradients.reduced(b).isnan().any() for b in engine.schedule.reduced_buckets)
     pl.release(model)
     return found, bool(still)
 

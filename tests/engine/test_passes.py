@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.strategy import SYSTEMS, Strategy
+from paceline.core.strategy import SYSTEMS, Strategy
 from tests.engine.models import (
     WORLDS,
     Stack,

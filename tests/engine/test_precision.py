@@ -12,8 +12,20 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.strategy import Strategy
-from tests.engine.models import HYBRID, STAGES, assert_same, data, every_world, make, shares, snapshot, stages
+from paceline.core.strategy import Strategy
+from tests.engine.models import (
+    HYBRID,
+    STAGES,
+    WORLDS,
+    assert_same,
+    data,
+    every_world,
+    in_worlds,
+    make,
+    shares,
+    snapshot,
+)
+from tests.quick import diagonal
 
 STEPS = 3
 
@@ -26,7 +38,8 @@ def trained(strategy: Strategy, micro_batches: int, scale: float) -> dict[str, A
     """Steps of AdamW on this rank's part of each batch."""
     model = pl.parallelize(make().float(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    dtypes, norms = set(), []
+    dtypes, updated, norms = set(), set(), []
+    optimizer.register_step_pre_hook(lambda *_: updated.update(p.dtype for p in model.parameters()))
     for step in range(STEPS):
         x, y = (shares(part).float() for part in data(step, 24))
         for xs, ys in pl.accumulate(model, list(zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True))):
@@ -41,6 +54,7 @@ def trained(strategy: Strategy, micro_batches: int, scale: float) -> dict[str, A
         optimizer.zero_grad()
     state = snapshot(model)
     rest = {p.dtype for p in model.parameters()}
+    assert updated == {torch.float32}, "what an optimizer sees"
     pl.release(model)
     return {"state": state, "norms": norms, "dtypes": dtypes, "rest": rest}
 
@@ -76,19 +90,17 @@ def by_one(ranks: int, micro_batches: int, dtype: torch.dtype, wide: bool, scale
     return {"state": master.state_dict(), "norms": norms}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@every_world
+@in_worlds(WORLDS, micro_batches=[1, 3])
 def test_bfloat16_with_fp32_masters_equals_one_process(ranks, strategy, n, micro_batches) -> None:
     expected = by_one(n, micro_batches, torch.bfloat16, wide=True, scale=1.0)
     for result in ranks(n, trained, low(strategy), micro_batches, 1.0):
         assert_same(result["state"], expected["state"], atol=2e-6)
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert result["dtypes"] == {torch.bfloat16}
-        assert result["rest"] == {torch.float32}, "what an optimizer sees"
+        assert result["rest"] == {torch.float32}, "by which an optimizer loads its states"
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize(("strategy", "precision"), diagonal(STAGES, ["bfloat16", "float16"]))
 def test_gradients_reduced_as_computed_are_rounded_once(ranks, strategy, precision) -> None:
     scale = 1.0 if precision == "bfloat16" else 128.0
     expected = by_one(2, 1, getattr(torch, precision), wide=False, scale=scale)
@@ -112,7 +124,12 @@ def unit_gradients(strategy: Strategy, count: int) -> list[float]:
     for _ in pl.accumulate(model, range(count)):
         model(torch.ones(1, 96)).sum().backward()
     with torch.no_grad():
-        found = [v for p in model.parameters() if p.grad is not None for v in p.grad.flatten().tolist()]
+        found = [
+            v
+            for p in model.parameters()
+            if p.grad is not None
+            for v in p.grad.as_subclass(torch.Tensor).flatten().tolist()
+        ]
     pl.release(model)
     return found
 
@@ -124,8 +141,7 @@ def assert_summed(results: list[list[float]], strategy: Strategy, total: int) ->
 
 
 # bf16 itself stops at 256.
-@pytest.mark.parametrize("wide", [True, False])
-@every_world
+@in_worlds(WORLDS, wide=[True, False])
 def test_hundreds_of_unit_gradients_sum_to_their_number(ranks, strategy, n, wide) -> None:
     results = ranks(n, unit_gradients, replace(low(strategy, wide=wide), gradients="sum"), 300)
     assert_summed(results, strategy, 300 * n)
@@ -137,20 +153,26 @@ def unit_gradients_one_by_one(strategy: Strategy, count: int) -> list[float]:
     for _ in range(count):
         model(torch.ones(1, 96)).sum().backward()
     with torch.no_grad():
-        found = [v for p in model.parameters() if p.grad is not None for v in p.grad.flatten().tolist()]
+        found = [
+            v
+            for p in model.parameters()
+            if p.grad is not None
+            for v in p.grad.as_subclass(torch.Tensor).flatten().tolist()
+        ]
     pl.release(model)
     return found
 
 
-@pytest.mark.parametrize("wide", [True, False])
-@stages
+@pytest.mark.parametrize(("strategy", "wide"), diagonal(STAGES, [True, False]))
 def test_backward_passes_that_are_reduced_one_by_one_add_up_in_fp32(ranks, strategy, wide) -> None:
     results = ranks(2, unit_gradients_one_by_one, replace(low(strategy, wide=wide), gradients="sum"), 300)
     assert_summed(results, strategy, 600)
 
 
-@pytest.mark.parametrize("wide", [True, False])
-@stages
+# As the test of hundreds, of which the quick run takes more.
+@pytest.mark.parametrize(
+    ("strategy", "wide"), diagonal(STAGES, [False, True], quick={("zero 2", "True"), ("zero 3", "False")})
+)
 def test_a_thousand_unit_gradients_sum_to_a_thousand(ranks, strategy, wide) -> None:
     results = ranks(2, unit_gradients, replace(low(strategy, wide=wide), gradients="sum"), 500)
     assert_summed(results, strategy, 1000)
@@ -160,13 +182,14 @@ def small_beside_large(strategy: Strategy) -> list[float]:
     world = pl.init()
     model = pl.parallelize(Sum(260), strategy)
     model(torch.full((1, 260), 256.0 if world.rank == 0 else 1.0)).sum().backward()
-    found = [v for p in model.parameters() if p.grad is not None for v in p.grad.flatten().tolist()]
+    found = [
+        v for p in model.parameters() if p.grad is not None for v in p.grad.as_subclass(torch.Tensor).flatten().tolist()
+    ]
     pl.release(model)
     return found
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize(("transport", "strategy"), diagonal(["auto", "tcp"], STAGES))
 def test_a_sum_does_not_depend_on_where_an_element_lies(ranks, strategy, transport) -> None:
     wide = ranks(4, small_beside_large, replace(low(strategy), gradients="sum"), transport=transport)
     assert {value for found in wide for value in found} == {259.0}
@@ -246,3 +269,77 @@ def test_states_of_one_process_are_taken_over_in_fp32(ranks, strategy) -> None:
     assert kinds["dtypes"] == {torch.float32}
     assert_same(state, other, atol=0)
     assert_same(state, ranks(1, restarted, low(STAGES["zero 0"]))[0][2], atol=2e-4)
+
+
+class Adds(nn.Module):
+    """Adds to a list and a dictionary that it is given, as blocks do with losses of their routers, in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(
+        self, x: torch.Tensor, losses: list[torch.Tensor], more: tuple[dict[str, torch.Tensor]]
+    ) -> torch.Tensor:
+        # What is computed from tensors in them is so in low precision.
+        x = self.linear(x) + sum(self.linear(each.expand(8)).sum() for each in losses) * 0
+        losses.append(x.float().square().mean())
+        more[0][f"mean {len(losses)}"] = x.float().mean()
+        more[0].pop("first", None)
+        return x
+
+
+class FillsList(nn.Module):
+    """Sums up what its blocks have added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Adds() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> tuple[torch.Tensor, list[str]]:
+        more = {"first": torch.ones(())}
+        for block in self.blocks:
+            x = block(x, losses, (more,))
+        return torch.stack(losses).sum() + sum(more.values()), sorted(more)
+
+
+def listed(zero: int) -> tuple[list[str], list[torch.dtype], bool]:
+    model = pl.parallelize(FillsList(), Strategy(zero=zero, precision="bfloat16"))
+    first = torch.zeros(())
+    losses = [first]
+    loss, names = model(torch.ones(2, 8), losses)
+    loss.backward()
+    pl.release(model)
+    return names, [each.dtype for each in losses], losses[0] is first
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_units_add_to_a_list_and_a_dictionary_is_there_for_who_gave_it(ranks, zero) -> None:
+    names = [f"mean {number}" for number in (2, 3, 4)]
+    for found in ranks(2, listed, zero):
+        assert found == (names, [torch.float32] * 4, True)
+
+
+def normalised(zero: int) -> tuple[list[float], float]:
+    """Losses in bf16 of a model whose weights are divided by their largest singular value, and after its release."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.utils.spectral_norm(nn.Linear(8, 3))
+    )
+    model = pl.parallelize(model, Strategy(zero=zero, precision="bfloat16"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 6)).float().square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, pl.release(model)(torch.ones(2, 6)).square().mean().item()
+
+
+def test_spectrally_normalised_weights_are_computed_in_low_precision(ranks) -> None:
+    first, *others = ranks(2, normalised, 0) + ranks(2, normalised, 3)
+    assert all(other == first for other in others)
+    losses, released = first
+    assert losses[0] > losses[1] > losses[2] > released > 0

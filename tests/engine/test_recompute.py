@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline as pl
+from paceline.core.strategy import Strategy
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
-from paceline.strategy import Strategy
 from tests.engine.models import STAGES, assert_same, gradients, snapshot
+from tests.quick import diagonal, some
 
-CONFIG = ModelConfig(layers=4, width=16, heads=2, context=8, vocabulary=11)
+CONFIG = ModelConfig(layers=2, width=16, heads=2, context=8, vocabulary=11)
 
 
 def build() -> Transformer:
@@ -69,9 +70,12 @@ def recomputed(strategy: Strategy | None) -> tuple[dict, dict, list[int]]:
     return *trained(model, rank, n), runs
 
 
-@pytest.mark.parametrize(("how", "every"), [("unit", 1), ("unit", 2), ("keep_attention", 1)])
-@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
-def test_recomputed_activations_give_the_same_training(ranks, strategy, how, every) -> None:
+HOW = {"unit": ("unit", 1), "every other unit": ("unit", 2), "keep_attention": ("keep_attention", 1)}
+
+
+@pytest.mark.parametrize(("strategy", "recompute"), diagonal(STAGES, HOW))
+def test_recomputed_activations_give_the_same_training(ranks, strategy, recompute) -> None:
+    how, every = recompute
     expected, weights, _ = ranks(1, recomputed, None)[0]
     for found, state, runs in ranks(2, recomputed, replace(strategy, recompute=how, recompute_every=every)):
         assert_same(found, expected)
@@ -163,14 +167,17 @@ def replace_by_compiled(model: Transformer) -> None:
         model.blocks[index] = torch.compile(block)  # type: ignore[assignment]
 
 
-COMPILED = [*STAGES.values(), replace(STAGES["zero 3"], recompute="unit")]
+COMPILED = {
+    "gathered": [STAGES["zero 3"], replace(STAGES["zero 3"], recompute="unit")],
+    "whole": [strategy for name, strategy in STAGES.items() if name != "zero 3"],
+}
 
 
-def compiled(compile_blocks: Callable[[Transformer], None]) -> list[tuple[dict, dict, int]]:
+def compiled(compile_blocks: Callable[[Transformer], None], strategies: list[Strategy]) -> list[tuple[dict, dict, int]]:
     """Gradients and weights by each strategy, in one job as compiling takes long, and how many graphs were compiled."""
     world = pl.init()
     results = []
-    for strategy in COMPILED:
+    for strategy in strategies:
         # What was compiled for another model counts towards how often a function may be.
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -184,6 +191,7 @@ def compiled(compile_blocks: Callable[[Transformer], None]) -> list[tuple[dict, 
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPUs needs a C++ compiler")
+@pytest.mark.parametrize("parameters", some(COMPILED, set()))
 @pytest.mark.parametrize(
     "compile_blocks",
     [
@@ -192,9 +200,9 @@ def compiled(compile_blocks: Callable[[Transformer], None]) -> list[tuple[dict, 
         pytest.param(replace_by_compiled, marks=pytest.mark.other_worlds),
     ],
 )
-def test_units_may_be_compiled(ranks, compile_blocks) -> None:
+def test_units_may_be_compiled(ranks, compile_blocks, parameters) -> None:
     expected, weights, _ = ranks(1, recomputed, None)[0]
-    for results in ranks(2, compiled, compile_blocks, timeout=200):
+    for results in ranks(2, compiled, compile_blocks, COMPILED[parameters], timeout=200):
         for found, state, graphs in results:
             assert_same(found, expected, atol=1e-10)
             assert_same(state, weights, atol=1e-8)
@@ -224,7 +232,7 @@ REST = [strategy for strategy in STAGES.values() if strategy.stage < 3]
 @pytest.mark.parametrize(
     ("strategies", "before"),
     [
-        pytest.param([STAGES["zero 3"]], True, id="before it is made parallel"),
+        pytest.param([STAGES["zero 3"]], True, id="before it is made parallel", marks=pytest.mark.full),
         pytest.param([STAGES["zero 3"]], False, id="after it"),
         pytest.param(REST, True, id="before it is made parallel, at the other stages", marks=pytest.mark.other_worlds),
         pytest.param(REST, False, id="after it, at the other stages", marks=pytest.mark.other_worlds),
@@ -236,3 +244,50 @@ def test_a_whole_model_may_be_compiled(ranks, strategies, before) -> None:
         for found, state in results:
             assert_same(found, expected, atol=1e-10)
             assert_same(state, weights, atol=1e-8)
+
+
+class Collects(nn.Module):
+    """Adds its norm to a list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, norms: list[torch.Tensor]) -> torch.Tensor:
+        x = self.linear(x)
+        norms.append(x.square().mean())
+        return x
+
+
+class Collecting(nn.Module):
+    """Sums up what its blocks have added, so that their graphs share tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Collects() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norms = [torch.zeros(())]
+        for block in self.blocks:
+            x = block(x, norms)
+        return torch.stack(norms).sum()
+
+
+def compiled_and_not(strategy: Strategy) -> list[tuple[float, float]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = pl.parallelize(Collecting(), strategy)
+    results = []
+    for called in (model, torch.compile(model, backend="aot_eager")):
+        loss = called(torch.ones(2, 8))
+        loss.backward()
+        results.append((loss.item(), pl.engine_of(model).grad_norm().item()))
+        model.zero_grad()
+    pl.release(model)
+    return results
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_blocks_that_fill_a_list_may_be_compiled_with_their_model(ranks, zero) -> None:
+    for plain, compiled in ranks(2, compiled_and_not, Strategy(zero=zero), timeout=100):
+        assert compiled == pytest.approx(plain)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.comm.plan import Traffic
+from paceline.core.collectives.rounds import Traffic
+from paceline.core.errors import EngineError
+from paceline.core.ops import Op
+from paceline.core.strategy import SYSTEMS
 from paceline.engine.engine import Engine
-from paceline.engine.progress import EngineError
-from paceline.ops import Op
-from paceline.strategy import SYSTEMS
 from tests.engine.models import (
     SEVERAL,
     Fragile,
@@ -82,12 +81,10 @@ def test_after_an_exception_and_reset_the_next_step_equals_a_clean_run(ranks, st
 
 
 def send_updates_late(engine: Engine) -> None:
-    if (synchronizer := engine.running.synchronizer) is None:
-        return
-    quick = synchronizer.work
+    quick = engine.program.work
 
-    def slow(op: Op, *args: Any) -> Callable[[], Traffic]:
-        work = quick(op, *args)
+    def slow(op: Op) -> Callable[[], Traffic]:
+        work = quick(op)
 
         def later() -> Traffic:
             time.sleep(0.005 * (op.phase == "update"))
@@ -95,7 +92,8 @@ def send_updates_late(engine: Engine) -> None:
 
         return later
 
-    synchronizer.work = slow  # type: ignore[method-assign]
+    # Also for the executor that a reset makes.
+    engine.program.work = engine.program.executor._work = slow  # type: ignore[method-assign]
 
 
 def reset_after_a_step(model: nn.Module) -> list[dict]:

@@ -1,4 +1,4 @@
-"""What sharding must not change: states, evaluation, copies. What it refuses: to take pieces for whole parameters."""
+"""What sharding must not change: states, evaluation, copies. What it refuses: to take shards for whole parameters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,27 @@ import torch
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.engine.progress import EngineError
-from paceline.strategy import Strategy
-from tests.engine.models import SEVERAL, Stack, assert_same, data, every_world, in_worlds, make, shares, snapshot
+from paceline.core.errors import EngineError
+from paceline.core.strategy import Strategy
+from tests.engine.models import (
+    SEVERAL,
+    WORLDS,
+    Stack,
+    assert_all_same,
+    assert_same,
+    data,
+    every_world,
+    in_parallel,
+    in_worlds,
+    loss_on,
+    make,
+    shares,
+    snapshot,
+)
 
-IN_PIECES = {name: (strategy, n) for name, (strategy, n) in SEVERAL.items() if strategy.stage}
+IN_SHARDS = {name: (strategy, n) for name, (strategy, n) in SEVERAL.items() if strategy.stage}
 
-in_pieces = in_worlds(IN_PIECES)
+in_shards = in_worlds(IN_SHARDS)
 
 # ---- states, copies, evaluation
 
@@ -97,12 +111,12 @@ def test_what_a_rank_edits_reaches_no_other_before_that_one_edits_too(ranks, str
     assert ranks(n, edited_late, strategy) == [[True] * 3] * n
 
 
-# So wide that each of four ranks has a piece of some gradient: one without has nothing to refuse.
+# So wide that each of four ranks has a shard of some gradient: one without has nothing to refuse.
 WIDTH = 24
 
 
 def edited(strategy: Strategy) -> list[str]:
-    """What is said before a forward pass, a step and a state after weights were edited."""
+    """What is said, at once or before a forward pass, a step and a state, where weights were edited."""
     x, y = (shares(part) for part in data(0, 12))
     messages = []
     points = ("forward", "step", "state_dict")
@@ -110,12 +124,14 @@ def edited(strategy: Strategy) -> list[str]:
         model = pl.parallelize(make(Stack, WIDTH), strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         F.mse_loss(model(x), y).backward()
-        if before == "state_dict":
+        if before == "state_dict" and how != "by gradient":
             optimizer.step()
             optimizer.zero_grad()
-        edit(model, how)
+            # Where ranks share memory, one that still steps would take another's edit for what it updated.
+            pl.barrier()
         what = {"forward": lambda m=model: m(x), "step": optimizer.step, "state_dict": model.state_dict}[before]
         with pytest.raises(EngineError) as caught:
+            edit(model, how)
             what()
         messages.append(str(caught.value))
         pl.reset(model)
@@ -130,27 +146,71 @@ def edit(model: torch.nn.Module, how: str) -> None:
         with torch.no_grad():
             model.head.weight.zero_()
         return
-    # All of them, as each rank sees only its own pieces.
+    # All of them, as each rank sees only its own shards.
     for parameter in model.parameters():
         if how == "data":
             parameter.data.clamp_(-1e-3, 1e-3)
-        else:
-            parameter.data -= 0.1 * (1.0 if parameter.grad is None else parameter.grad)
+        elif parameter.grad is not None:
+            parameter.data -= 0.1 * parameter.grad
 
 
-@in_pieces
-def test_editing_a_piece_is_an_error_that_names_the_parameter(ranks, strategy, n) -> None:
+EDITS_ARE_LOST = in_worlds(
+    {name: (s, n) for name, (s, n) in SEVERAL.items() if s.shards(n) > 1 and (s.gathers or s.share_parameters)}
+)
+
+
+@EDITS_ARE_LOST
+def test_an_edit_that_would_be_lost_is_an_error_that_names_the_parameter(ranks, strategy, n) -> None:
+    names = [name for name, _ in Stack().named_parameters()]
     for messages in ranks(n, edited, strategy):
-        names = [
-            message.partition(" was edited, but this rank updates only its piece of it")[0] for message in messages
-        ]
-        assert names[::3] == ["head.weight"] * 3, "in place, whoever has the piece"
-        assert set(names) <= {name for name, _ in Stack().named_parameters()}
-        for message in messages:
-            assert "pl.full_parameters(model)" in message
+        for index, message in enumerate(messages):
+            if index % 3 < 2 or "p.grad" not in message:
+                assert any(name in message for name in names)
+                assert "pl.full_parameters(model)" in message
+            else:
+                assert "holds this rank's shard of the gradient" in message
 
 
-# ---- what would look at pieces as if they were whole
+def edited_by_all(model: torch.nn.Module) -> list[dict]:
+    """Weights after steps between which all ranks change them alike."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for step in range(4):
+        loss_on(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2:
+            edit(model, "data" if step == 1 else "in place")
+        found.append(snapshot(model))
+    return found
+
+
+EDITS_COUNT = in_worlds({name: (s, n) for name, (s, n) in WORLDS.items() if s.zero < 3 and not s.share_parameters})
+
+
+@EDITS_COUNT
+def test_edits_that_all_ranks_make_count_as_in_one_process(ranks, strategy, n) -> None:
+    for found in ranks(n, in_parallel, strategy, Stack, edited_by_all):
+        assert_all_same(found, edited_by_all(make()))
+
+
+def updated_by_hand(strategy: Strategy) -> str:
+    model = pl.parallelize(make(Stack, WIDTH), strategy)
+    loss_on(model, 0).backward()
+    with pytest.raises(EngineError) as caught:
+        edit(model, "by gradient")
+    pl.reset(model)
+    pl.release(model)
+    return str(caught.value)
+
+
+@in_shards
+def test_an_update_by_hand_is_refused_where_gradients_are_sharded(ranks, strategy, n) -> None:
+    for message in ranks(n, updated_by_hand, strategy):
+        assert "holds this rank's shard of the gradient" in message or "pl.full_parameters(model)" in message
+
+
+# ---- what would look at shards as if they were whole
 
 
 def clipped_by_torch(strategy: Strategy) -> tuple[str, float, float]:
@@ -167,8 +227,8 @@ def clipped_by_torch(strategy: Strategy) -> tuple[str, float, float]:
     return str(caught.value), wanted, found
 
 
-@in_pieces
-def test_torchs_clipping_is_refused_on_pieces_and_works_elsewhere(ranks, strategy, n) -> None:
+@in_shards
+def test_torchs_clipping_is_refused_on_shards_and_works_elsewhere(ranks, strategy, n) -> None:
     for message, wanted, found in ranks(n, clipped_by_torch, strategy):
         assert "pl.clip_grad_norm_(model, max_norm)" in message
         assert found == pytest.approx(wanted, rel=1e-12)
@@ -186,7 +246,7 @@ def scaled_by_torch(strategy: Strategy) -> str:
     return str(caught.value)
 
 
-@in_pieces
-def test_torchs_gradient_scaler_is_refused_on_pieces(ranks, strategy, n) -> None:
+@in_shards
+def test_torchs_gradient_scaler_is_refused_on_shards(ranks, strategy, n) -> None:
     for message in ranks(n, scaled_by_torch, strategy):
         assert "use pl.GradScaler" in message

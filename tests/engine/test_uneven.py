@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import paceline as pl
-from paceline.strategy import Strategy
+from paceline.core.strategy import Strategy
 from tests.engine.models import (
     assert_all_same,
     assert_same,

@@ -12,19 +12,8 @@ from torch.nn import functional as F
 
 import paceline as pl
 from paceline.comm.transport import CommunicationError
-from paceline.strategy import Strategy
-from tests.engine.models import (
-    SEVERAL,
-    Stack,
-    assert_same,
-    data,
-    every_world,
-    in_worlds,
-    loss_on,
-    make,
-    snapshot,
-    train,
-)
+from paceline.core.strategy import Strategy
+from tests.engine.models import SEVERAL, WORLDS, Stack, assert_same, data, in_worlds, loss_on, make, snapshot, train
 
 STEPS = 4
 
@@ -72,8 +61,7 @@ def skipped(strategy: Strategy, on_one: bool) -> dict:
     return state
 
 
-@pytest.mark.parametrize("on_one", [True, False], ids=["one skips", "one alone runs"])
-@every_world
+@in_worlds(WORLDS, on_one={"one alone runs": False, "one skips": True})
 def test_a_block_that_only_some_ranks_use_counts_zero_for_the_others_and_hangs_nobody(
     ranks, strategy, n, on_one
 ) -> None:

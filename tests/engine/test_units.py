@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,12 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
+from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
 from paceline.engine.units import ROOT, find_blocks, find_units, parameter_specs
-from paceline.errors import UserError
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
-from paceline.strategy import Strategy
-from tests.engine.models import STAGES, Stack, assert_all_same, every_world, loss_on, make, train
+from tests.engine.models import WORLDS, Stack, assert_all_same, every_world, in_parallel, in_worlds, make, train
 
 
 class Vision(nn.Module):
@@ -107,9 +106,9 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize(("names", "units"), NAMED.values(), ids=NAMED)
-@every_world
-def test_training_with_named_units_equals_one_process(ranks, strategy, n, names, units) -> None:
+@in_worlds(WORLDS, named=NAMED)
+def test_training_with_named_units_equals_one_process(ranks, strategy, n, named) -> None:
+    names, units = named
     expected = train(make(Scaled))
     for weights, found, gathered in ranks(n, trained_with_units, replace(strategy, units=names), Scaled):
         assert_all_same(weights, expected)
@@ -143,23 +142,6 @@ class ReadsInside(nn.Module):
         return self.head(self.body(self.inner(x)))
 
 
-def seen_where_not_named(strategy: Strategy) -> tuple[float, bool]:
-    """The loss of the first step, and whether the second raises."""
-    model = pl.parallelize(make(ReadsInside), strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    loss = loss_on(model, 0)
-    loss.backward()
-    optimizer.step()
-    raised = False
-    try:
-        loss_on(model, 1)
-    except RuntimeError:
-        raised = True
-    pl.reset(model)
-    pl.release(model)
-    return loss.item(), raised
-
-
 @every_world
 def test_a_module_named_as_a_unit_may_read_the_parameters_of_all_it_contains(ranks, strategy, n) -> None:
     expected = train(make(ReadsInside))
@@ -168,7 +150,8 @@ def test_a_module_named_as_a_unit_may_read_the_parameters_of_all_it_contains(ran
         assert units == ["inner", "body", "head"]
 
 
-def test_where_it_is_not_named_the_first_loss_is_nan_and_then_the_forward_raises(ranks) -> None:
-    for loss, raised in ranks(2, seen_where_not_named, STAGES["zero 3"]):
-        assert math.isnan(loss), "before the first step what is not there has its shape"
-        assert raised, "after it, it is a piece"
+@every_world
+def test_a_module_may_read_the_parameters_of_another_unit_without_being_named(ranks, strategy, n) -> None:
+    expected = train(make(ReadsInside))
+    for found in ranks(n, in_parallel, strategy, ReadsInside, train):
+        assert_all_same(found, expected)

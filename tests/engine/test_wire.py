@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.errors import UserError
-from paceline.strategy import Strategy
+from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
 from tests.engine.models import STAGES, Stack, data, make
+from tests.quick import diagonal
 
 STEPS = 30
 
@@ -22,7 +23,7 @@ def train(strategy: Strategy) -> tuple[dict[str, torch.Tensor], float, int]:
     model = pl.parallelize(make(Stack, 64).float(), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     x, y = (part[world.rank :: world.world_size].float() for part in data(0, 24))
-    reduce = pl.engine_of(model).running.synchronizer.transports["reduce"]
+    reduce = pl.engine_of(model).program.collectives.transports["reduce"]
     before = reduce.sent_bytes
     for _ in range(STEPS):
         loss = F.mse_loss(model(x), y)
@@ -34,8 +35,7 @@ def train(strategy: Strategy) -> tuple[dict[str, torch.Tensor], float, int]:
         return {name: p.detach().clone() for name, p in model.named_parameters()}, loss.item(), sent
 
 
-@pytest.mark.parametrize("stage", ["zero 0", "zero 1", "zero 3"])
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("wire", "stage"), diagonal(["int8", "bfloat16"], ["zero 0", "zero 1", "zero 3"]))
 def test_training_goes_as_it_does_in_full_and_ranks_stay_alike(ranks, wire, stage) -> None:
     strategy = replace(STAGES[stage], bucket_mb=0.01)
     full = ranks(2, train, strategy, transport="tcp")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 from paceline.models import PRESETS, ModelConfig, preset
 
 
@@ -25,6 +25,7 @@ from paceline.models import PRESETS, ModelConfig, preset
         ({"norm": "batchnorm"}, r"norm must be layernorm or rmsnorm, got 'batchnorm'"),
         ({"norm_eps": 0.0}, r"norm_eps must be positive"),
         ({"rope_theta": float("nan")}, r"rope_theta must be positive"),
+        ({"rope_theta": float("inf")}, r"rope_theta must be positive and finite, got inf"),
     ],
 )
 def test_impossible_shape_is_refused_with_numbers_that_would_do(change: dict, message: str) -> None:

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 import torch
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 from paceline.models import ModelConfig
 from paceline.models.generate import generate
 from tests.models.test_transformer import GPT, LLAMA, shapes, spread_model

@@ -31,7 +31,7 @@ def test_json_has_the_same_numbers_in_bytes(capsys: pytest.CaptureFixture[str]) 
     arguments = ["plan", "--model", "tiny", "--devices", "4", "--precision", "float32"]
     assert main(arguments) == 0
     shown = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines() if line.startswith("zero")]
-    assert main([*arguments, "--json"]) == 0
+    assert main([*arguments, "--json", "-"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["model"], plan["parameters"], plan["units"]) == ("tiny", 873600, 7)
     assert (plan["devices"], plan["micro_batches"], plan["precision"]) == (4, 1, "float32")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 from paceline.models.flops import parameter_count
 from paceline.models.presets import PRESETS
 from paceline.plan.models import meta_model

@@ -5,10 +5,10 @@ from fractions import Fraction
 import pytest
 from torch import nn
 
-from paceline.errors import UserError
+from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
 from paceline.plan.models import meta_model
 from paceline.plan.stages import Row, Shapes, row, shapes, strategies
-from paceline.strategy import Strategy
 
 
 @pytest.fixture(scope="module")

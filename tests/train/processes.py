@@ -110,6 +110,17 @@ def finished(
         return started.finish(timeout)
 
 
+def called(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """What `finished` gives of `paceline ...`, called in this process, which has imported torch."""
+    out, err, path = io.StringIO(), io.StringIO(), sys.path[:]
+    try:
+        with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(arguments)
+    finally:
+        sys.path[:] = path
+    return status, out.getvalue(), err.getvalue()
+
+
 def trained(
     ranks: RankPool,
     n: int,
@@ -124,10 +135,8 @@ def trained(
 def _train(
     folder: Path, flags: Sequence[str], patched: Callable[[], contextlib.AbstractContextManager[object]]
 ) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), patched():
-        status = main(["train", *flags])
-    return status, out.getvalue(), err.getvalue()
+    with patched():
+        return called(folder, "train", *flags)
 
 
 def metrics(run: Path) -> list[dict[str, float]]:

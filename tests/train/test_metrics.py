@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import UserError
 from paceline.train.config import LogConfig
 from paceline.train.metrics import Interval, duration, open_trackers
 from paceline.train.run_folder import RunFolder
+from tests.train.processes import called
 
 INTERVAL = Interval(
     step=50,
@@ -25,6 +25,7 @@ INTERVAL = Interval(
     peak_flops=None,
     wait_seconds=0.001,
     exposed_fraction=0.034,
+    crowded_fraction=0.01,
     peak_bytes=3 << 29,
     tokens=51200,
     skipped=0,
@@ -88,8 +89,12 @@ def test_wandb_gets_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert calls[1:] == [({"train/loss": 1.0}, 5), "finished"]
 
 
-@pytest.mark.parametrize(("tracker", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, module: str) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=rf"pip install 'paceline\[{tracker}\]'"):
-        open_trackers(LogConfig(**{tracker: True}), RunFolder(tmp_path), {})
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named_before_any_work(
+    nano: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str
+) -> None:
+    monkeypatch.setitem(sys.modules, tracker, None)
+    status, out, err = called(tmp_path, "train", *nano, f"--log.{tracker}")
+    assert (status, out) == (2, "")
+    assert f"pip install 'paceline[{tracker}]'" in err
+    assert list(tmp_path.iterdir()) == []

@@ -3,13 +3,16 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from paceline.errors import UserError
-from paceline.train.run_folder import METRICS, RunFolder, choose_run_folder, create_run_folder, find_run
+from paceline.core.errors import UserError
+from paceline.train import run_folder
+from paceline.train.run_folder import CONFIG, METRICS, RunFolder, check_run_folder, create_run_folder, find_run
 
 
 @contextlib.contextmanager
@@ -26,31 +29,57 @@ def files_limited_to(size: int) -> Iterator[None]:
 def test_a_folder_that_holds_something_is_never_used_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    assert choose_run_folder(str(run), "tiny") == run
-    (run / "notes").touch()
-    with pytest.raises(UserError, match="never overwritten: choose another name with --folder"):
-        choose_run_folder(str(run), "tiny")
-    with pytest.raises(UserError, match="never overwritten"):
-        choose_run_folder(str(run / "notes"), "tiny")
+    check_run_folder(str(run))
+    assert list(run.iterdir()) == []
+    assert create_run_folder(str(run), "tiny").path == run
+    for folder in (run, run / CONFIG):
+        with pytest.raises(UserError, match="never overwritten: choose another name with --folder"):
+            check_run_folder(str(folder))
+        with pytest.raises(UserError, match="never overwritten"):
+            create_run_folder(str(folder), "tiny")
 
 
 def test_default_names_differ_and_latest_points_to_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    first = create_run_folder(choose_run_folder(None, "tiny"))
-    second = create_run_folder(choose_run_folder(None, "tiny"))
+    first, second = create_run_folder(None, "tiny"), create_run_folder(None, "tiny")
     assert first.path != second.path
     assert second.path.name.startswith(first.path.name[:8]) and "-tiny" in second.path.name
     assert (tmp_path / "runs" / "latest").resolve() == second.path.resolve()
-    create_run_folder(choose_run_folder("runs/mine", "tiny"))
+    create_run_folder("runs/mine", "tiny")
     assert (tmp_path / "runs" / "latest").resolve() == (tmp_path / "runs" / "mine").resolve()
-    create_run_folder(choose_run_folder("elsewhere/mine", "tiny"))
+    create_run_folder("elsewhere/mine", "tiny")
     assert [item.name for item in (tmp_path / "elsewhere").iterdir()] == ["mine"]
 
 
-def test_a_folder_that_cannot_be_made_is_a_users_mistake(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be made"):
-        create_run_folder(tmp_path / "file" / "run")
+@pytest.mark.parametrize("folder", [None, "runs/new", "runs/empty"])
+def test_runs_that_begin_at_once_never_share_a_folder(
+    folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "20260101-000000")
+    together = threading.Barrier(8)
+
+    def begin(_: int) -> Path | UserError:
+        together.wait(20)
+        try:
+            return create_run_folder(folder, "tiny").path
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(begin, range(8)))
+    made = [result for result in results if isinstance(result, Path)]
+    assert len(set(made)) == len(made) == (8 if folder is None else 1)
+    assert all("never overwritten" in str(result) for result in results if isinstance(result, UserError))
+
+
+def test_a_folder_that_cannot_be_made_is_a_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    for folder in (None, "runs/mine"):
+        with pytest.raises(UserError, match="cannot be made"):
+            create_run_folder(folder, "tiny")
 
 
 def test_lines_are_written_whole_or_not_at_all_and_the_loss_is_told(
@@ -85,7 +114,7 @@ def test_a_run_that_is_not_there_is_explained(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no run folder nowhere; `paceline train` makes one"):
         find_run("nowhere")
-    create_run_folder(choose_run_folder("runs/mine", "tiny"))
+    create_run_folder("runs/mine", "tiny")
     with pytest.raises(UserError, match=r"newest in runs/: .*mine"):
         find_run("nowhere")
     with pytest.raises(UserError, match=r"holds no model.safetensors \(weights are saved"):

@@ -10,15 +10,23 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from paceline.cli import main
+from paceline.train.config import LogConfig, TrainConfig
+from paceline.train.summary import next_steps
+from tests.launch.terminal import on_terminal
+from tests.quick import full
 from tests.ranks import RankPool
-from tests.train.processes import finished, metrics, paceline, program, torchrun, trained, wait_for_step
+from tests.train.processes import called, finished, metrics, paceline, program, torchrun, trained, wait_for_step
 
-SHORT = ("--steps", "12", "--log.every", "5", "--log.validate_every", "6", "--log.validate_batches", "1")
+SHORT = (
+    *("--steps", "12", "--log.every", "5", "--log.validate-every", "6", "--log.validate-batches", "1"),
+    *("--log.validate-batches-at-end", "3"),
+)
 LONG = ("--steps", "1000000", "--log.every", "1", "--log.validate_every", "0")
 
 
@@ -57,7 +65,8 @@ def test_metrics_have_the_promised_keys_and_steps(run: tuple[Path, str]) -> None
     assert training[-1]["train/tokens"] == pytest.approx(12 * 8 * 64, rel=0.02)
     validations = [line for line in lines if "val/loss" in line]
     assert [line["step"] for line in validations] == [6, 12]
-    assert validations[0]["val/share"] < 1 and validations[1]["val/share"] == 1
+    shares = [line["val/share"] for line in validations]
+    assert 0 < shares[0] < shares[1] < 1 and shares[1] == pytest.approx(3 * shares[0], rel=0.01)
     for line in validations:
         assert {"val/bits_per_byte", "val/gzip_bits_per_byte", "val/xz_bits_per_byte"} <= set(line)
 
@@ -88,9 +97,42 @@ def test_the_screen_shows_the_work_the_figures_and_what_to_do_next(run: tuple[Pa
     order = ["step", "loss", "grad_norm", "lr", "memory", "tokens/s", "(global)", "TFLOP/s", "comm exposed", "ETA"]
     assert [line.index(word) for word in order] == sorted(line.index(word) for word in order)
     assert re.search(r"validation at step 6, on \d+ % of the held-out text", out)
+    assert re.search(r"bits per byte on \d+ % of the held-out text \(\d documents?, [\d,]+ bytes\):\n", out)
+    assert re.search(r"trained 12 steps on 2 ranks in 0:\d\d, .* validating took 0:\d\d, saving 0:\d\d\n", out)
     assert re.search(r"this model +\d\.\d+\n +gzip -9 +\d\.\d+\n +xz -9e +\d\.\d+", out)
     commands = re.findall(r"^    (paceline .*)$", out, re.MULTILINE)
     assert [command.split()[1] for command in commands] == ["sample", "trace", "train"]
+
+
+def test_a_sample_shows_what_a_terminal_would_obey_and_json_keeps_it(run: tuple[Path, str]) -> None:
+    arguments = ("sample", str(run[0]), "--prompt", "a\x1b[2Jb\n", "--tokens", "3", "--seed", "1")
+    status, out, err = called(run[0], *arguments, "--json", "text.json")
+    written = json.loads((run[0] / "text.json").read_text())
+    (run[0] / "text.json").unlink()
+    assert (status, err) == (0, "")
+    assert out.startswith("a\\x1b[2Jb\n") and "\x1b" not in out
+    assert written["text"].startswith("a\x1b[2Jb\n") and written["prompt"] == "a\x1b[2Jb\n"
+    _, out, _ = called(run[0], *arguments, "--json", "-")
+    assert json.loads(out) == written
+
+
+def test_what_to_try_next_is_what_will_work(tmp_path: Path) -> None:
+    world = SimpleNamespace(world_size=2)
+    for every, suggested in ((0, False), (5, True)):
+        config = TrainConfig(log=LogConfig(events_every=every))
+        assert any("paceline trace" in line for line in next_steps(config, world, tmp_path)) is suggested
+
+
+def test_on_a_terminal_a_bar_is_drawn_between_the_lines(nano: list[str], tmp_path: Path) -> None:
+    # Long enough for several drawings, however slow the machine.
+    flags = [*nano, "--steps", "100000", "--log.every", "2", "--folder", "run", "--workers", "2"]
+    until = r"step +\d+/100000  [█░]+  loss [^\r]* ETA"
+    status, sent = on_terminal(["-m", "paceline", "train", *flags], tmp_path, stop_at=until)
+    assert status == 130
+    assert re.search(r"\r\x1b\[Kstep +2/100000  loss [^\r]* ETA \d+:\d+", sent)
+    # The first step warms up, and what it takes is no estimate.
+    assert not re.search(r"step +1/100000 [^\r]*ETA", sent)
+    assert "stopped after step" in sent
 
 
 def same_curve(first: Path, second: Path) -> None:
@@ -102,9 +144,9 @@ def same_curve(first: Path, second: Path) -> None:
 
 
 def test_the_saved_configuration_starts_the_same_run_again_also_with_one_worker(
-    run: tuple[Path, str], tmp_path: Path
+    ranks: RankPool, run: tuple[Path, str], tmp_path: Path
 ) -> None:
-    status, _, err = finished(paceline("train", str(run[0] / "config.yaml"), "--workers", "1"), tmp_path)
+    status, _, err = trained(ranks, 1, tmp_path, [str(run[0] / "config.yaml"), "--workers", "1"])
     assert (status, err) == (0, "")
     same_curve(run[0], tmp_path / "runs" / "latest")
 
@@ -126,6 +168,7 @@ def test_three_workers_give_the_curve_of_two(
     same_curve(run[0], tmp_path / "runs" / "latest")
 
 
+@pytest.mark.full
 def test_torchrun_joins_and_gives_the_same_curve(run: tuple[Path, str], nano: list[str], tmp_path: Path) -> None:
     status, out, err = finished(torchrun(2, "-m", "paceline", "train", *nano, *SHORT), tmp_path)
     assert status == 0, err
@@ -159,7 +202,7 @@ def test_a_port_in_use_is_one_clear_message(nano: list[str], tmp_path: Path) -> 
     assert "paceline: error: rank 0 could not join" in err and "MASTER_PORT" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize(("path", "words"), [("missing.txt", "missing.txt"), ("short", "training text has")])
+@pytest.mark.parametrize(("path", "words"), [("missing.txt", "missing.txt"), full("short", "training text has")])
 def test_a_mistake_in_the_data_is_one_clear_message(nano: list[str], tmp_path: Path, path: str, words: str) -> None:
     (tmp_path / "short").mkdir()
     for number in range(9):
@@ -172,7 +215,8 @@ def test_a_mistake_in_the_data_is_one_clear_message(nano: list[str], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("workers", "sent", "status"), [("2", signal.SIGINT, 130), ("2", signal.SIGTERM, 143), ("1", signal.SIGTERM, 143)]
+    ("workers", "sent", "status"),
+    [("2", signal.SIGINT, 130), full("2", signal.SIGTERM, 143), full("1", signal.SIGTERM, 143)],
 )
 def test_a_stop_saves_the_weights_says_where_and_they_can_be_sampled(
     nano: list[str], tmp_path: Path, workers: str, sent: signal.Signals, status: int
@@ -188,8 +232,7 @@ def test_a_stop_saves_the_weights_says_where_and_they_can_be_sampled(
     assert stop is not None and int(stop[1]) == metrics(tmp_path / "stopped")[-1]["step"]
     if sent == signal.SIGTERM:
         return  # one sample is enough
-    sample = paceline("sample", "stopped", "--prompt", "abc", "--tokens", "5", "--seed", "1")
-    code, out, err = finished(sample, tmp_path)
+    code, out, err = called(tmp_path, "sample", "stopped", "--prompt", "abc", "--tokens", "5", "--seed", "1")
     assert (code, err) == (0, "")
     assert out.startswith("abc") and len(out) > 4
 
@@ -212,6 +255,38 @@ def test_a_worker_killed_while_training_ends_everything_in_5_seconds(nano: list[
     assert set(os.listdir("/dev/shm")) <= shared
 
 
+def test_a_stopped_worker_is_named_within_the_limit_with_what_lets_it_go_on(nano: list[str], tmp_path: Path) -> None:
+    command = paceline("train", *nano, *LONG, "--workers", "2", "--folder", "halted", "--timeout", "3")
+    with program(command, tmp_path) as started:
+        wait_for_step(started, tmp_path / "halted", 3)
+        os.kill(started.rank(1), signal.SIGSTOP)
+        status, _, err = started.finish(40)
+        assert not started.alive()
+    assert status == 1
+    assert "rank 1 did not answer within 3 s" in err and "is stopped: `kill -CONT" in err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_while_ranks_meet_ends_them_all(
+    nano: list[str], tmp_path: Path, sent: signal.Signals, status: int
+) -> None:
+    with program(paceline("train", *nano, *LONG, "--workers", "3"), tmp_path) as started:
+        deadline = time.monotonic() + 40
+        while len([env for env in started.alive().values() if "RANK" in env]) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        # The others come to where they wait for it.
+        os.kill(started.rank(1), signal.SIGSTOP)
+        time.sleep(6)
+        started.process.send_signal(sent)
+        ended, _, err = started.finish(10)
+        assert not started.alive()
+    assert ended == status
+    assert "failed" not in err and "Traceback" not in err
+
+
+@pytest.mark.full
 def test_ctrl_c_under_torchrun_saves_the_weights(nano: list[str], tmp_path: Path) -> None:
     command = torchrun(2, "-m", "paceline", "train", *nano, *LONG, "--folder", "stopped")
     with program(command, tmp_path) as started:
@@ -224,10 +299,10 @@ def test_ctrl_c_under_torchrun_saves_the_weights(nano: list[str], tmp_path: Path
     assert (tmp_path / "stopped" / "model.safetensors").exists()
 
 
-def test_a_diverged_run_leaves_updates_out_and_ends_with_advice(nano: list[str], tmp_path: Path) -> None:
-    status, out, err = finished(
-        paceline("train", *nano, *LONG, "--optim.lr", "1e30", "--optim.warmup", "0", "--workers", "2"), tmp_path
-    )
+def test_a_diverged_run_leaves_updates_out_and_ends_with_advice(
+    ranks: RankPool, nano: list[str], tmp_path: Path
+) -> None:
+    status, out, err = trained(ranks, 2, tmp_path, [*nano, *LONG, "--optim.lr", "1e30", "--optim.warmup", "0"])
     assert status == 2
     left_out = re.findall(r"step (\d+): the gradient is not finite .*; (\d+) so far", out)
     assert len(left_out) == 10 and left_out[-1][1] == "10"
@@ -248,16 +323,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_on_a_full_disk_training_goes_on_and_the_end_says_what_is_missing(
-    small_disk: Path, nano: list[str], tmp_path: Path
+    ranks: RankPool, small_disk: Path, nano: list[str], tmp_path: Path
 ) -> None:
     flags = ["--steps", "150", "--log.every", "1", "--log.validate_every", "0", "--workers", "1"]
-    status, out, err = finished(paceline("train", *nano, *flags, "--folder", str(small_disk / "run")), tmp_path)
+    status, out, err = trained(ranks, 1, tmp_path, [*nano, *flags, "--folder", str(small_disk / "run")])
     assert "step 150/150" in out
     assert status == 2
     warned = re.findall(r"WARNING: \S+/(\S+) cannot be written: .*No space left", err)
-    assert sorted(warned) == ["events.jsonl", "metrics.jsonl", "model.safetensors"]
+    assert sorted(warned) == ["events.jsonl", "metrics.jsonl"]
     assert re.search(r"metrics.jsonl could not be written in full: .*[1-9]\d* lines are missing", out)
-    assert err.rstrip().splitlines()[-1].startswith("paceline: error: the weights could not be saved: ")
-    steps = [line["step"] for line in metrics(small_disk / "run")]
+    last = err.rstrip().splitlines()[-1]
+    assert last.startswith("paceline: error: the weights could not be saved: ") and "--folder" in last
+    assert (out + err).count("model.safetensors") == 1 and "next:" not in out and "a sample" not in out
+    # The validation's line is shorter and may still fit.
+    steps = [line["step"] for line in metrics(small_disk / "run") if "train/loss" in line]
     assert steps == list(range(1, len(steps) + 1)) and steps
     assert not (small_disk / "run" / "model.safetensors").exists()

@@ -66,13 +66,20 @@ def test_bits_per_byte_are_all_bits_over_all_bytes(tokens: np.ndarray, micro_bat
     assert model.training and not model.trained_meanwhile
 
 
-def test_a_part_is_the_beginning_and_says_how_much_it_is(tokens: np.ndarray) -> None:
+def test_a_part_is_spread_over_the_text_and_says_how_much_it_is(tokens: np.ndarray) -> None:
     model = Bigram(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
-    result = validate(model, text(tokens), context=CONTEXT, micro_batch=4, samples=5)
+    heard = []
+    result = validate(
+        model, text(tokens), context=CONTEXT, micro_batch=4, samples=5, progress=lambda *done: heard.append(done)
+    )
     assert result is not None
     assert result.tokens == 40
     assert result.share == pytest.approx(0.4)
-    assert result.bits_per_byte == pytest.approx(nats(model, tokens[:41]) / math.log(2) / 100, rel=1e-5)
+    # Of 13 samples, the last of them short.
+    parts = [tokens[start * CONTEXT : (start + 1) * CONTEXT + 1] for start in (0, 2, 5, 7, 10)]
+    assert result.loss == pytest.approx(sum(nats(model, part) for part in parts) / 40, rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(result.loss * 40 / math.log(2) / 100, rel=1e-5)
+    assert heard == [(0, 2), (1, 2)]
 
 
 def test_more_samples_than_there_are_is_the_whole_text(tokens: np.ndarray) -> None:

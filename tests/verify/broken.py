@@ -11,9 +11,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.cpu import CpuTransport
+from paceline.comm.cpu.transport import CpuTransport
 from paceline.engine.gradients import Gradients
-from tests.verify.subjects import build, rank
+from paceline.engine.statistics import Statistics
+from tests.verify.user_models import build, rank
 
 _broken = contextlib.ExitStack()
 
@@ -29,7 +30,7 @@ def broken_transport(collective: str, label: str, factor: float, when: int = 0) 
     ) -> Any:
         nonlocal calls
         traffic = run(self, kind, buffer, target, scale, shard, **more)
-        if (kind, target) == (collective, label):
+        if (kind, target.split(", ")[0]) == (collective, label):
             calls += 1
             if calls > when and collective == "all_gather":
                 # What came from the other of two ranks; the own shard is what the optimizer updates.
@@ -76,21 +77,22 @@ def wrong_broadcast() -> nn.Module:
 
 
 def wrong_counts() -> nn.Module:
-    return on_broken(broken_transport("all_reduce", "counts", 1.01))
+    """Sums what loops count wrongly, but not by what ranks check that they are alike."""
+    return on_broken(patch.object(Statistics, "result", lambda self: self._result * 1.01))
 
 
-def wrong_collect() -> nn.Module:
+def wrong_copy_in() -> nn.Module:
     """Takes double of one gradient."""
-    collect = Gradients.collect
+    copy_in = Gradients.copy_in
 
     def wrong(self: Gradients, indices: Any) -> None:
         indices = list(indices)
         for index in indices:
             if self._layout.slots[index].spec.name == "blocks.1.outer.weight":
-                self._weights.parameters[index].grad *= 2  # type: ignore[operator]
-        collect(self, indices)
+                self._all[index].grad *= 2  # type: ignore[operator]
+        copy_in(self, indices)
 
-    return on_broken(patch.object(Gradients, "collect", wrong))
+    return on_broken(patch.object(Gradients, "copy_in", wrong))
 
 
 def wrong_update() -> nn.Module:

@@ -5,28 +5,28 @@ from pathlib import Path
 
 import pytest
 
-from paceline.ranks import RankPool
-from paceline.strategy import Strategy
+from paceline.core.strategy import Strategy
+from paceline.launch.pool import RankPool
 from paceline.verify.compare import Comparison, Outcome
+from paceline.verify.model_spec import ModelSpec
+from paceline.verify.parallel_run import Case
 from paceline.verify.prepare import Prepared, prepare
 from paceline.verify.recipe import recipe_for
-from paceline.verify.subject import Subject
-from paceline.verify.together import Case
 from tests.verify.broken import mend
 
-HERE = "tests.verify.subjects"
+HERE = "tests.verify.user_models"
 BROKEN = "tests.verify.broken"
 STEPS = 3
 MICRO_BATCHES = (1, 3)
 
 
-def subject(build: str = "build", place: str = HERE, **settings: object) -> Subject:
-    """One of the models in subjects.py, or of another place."""
-    return Subject(f"{place}:{build}", **{"data": f"{HERE}:batches", "loss": f"{HERE}:cross_entropy", **settings})  # type: ignore[arg-type]
+def spec(build: str = "build", place: str = HERE, **settings: object) -> ModelSpec:
+    """One of the models in user_models.py, or of another place."""
+    return ModelSpec(f"{place}:{build}", **{"data": f"{HERE}:batches", "loss": f"{HERE}:cross_entropy", **settings})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")
-def alone() -> Iterator[RankPool]:
+def single() -> Iterator[RankPool]:
     with RankPool(1, threads=1) as pool:
         yield pool
 
@@ -44,9 +44,9 @@ def four() -> Iterator[RankPool]:
 
 
 @pytest.fixture
-def prepared(alone: RankPool, tmp_path: Path) -> Callable[..., Prepared]:
-    def run(model: Subject, ranks: int = 2, micro_batches: tuple[int, ...] = MICRO_BATCHES) -> Prepared:
-        (found,) = alone.run(prepare, model, ranks, micro_batches, STEPS, tmp_path, limit=60)
+def prepared(single: RankPool, tmp_path: Path) -> Callable[..., Prepared]:
+    def run(model: ModelSpec, ranks: int = 2, micro_batches: tuple[int, ...] = MICRO_BATCHES) -> Prepared:
+        (found,) = single.run(prepare, model, ranks, micro_batches, STEPS, tmp_path, limit=60)
         return found
 
     return run
@@ -54,16 +54,16 @@ def prepared(alone: RankPool, tmp_path: Path) -> Callable[..., Prepared]:
 
 @pytest.fixture
 def compare(
-    alone: RankPool, two: RankPool, four: RankPool, prepared: Callable[..., Prepared], tmp_path: Path
+    single: RankPool, two: RankPool, four: RankPool, prepared: Callable[..., Prepared], tmp_path: Path
 ) -> Callable[..., Outcome]:
     """(model, strategy, micro-batches) -> outcome on two ranks, or on four."""
 
     def run(
-        model: Subject, strategy: Strategy, micro_batches: int = 3, ranks: int = 2, tolerance: float = 1e-9
+        model: ModelSpec, strategy: Strategy, micro_batches: int = 3, ranks: int = 2, tolerance: float = 1e-9
     ) -> Outcome:
         found = prepared(model, ranks)
         pool = two if ranks == 2 else four
-        comparison = Comparison(found.subject, alone, pool, tmp_path, limit=60)
+        comparison = Comparison(found.spec, single, pool, tmp_path, limit=60)
         outcome = comparison.run(Case(strategy, recipe_for(strategy, ranks, micro_batches, STEPS), tolerance))
         pool.run(mend, limit=60)
         return outcome

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from paceline.cli import main
-from tests.train.processes import finished, paceline, program
+from tests.quick import full
+from tests.train.processes import called, paceline, program
 
 DOCUMENTED = Path(__file__).parent.parent.parent / "docs" / "verify.md"
 WRONG = """
@@ -38,15 +42,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 def verify(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    environment = {"TMPDIR": str(folder / "temporary")}
-    result = finished(paceline("verify", *arguments), folder, environment, timeout=200)
+    with patch.object(tempfile, "tempdir", str(folder / "temporary")):
+        result = called(folder, "verify", *arguments)
     assert list((folder / "temporary").glob("paceline-*")) == []
     return result
 
 
 def test_a_right_model_gives_a_table_and_status_0(folder: Path) -> None:
-    status, out, err = verify(folder, "right:build", "--data", "right:batches", "--loss", "right:loss")
+    arguments = ("right:build", "--data", "right:batches", "--loss", "right:loss", "--json", "found.json")
+    status, out, err = verify(folder, *arguments)
     assert (status, err) == (0, "")
+    found = json.loads((folder / "found.json").read_text())["comparisons"]
+    assert [entry["stage"] for entry in found] == [f"zero {stage}" for stage in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert all(entry["equal"] and 0 <= entry["differences"]["gradient"] < 1e-9 for entry in found)
     lines = out.splitlines()
     assert [line[:6] for line in lines[1:9]] == [f"zero {stage}" for stage in (0, 0, 1, 1, 2, 2, 3, 3)]
     assert all(line.endswith("equal") for line in lines[1:9])
@@ -120,7 +128,7 @@ def test_help_explains(capsys) -> None:
     assert "paceline verify my_module:build --data my_module:batches" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), full(signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_interrupted_it_leaves_neither_processes_nor_files(folder: Path, number: signal.Signals, expected: int) -> None:
     (folder / "slow.py").write_text("import time\nfrom right import *\ndef loss(*_): time.sleep(600)\n")
     arguments = ("slow:build", "--data", "slow:batches", "--loss", "slow:loss")

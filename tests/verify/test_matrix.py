@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import UserError
-from paceline.strategy import SYSTEMS, Strategy
+from paceline.core.errors import UserError
+from paceline.core.strategy import SYSTEMS, Strategy
 from paceline.verify.compare import Comparison, Outcome
-from paceline.verify.evidence import Difference, Report
-from paceline.verify.matrix import BUILD, MICRO_BATCHES, RANKS, SUBJECTS, TOLERANCES, Cell, mixes, systems
-from paceline.verify.page import summary, tables, write_page
+from paceline.verify.differences import Difference, Report
+from paceline.verify.matrix_report import summary, tables, write_page
+from paceline.verify.mixes import BUILD, MICRO_BATCHES, RANKS, SPECS, TOLERANCES, Cell, mixes, systems
+from paceline.verify.model_spec import ModelSpec
+from paceline.verify.parallel_run import Case
 from paceline.verify.prepare import prepare
 from paceline.verify.recipe import recipe_for
-from paceline.verify.subject import Subject
-from paceline.verify.together import Case
 
 
 def cell(system: str, strategy: Strategy, size: float = 0.0, raised: str = "", micro_batches: int = 1) -> Cell:
@@ -50,22 +50,22 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("name", "precision", "accumulation"), CHOSEN)
-def test_a_mix_is_equal_to_one_process(alone, four, tmp_path: Path, name, precision, accumulation) -> None:
+def test_a_mix_is_equal_to_one_process(single, four, tmp_path: Path, name, precision, accumulation) -> None:
     (strategy,) = [
         s
         for n, s, m in mixes()
         if (n, s.precision, s.accumulation, s.recompute, m) == (name, precision, accumulation, "none", 3)
     ]
-    (prepared,) = alone.run(prepare, SUBJECTS[precision], RANKS, MICRO_BATCHES, 2, tmp_path, limit=60)
+    (prepared,) = single.run(prepare, SPECS[precision], RANKS, MICRO_BATCHES, 2, tmp_path, limit=60)
     case = Case(strategy, recipe_for(strategy, RANKS, 3, 2), TOLERANCES[precision])
-    outcome = Comparison(prepared.subject, alone, four, tmp_path, limit=60).run(case)
+    outcome = Comparison(prepared.spec, single, four, tmp_path, limit=60).run(case)
     assert outcome.verdict == "equal", outcome
 
 
-def test_a_setting_that_no_rank_can_run_raises_and_the_next_is_not_hurt(alone, four, tmp_path: Path) -> None:
-    subject = Subject(BUILD)
-    alone.run(prepare, subject, RANKS, (1,), 1, tmp_path, limit=60)
-    comparison = Comparison(subject, alone, four, tmp_path, limit=60)
+def test_a_setting_that_no_rank_can_run_raises_and_the_next_is_not_hurt(single, four, tmp_path: Path) -> None:
+    spec = ModelSpec(BUILD)
+    single.run(prepare, spec, RANKS, (1,), 1, tmp_path, limit=60)
+    comparison = Comparison(spec, single, four, tmp_path, limit=60)
     wrong = Strategy(units=("no_such_module",))
     outcome = comparison.run(Case(wrong, recipe_for(wrong, RANKS, 1, 1), 1e-9))
     assert outcome.verdict == "raises" and "no_such_module" in outcome.raised
@@ -83,7 +83,7 @@ def test_the_tables_show_the_largest_difference_and_what_is_wrong(tmp_path: Path
     ]
     rows = {
         (title, row.split("|")[1].strip()): [entry.strip() for entry in row.split("|")[2:-1]]
-        for title, table in enumerate(tables(cells).split("### ")[1:])
+        for title, table in enumerate(tables(cells).split("## ")[1:])
         for row in table.splitlines()[4:]
         if row
     }

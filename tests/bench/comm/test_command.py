@@ -22,9 +22,9 @@ from paceline.bench import cli
 from paceline.bench.comm import measure
 from paceline.bench.comm.command import CommBench, Op, main
 from paceline.bench.comm.groups import find_mpi
-from paceline.comm.algorithms import ALGORITHMS
 from paceline.comm.profile import read_profile
-from paceline.errors import UserError
+from paceline.core.collectives.algorithms import ALGORITHMS
+from paceline.core.errors import UserError
 
 OPS = get_args(Op)
 SIZES = [1024, 4096, 16384]
@@ -172,6 +172,7 @@ def with_mark(mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_no_process_stays_after_ctrl_c() -> None:
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "paceline", "bench", "comm", "--min", "1M", "--max", "1M", "--rounds", "100000"]

@@ -16,7 +16,7 @@ from paceline.bench.comm.group import Group, GroupError, python_module, search_p
 from paceline.bench.comm.groups import MpiInstallation, find_mpi, start_mpi
 from paceline.bench.comm.measure import MOST, System, measure, repeats, systems_for
 from paceline.bench.comm.rows import make_rows
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 RANKS = 2
 NUMEL = 1000
@@ -105,6 +105,7 @@ def test_a_group_whose_rank_dies_is_left_out_from_then_on_with_its_last_words(mo
     assert mortal.closed
 
 
+@pytest.mark.full
 def test_waiting_ranks_take_no_time_and_end_with_the_group(mortal: Group) -> None:
     pids = [process.pid for process in mortal._processes]
 
@@ -117,7 +118,7 @@ def test_waiting_ranks_take_no_time_and_end_with_the_group(mortal: Group) -> Non
     assert used() - before < 0.1, "seconds of computing, of 2 processes in 1 s"
     mortal.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not Path(mortal._folder.name).exists()
+    assert not mortal._folder.path.exists()
 
 
 def test_processes_that_end_at_once_are_named_with_their_last_words() -> None:

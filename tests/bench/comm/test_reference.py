@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.bench.comm import calls
 from paceline.bench.comm.calls import Call, check, come_late, count_early, seconds
 from paceline.bench.comm.reference import GETS_SHARD, GIVES_SHARD, count_wrong, expected, values
-from paceline.comm.plan import shard
+from paceline.core.collectives.rounds import chunk
 
 RANKS = 3
 NUMEL = 3 * 50_000
@@ -19,14 +19,14 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "sca
 
 
 def given_by(op: str, rank: int, dtype: torch.dtype) -> Tensor:
-    start, stop = shard(rank, RANKS, NUMEL) if op in GIVES_SHARD else (0, NUMEL)
+    start, stop = chunk(rank, RANKS, NUMEL) if op in GIVES_SHARD else (0, NUMEL)
     return values(rank, start, stop, dtype)
 
 
 def by_hand(op: str, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """What a correct collective leaves on a rank."""
     each = [given_by(op, peer, dtype) for peer in range(RANKS)]
-    start, stop = shard(rank, RANKS, NUMEL)
+    start, stop = chunk(rank, RANKS, NUMEL)
     total = sum(each[1:], each[0]) if op in ("all_reduce", "reduce", "reduce_scatter") else each[0]
     if op == "all_to_all":
         return torch.cat([data[start:stop] for data in each])
@@ -67,7 +67,7 @@ def test_a_right_result_has_no_wrong_element_and_each_spoilt_one_counts(op: str,
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter"])
 def test_a_sum_that_lacks_a_rank_or_has_one_twice_is_wrong(op: str) -> None:
-    start, stop = shard(1, RANKS, NUMEL) if op in GETS_SHARD else (0, NUMEL)
+    start, stop = chunk(1, RANKS, NUMEL) if op in GETS_SHARD else (0, NUMEL)
     for extra in (1, -1):
         result = by_hand(op, 1) + extra * values(2, start, stop, torch.float32)
         assert count_wrong(op, 1, RANKS, result, NUMEL) > 0.999 * result.numel()

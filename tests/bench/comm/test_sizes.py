@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bench.comm.sizes import bus_bandwidth, element_counts, parse_size, per_rank_count, size_text
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from paceline.bench import cli
 from paceline.bench.network.command import Experiment
 from paceline.bench.network.rank import EXPERIMENTS
-from paceline.errors import UserError
+from paceline.core.errors import UserError
 
 
 def test_missing_programs_are_named_with_their_packages_and_nothing_is_measured(

@@ -18,8 +18,8 @@ from paceline.bench.network.hosts import Hosts
 from paceline.bench.network.jobs import JobFailed, run_job
 from paceline.bench.network.rank import DDP, SHAPES, SIZES, Job
 from paceline.bench.network.turns import Timed
+from paceline.core.strategy import SYSTEMS
 from paceline.models.flops import parameter_count
-from paceline.strategy import SYSTEMS
 from tests.bench.network.test_hosts import marked, needs_hosts
 
 __all__ = ["needs_hosts"]
@@ -27,6 +27,7 @@ __all__ = ["needs_hosts"]
 GBIT = 125e6
 
 
+@pytest.mark.full
 def test_all_reduces_are_timed_beside_the_wire_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     command = ["network", "--gbit", "2", "--experiments", "all-reduce", "--rounds", "2", "--json", str(file)]
@@ -50,6 +51,7 @@ def test_all_reduces_are_timed_beside_the_wire_and_written(tmp_path: Path, capsy
         assert size < row["sent_bytes"] < 1.05 * size + 5000
 
 
+@pytest.mark.full
 def test_systems_train_a_model_chosen_for_the_wire() -> None:
     with Hosts(2, 1.0) as hosts:
         job = Job("systems", 2, 1, GBIT, rounds=2, step_seconds=0.015)
@@ -70,6 +72,7 @@ def test_a_job_that_fails_shows_why() -> None:
         run_job(hosts, Job("no such thing", 2, 1, GBIT, 2), lambda words: None)
 
 
+@pytest.mark.full
 def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "paceline", "bench", "network", "--experiments", "all-reduce", "--rounds", "1000"]

@@ -16,7 +16,7 @@ SIZE = 64 << 10
 def exchanged() -> list[Timed]:
     world = pl.init()
     with (
-        patch("paceline.comm.world._host", lambda: f"host {world.rank // 2}"),
+        patch("paceline.comm.connect._host", lambda: f"host {world.rank // 2}"),
         patch.object(rank, "SIZES", {"64 KiB": SIZE}),
         patch.object(rank, "TURN_SECONDS", 0.001),
         # No wire, so no interface that counts.
@@ -25,6 +25,7 @@ def exchanged() -> list[Timed]:
         return rank.EXPERIMENTS["hierarchical"](rank.Job("hierarchical", 2, 2, 125e6, rounds=2), world)
 
 
+@pytest.mark.full
 def test_collectives_between_hosts_are_checked_and_timed_beside_gloo(ranks) -> None:
     timed = ranks(4, exchanged)[0]
     expected = []

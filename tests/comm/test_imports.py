@@ -1,0 +1,36 @@
+"""Which module of comm knows which."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import paceline.comm
+
+ROOT = Path(paceline.comm.__file__).parents[1]
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports anywhere, also inside functions and for type checkers alone."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = {
+        ".".join(("paceline", *path.relative_to(ROOT).with_suffix("").parts)): path
+        for folder in ("comm", "core")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    graph = {name: imported(path) & modules.keys() for name, path in modules.items()}
+    assert len(graph["paceline.comm.cpu.transport"]) > 5
+    # Raises, and names the circle, if there is one.
+    order = list(TopologicalSorter(graph).static_order())
+    assert len(order) == len(modules)

@@ -1,0 +1,84 @@
+"""How long a silent rank is waited for, in a loop that tells of its steps."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline.comm import patience
+from paceline.comm.connect import open_transport
+from paceline.comm.control import all_gather_json
+from paceline.comm.patience import StepPatience, limit
+from paceline.comm.transport import CommunicationError
+from tests.quick import full
+
+
+def be_silent_between_steps(how: str, transport_kind: str) -> str:
+    world = pl.init()
+    transport = open_transport(world, kind=transport_kind)
+    buffer = transport.allocate(64, torch.float32)
+    patience.SHORTEST_SECONDS = 0.5
+    steps = StepPatience()
+    steps.step()
+    steps.step()
+    try:
+        if world.rank == 1:
+            time.sleep(2)
+            return ""
+        with pytest.raises(CommunicationError) as caught:
+            all_gather_json(0, "the end") if how == "message" else transport.run("all_reduce", buffer, "bucket 7")
+        return str(caught.value)
+    finally:
+        steps.pause()
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "told"),
+    [
+        ("collective", "auto", "rank 1 did not answer within 0.5 s: rank 0 waited for it in all_reduce"),
+        full("collective", "tcp", "rank 1 did not answer within 0.5 s: rank 0 waited for it in all_reduce"),
+        ("message", "auto", "a rank is gone or did not answer in the end within 0.5 s: every rank must call it"),
+    ],
+)
+def test_short_steps_shorten_the_wait_for_a_silent_rank(ranks, how: str, kind: str, told: str) -> None:  # type: ignore[no-untyped-def]
+    try:
+        assert told in ranks(2, be_silent_between_steps, how, kind)[0]
+    finally:
+        ranks.close()
+
+
+def test_the_limit_follows_the_slowest_step_and_is_lifted_for_what_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    steps = StepPatience()
+    steps.step()
+    assert limit(600) == 600
+    now += 0.001
+    steps.step()
+    assert limit(600) == 60
+    assert limit(5) == 5
+    now += 2
+    steps.step()
+    now += 1
+    steps.step()
+    assert limit(600) == 200
+    steps.pause()
+    assert limit(600) == 600
+    now += 100
+    steps.step()
+    now += 0.1
+    steps.step()
+    assert limit(600) == 200
+    steps.pause()
+
+
+def test_a_limit_that_somebody_chose_holds() -> None:
+    steps = StepPatience(given=True)
+    steps.step()
+    steps.step()
+    assert limit(600) == 600
+    steps.pause()

@@ -1,0 +1,269 @@
+"""What people write around a model: data assigned, states reloaded, files, inference first, whole checkpoints."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import paceline as pl
+from paceline.core.errors import EngineError
+from paceline.core.strategy import Strategy
+from tests.engine.models import (
+    SHARDED,
+    STAGES,
+    WORLDS,
+    Stack,
+    assert_all_same,
+    assert_same,
+    data,
+    every_world,
+    in_parallel,
+    loss_on,
+    make,
+    rows,
+    shares,
+    snapshot,
+    train,
+)
+from tests.quick import some
+from tests.ranks import RankError
+
+ONE_COPY, _ = WORLDS["zero 2, one copy"]
+
+
+def assigned(strategy: Strategy) -> list[dict]:
+    model = pl.parallelize(make(), strategy)
+    before = snapshot(model)
+    with pl.full_parameters(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
+    after = snapshot(model)
+    pl.release(model)
+    return [{name: value / before[name] for name, value in after.items()}]
+
+
+@every_world
+def test_data_assigned_to_full_parameters_is_kept(ranks, strategy, n) -> None:
+    for (found,) in ranks(n, assigned, strategy):
+        assert all(torch.allclose(value, torch.full_like(value, 2.0), equal_nan=True) for value in found.values())
+
+
+def frozen_edited() -> float:
+    model = make()
+    model.inner.requires_grad_(False)
+    before = model.inner.weight.clone()
+    pl.parallelize(model, ONE_COPY)
+    with pl.full_parameters(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    pl.barrier()
+    found = (model.state_dict()["inner.weight"] - before).max().item()
+    pl.release(model)
+    return found
+
+
+def test_frozen_parameters_are_edited_once_where_ranks_share_memory(ranks) -> None:
+    assert ranks(2, frozen_edited) == pytest.approx([1.0, 1.0])
+
+
+def reloaded(strategy: Strategy, reloads: bool) -> list[dict]:
+    model = pl.parallelize(make().float(), strategy)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for step in range(4):
+        if step == 2 and reloads:
+            optimizer.load_state_dict(optimizer.state_dict())
+        x, y = rows(model, step)
+        F.mse_loss(model(x.float()).float(), y.float()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [snapshot(model)]
+    pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_states_of_low_precision_are_loaded_as_they_were_saved(ranks, zero) -> None:
+    strategy = Strategy(zero=zero, precision="bfloat16", bucket_mb=1e-4)
+    for found, expected in zip(ranks(2, reloaded, strategy, True), ranks(2, reloaded, strategy, False), strict=True):
+        assert found[0].keys() == expected[0].keys()
+        assert all(torch.equal(value, expected[0][name]) for name, value in found[0].items())
+
+
+class Normalised(nn.Linear):
+    """Gives its own weight other data in each forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = F.normalize(self.weight.data, dim=1)
+        return super().forward(x)
+
+
+def normalises() -> nn.Module:
+    return nn.Sequential(Normalised(4, 6), nn.Tanh(), Normalised(6, 2))
+
+
+@pytest.mark.parametrize("strategy", [*STAGES.values(), ONE_COPY], ids=[*STAGES, "one copy"])
+def test_data_assigned_in_a_forward_counts_or_is_refused(ranks, strategy) -> None:
+    lost = strategy.zero == 3 or strategy.share_parameters
+    for found in ranks(2, refused_or_trained, strategy):
+        if lost:
+            assert "pl.full_parameters(model)" in found
+        else:
+            assert_all_same(found, train(make(normalises)))
+
+
+def refused_or_trained(strategy: Strategy) -> list[dict] | str:
+    model = pl.parallelize(make(normalises), strategy)
+    try:
+        return train(model)
+    except (EngineError, pl.CommunicationError) as error:
+        return str(error)
+    finally:
+        pl.reset(model)
+        pl.release(model)
+
+
+def in_a_file(strategy: Strategy) -> list[dict]:
+    model = pl.parallelize(make(), strategy)
+    loss_on(model, 0).backward()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    same = [snapshot(model), snapshot(loaded)]
+    loaded(torch.zeros(1, 4, dtype=torch.float64)).sum().backward()
+    pl.release(model)
+    return same
+
+
+@every_world
+def test_a_model_in_a_file_is_a_plain_one(ranks, strategy, n) -> None:
+    for ours, loaded in ranks(n, in_a_file, strategy):
+        assert_all_same([loaded], [ours])
+
+
+def looked_at_first(model: nn.Module) -> list[dict]:
+    with torch.inference_mode():
+        model(rows(model, 9)[0])
+    return train(model)
+
+
+@every_world
+def test_a_look_in_inference_mode_before_training(ranks, strategy, n) -> None:
+    for found in ranks(n, in_parallel, strategy, Stack, looked_at_first):
+        assert_all_same(found, train(make()))
+
+
+def checkpointed_whole(model: nn.Module) -> list[dict]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = rows(model, step)
+        F.mse_loss(checkpoint(model, x.requires_grad_(), use_reentrant=True), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [snapshot(model)]
+
+
+@every_world
+def test_one_reentrant_checkpoint_around_the_whole_model(ranks, strategy, n) -> None:
+    for found in ranks(n, in_parallel, strategy, Stack, checkpointed_whole):
+        assert_all_same(found, checkpointed_whole(make()))
+
+
+def gave_several(strategy: Strategy) -> None:
+    """A generator of micro-batches that is left open over a reset ends nobody else's deferral."""
+    model = pl.parallelize(make(), strategy)
+    first = iter(pl.accumulate(model, [1, 2, 3]))
+    next(first)
+    pl.reset(model)
+    second = iter(pl.accumulate(model, [1, 2]))
+    next(second)
+    first.close()
+    loss_on(model, 0).backward()
+    assert not pl.engine_of(model).state.synchronises
+    second.close()
+    pl.reset(model)
+    pl.release(model)
+
+
+@pytest.mark.parametrize("strategy", SHARDED.values(), ids=SHARDED)
+def test_micro_batches_left_over_a_reset(ranks, strategy) -> None:
+    ranks(2, gave_several, strategy)
+
+
+def per_sample(strategy: Strategy | None) -> tuple[list[dict], dict]:
+    """Gradients of each sample by torch.func before each step, and what the steps came to."""
+    model = make()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    found = []
+    for step in range(3):
+        x, y = data(step, 12)
+        own, target = (shares(x), shares(y)) if strategy is not None else (x, y)
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+        def loss(weights: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, x, y)
+        found.append({name: value.clone() for name, value in each.items()})
+        F.mse_loss(model(own), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, snapshot(model)
+
+
+@pytest.mark.parametrize("name", some(STAGES, {"zero 0", "zero 2"}))
+def test_gradients_of_each_sample_by_torch_func(ranks, name) -> None:
+    expected, weights = per_sample(None)
+    if name == "zero 3":
+        with pytest.raises(RankError, match="outside of forward and backward"):
+            ranks(2, per_sample, STAGES[name])
+        return
+    for found, state in ranks(2, per_sample, STAGES[name]):
+        assert_same(state, weights)
+        for theirs, ours in zip(found, expected, strict=True):
+            assert_same(theirs, ours)
+
+
+class Forces(nn.Module):
+    """The gradient of an energy by where it is taken, as models of molecules answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = make()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(torch.func.grad(lambda x: self.energy(x[None]).sum()))(x)
+
+
+def forced(strategy: Strategy | None) -> dict:
+    model = Forces()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in range(3):
+        x, _ = data(step, 12)
+        model(x if strategy is None else shares(x)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("strategy", [STAGES["zero 0"], STAGES["zero 2"], Strategy(zero=3, accumulation="hold")])
+def test_models_may_differentiate_by_torch_func_inside(ranks, strategy) -> None:
+    expected = forced(None)
+    for state in ranks(2, forced, strategy):
+        assert_same(state, expected)
+
+
+def test_but_not_where_units_are_let_go_of_in_between(ranks) -> None:
+    with pytest.raises(
+        RankError, match=r"EngineError: energy.* inside a transform of torch.func.*accumulation to hold"
+    ):
+        ranks(2, forced, STAGES["zero 3"])

@@ -1,0 +1,102 @@
+"""What ranks hold, beside what `memory` says of their schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import paceline as pl
+from paceline.core.errors import UserError
+from paceline.core.memory import Memory, memory
+from paceline.core.strategy import Strategy
+from paceline.engine.api import engine_of
+from paceline.engine.sharded_parameter import plain_view
+from tests.engine.models import SEVERAL, in_worlds
+
+
+def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, Memory]:
+    """What `memory` says of a small model, and what this rank's engine and optimizer hold after two steps."""
+    torch.manual_seed(0)
+    model = pl.parallelize(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        for x in pl.accumulate(model, [torch.randn(2, 64)] * micro_batches):
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_of(model)
+    # The next step begins, for which what the last one's update was given must be gone.
+    model(torch.randn(2, 64))
+    program = engine.program
+    kinds = {
+        kind: storage_bytes(tensor for name, tensor in program._tensors.by_name.items() if name.startswith(kind))
+        for kind in ("parameters", "master", "unsharded", "gradients", "gradient slot", "reduced")
+    }
+    places = {tensor.untyped_storage().data_ptr() for tensor in program._tensors.by_name.values()}
+    for parameter in program.parameters.all:
+        # What is not there to compute with takes one element.
+        shown = plain_view(parameter).untyped_storage()
+        assert shown.data_ptr() in places or shown.nbytes() <= 8
+    held = Memory(
+        # One copy between the ranks of a group takes each of them its part.
+        parameters=kinds["parameters"] // (engine.schedule.shards if engine.schedule.shares_memory else 1),
+        gradients=kinds["gradients"] + kinds["reduced"],
+        optimizer=kinds["master"]
+        + sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
+        buckets=kinds["gradient slot"],
+        gathered=kinds["unsharded"],
+    )
+    predicted = memory(engine.schedule, micro_batches)
+    # An optimizer has no states, two numbers in fp32, for the padding that this rank's share has at its end.
+    parameters = program.parameters
+    locals_ = [parameters.local(index) for index in range(len(parameters.all))]
+    updated = sum((p if own is None else own).numel() for p, own in zip(parameters.all, locals_, strict=True))
+    padding = sum(flat.numel for flat in engine.layout.flats) // engine.schedule.shards - updated
+    held = replace(held, optimizer=held.optimizer + 2 * 4 * padding)
+    pl.release(model)
+    return predicted, held
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+# Both low precisions take as much: policies are looked at in one of them.
+PRECISIONS: dict[str, list[dict[str, Any]]] = {
+    "float32": [{}],
+    "low": [{"precision": "bfloat16"}, {"precision": "float16"}],
+    "low, reduced in it": [
+        {"precision": "bfloat16", "reduce_in_float32": False},
+        {"precision": "float16", "reduce_in_float32": False},
+    ],
+}
+POLICIES = ("auto", "each", "defer", "hold")
+
+
+def all_predicted_and_held(strategy: Strategy, precisions: list[dict[str, Any]]) -> dict[str, tuple[Memory, Memory]]:
+    """In some precisions, with one micro-batch a step and with several under each policy that there is."""
+    found = {}
+    # Where policies are invalid for a strategy it says so.
+    every = [*itertools.product(precisions[:1], POLICIES), *((precision, "auto") for precision in precisions[1:])]
+    for precision, policy in every:
+        with contextlib.suppress(UserError):
+            chosen = replace(strategy, bucket_mb=0.01, accumulation=policy, **precision)
+            for micro_batches in (1, 3) if policy == "auto" else (3,):
+                found[f"{chosen}, {micro_batches} micro-batches"] = predicted_and_held(chosen, micro_batches)
+    return found
+
+
+@in_worlds(SEVERAL, precisions=PRECISIONS)
+def test_a_rank_holds_what_is_predicted_to_the_byte(
+    ranks, strategy: Strategy, n: int, precisions: list[dict[str, Any]]
+) -> None:
+    for result in ranks(n, all_predicted_and_held, strategy, precisions):
+        assert len(result) >= 2 * len(precisions)
+        for case, (predicted, held) in result.items():
+            assert held == predicted, case

@@ -1,0 +1,74 @@
+"""Whatever is right under DDP is right at every stage, or refused where it may be, before weights are wrong.
+
+`python -m tests.programs --count 1000` looks for more; `--peer ddp` shows what DDP makes of the same programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import pytest
+import torch
+
+from tests.programs.named import HOLES, NEAREST
+from tests.programs.program import Program, draw
+from tests.programs.run import outcome
+
+DRAWN = {f"seed {seed}": draw(seed) for seed in (*range(60), 1249, 1328, 1380, 1409, 1667)}
+"""A backward of weights alone before the first forward, and ranks that gather what others do not, among the last."""
+
+QUICK = {*NEAREST, *list(DRAWN)[:20], *list(DRAWN)[60:]}
+"""What a plain `pytest` runs of these; a full run, all."""
+
+BEYOND_DDP = ("two forwards, two backwards", "two backwards of one graph")
+"""DDP reduces what the first of two backward passes leaves, and not the second's."""
+
+WITH_DDP = {
+    name.removesuffix(": zero 0"): program
+    for name, program in HOLES.items()
+    if name.endswith(": zero 0") and program.loop.way != "uneven"
+}
+
+
+def in_turn(programs: dict[str, Program], quick: Collection[str] = QUICK) -> pytest.MarkDecorator:
+    """Those of as many ranks follow each other, as ranks then stay in their job."""
+    chosen = sorted(programs.items(), key=lambda named: named[1].ranks)
+    return pytest.mark.parametrize(
+        "program",
+        [pytest.param(program, id=name, marks=() if name in quick else pytest.mark.full) for name, program in chosen],
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The reference is too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_fine(program: Program, ranks, peer: str = "paceline") -> None:
+    found = outcome(program, ranks, peer)
+    assert found.fine, f"{found.kind}\n{program.describe()}\n{found.why}"
+
+
+@in_turn(HOLES)
+def test_what_users_write_is_right_or_refused(ranks, program) -> None:
+    assert_fine(program, ranks)
+
+
+@pytest.mark.filterwarnings("ignore")
+@in_turn(DRAWN)
+def test_drawn_programs_are_right_or_refused(ranks, program) -> None:
+    assert_fine(program, ranks)
+
+
+@in_turn({name: program for name, program in WITH_DDP.items() if name not in BEYOND_DDP}, WITH_DDP)
+def test_the_reference_computes_what_ddp_does(ranks, program) -> None:
+    assert_fine(program, ranks, peer="ddp")
+
+
+def test_a_seed_gives_the_same_program_again() -> None:
+    assert draw(7) == draw(7) and draw(7).describe() == draw(7).describe()
+    assert draw(7, zero=2).strategy.zero == 2 and draw(7, zero=2).loop == draw(7).loop
