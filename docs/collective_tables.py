@@ -1,4 +1,4 @@
-"""The tables of docs/collectives.md: what each algorithm costs, counted in its plan, and what it took when measured."""
+"""The tables of docs/collectives.md: what each algorithm costs by its rounds, and what it took when measured."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from plan_runs import run
+from algorithm_runs import run
 
-from paceline.comm.algorithms import ALGORITHMS, HIERARCHICAL, find_plan
-from paceline.comm.choice import Link, Topology, predicted
-from paceline.comm.plan import Plan, exchanged, seconds
+from paceline.core.collectives.algorithms import ALGORITHMS, HIERARCHICAL, find_algorithm
+from paceline.core.collectives.choice import Link, Topology, predict_seconds
+from paceline.core.collectives.rounds import Algorithm, alpha_beta_seconds, traffic_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ FORMULAS = {
 """By algorithm. What runs backwards, as a reduce does, costs what it costs forwards."""
 
 CHECKED = (2, 3, 4, 5, 6, 7, 8, 12, 16, 17)
-"""Numbers of ranks for which formulas are compared with plans."""
+"""Numbers of ranks for which formulas are compared with algorithms."""
 
 TEXTBOOK = (0.1, -0.2, -0.3, 0.5, -0.6, -0.1, 0.2, 0.3)
 """Of eight ranks, to be reduced to their sum."""
@@ -98,7 +98,7 @@ def times(term: str, what: str) -> str:
 
 
 def check() -> None:
-    """Compares every formula with what its plan counts.
+    """Compares every formula with what its algorithm counts.
 
     Raises:
         ValueError: A formula is wrong, or one is missing.
@@ -112,24 +112,24 @@ def check() -> None:
         formula = formula_of(name)
         for ranks in (ranks for ranks in CHECKED if ranks >= formula.least):
             for local in _divisors(ranks) if name.endswith("hierarchical") else (0,):
-                counted = count(find_plan(name, local), ranks, 1 if name.startswith("barrier") else 6 * ranks)
+                counted = count(find_algorithm(name, local), ranks, 1 if name.startswith("barrier") else 6 * ranks)
                 if list(counted) != [value(term, ranks) for term in formula.terms]:
-                    raise ValueError(f"{name}, {ranks} ranks: {formula} is not what the plan counts, {counted}")
+                    raise ValueError(f"{name}, {ranks} ranks: {formula} is not what the algorithm counts, {counted}")
 
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def count(plan: Plan, ranks: int, size: int) -> tuple[int, Fraction, Fraction]:
+def count(algorithm: Algorithm, ranks: int, size: int) -> tuple[int, Fraction, Fraction]:
     """Rounds, and the two amounts of `Formula`, in buffers."""
-    moved = [max(exchanged(plan, rank, ranks, size)) for rank in range(ranks)]
-    wire = seconds(plan, ranks, size, bandwidth=1.0)
-    return len(plan(0, ranks, size)), Fraction(max(moved), size), Fraction(wire) / size
+    moved = [max(traffic_of(algorithm, rank, ranks, size)) for rank in range(ranks)]
+    wire = alpha_beta_seconds(algorithm, ranks, size, bandwidth=1.0)
+    return len(algorithm(0, ranks, size)), Fraction(max(moved), size), Fraction(wire) / size
 
 
 def tables() -> dict[str, str]:
-    """What the plans give, by the name that each table has in the page."""
+    """What the algorithms give, by the name that each table has in the page."""
     return {"formulas": formulas(), "numbers": numbers()}
 
 
@@ -151,19 +151,19 @@ def formulas() -> str:
 
 
 def numbers() -> str:
-    """The textbook's worked numbers, as the plans give them."""
+    """The textbook's worked numbers, as the algorithms give them."""
     mega = 1_000_000
-    ring, tree, server = map(find_plan, ("all_reduce/ring", "broadcast/tree", "broadcast/server"))
-    lines = ["| | from the plan |", "|---|---|"]
+    ring, tree, server = map(find_algorithm, ("all_reduce/ring", "broadcast/tree", "broadcast/server"))
+    lines = ["| | from the algorithm |", "|---|---|"]
     for ranks in (10, 1000):
-        sent = Fraction(exchanged(ring, 0, ranks, mega).sent, mega)
+        sent = Fraction(traffic_of(ring, 0, ranks, mega).sent, mega)
         lines.append(f"| ring all-reduce, {ranks} ranks: a rank sends | {float(sent):g} M |")
-    for name, plan in (("server", server), ("tree", tree)):
-        rounds, took = len(plan(0, 8, 5 * mega)), seconds(plan, 8, 5 * mega, bandwidth=mega)
+    for name, algorithm in (("server", server), ("tree", tree)):
+        rounds, took = len(algorithm(0, 8, 5 * mega)), alpha_beta_seconds(algorithm, 8, 5 * mega, bandwidth=mega)
         lines.append(
             f"| {name} broadcast of 5 MB at 1 MB/s to 8 ranks | {took:g} s, {rounds} round{'s' * (rounds > 1)} |"
         )
-    states = run(find_plan("reduce/tree"), [[Decimal(str(number))] for number in TEXTBOOK], lambda a, b: a + b)
+    states = run(find_algorithm("reduce/tree"), [[Decimal(str(number))] for number in TEXTBOOK], lambda a, b: a + b)
     given = ", ".join(map(str, TEXTBOOK))
     lines.append(f"| tree reduce of {given} | {states[-1][0][0]}, {len(states) - 1} rounds |")
     return "\n".join(lines)
@@ -200,7 +200,7 @@ def _by_algorithm(rows: Sequence[dict[str, Any]], ranks: int, sizes: Sequence[in
     lines = ["| " + " | ".join(heads) + " |", "|---|---|---|---|" + "---:|" * len(transports)]
     for op, algorithm in dict.fromkeys((row["op"], row["algorithm"]) for row in own):
         name = f"{op}/{algorithm}"
-        rounds, most, wire = count(find_plan(name), ranks, ranks)
+        rounds, most, wire = count(find_algorithm(name), ranks, ranks)
         formulas = (formula_of(name), Formula(str(rounds), str(most), str(wire)))
         cells = [op, algorithm, *(times(f.rounds, "α") if op == "barrier" else f.time("M") for f in formulas)]
         shown = _shown(op, sizes)
@@ -262,10 +262,10 @@ def collective_of(row: dict[str, Any]) -> str:
 
 
 def over_a_wire(name: str, hosts: int, local: int) -> str:
-    """What a plan sends over the busiest host's wire, each way."""
+    """What an algorithm sends over the busiest host's wire, each way."""
     ranks = hosts * local
     places = tuple(str(rank // local) for rank in range(ranks))
-    sent = predicted(find_plan(name, local), ranks, Topology(places, local, None, Link(alpha=0.0, beta=1.0)))
+    sent = predict_seconds(find_algorithm(name, local), ranks, Topology(places, local, None, Link(alpha=0.0, beta=1.0)))
     return times(str(Fraction(sent) / ranks), "M")
 
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/collectives.md, each algorithm from its plan: python docs/draw_collectives.py.
+"""Draws the pictures of docs/collectives.md, each algorithm from its algorithm: python docs/draw_collectives.py.
 
 Ranks are columns and time runs downwards. Between the rounds a rank's buffer is shown, a cell for each shard in the
 shard's colour, or one cell where an algorithm never cuts the buffer. A cell of a sum has a strip for each rank whose
@@ -14,10 +14,10 @@ from itertools import groupby
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from algorithm_runs import Held, Move, holdings, moves, needs, rounds, run
 from collective_tables import TEXTBOOK, formula_of, times
-from plan_runs import Held, Move, holdings, moves, needs, rounds, run
 
-from paceline.comm.algorithms import SUMS, find_plan
+from paceline.core.collectives.algorithms import REDUCTIONS, find_algorithm
 
 IMAGES = Path(__file__).parent / "images" / "collectives"
 
@@ -76,12 +76,12 @@ class Drawing:
     def __init__(self, panel: Panel) -> None:
         self.panel = panel
         self.collective = panel.name.partition("/")[0]
-        self.plan = find_plan(panel.name, panel.ranks_per_host)
+        self.algorithm = find_algorithm(panel.name, panel.ranks_per_host)
         self.numel = self._cells()
-        self.turns = rounds(self.plan, panel.ranks, self.numel)
-        self.states = holdings(self.collective, self.plan, panel.ranks, self.numel)
-        self.needs = needs(self.collective, self.plan, panel.ranks, self.numel)
-        self.strips = panel.ranks if self.collective in (*SUMS, "barrier") else 1
+        self.turns = rounds(self.algorithm, panel.ranks, self.numel)
+        self.states = holdings(self.collective, self.algorithm, panel.ranks, self.numel)
+        self.needs = needs(self.collective, self.algorithm, panel.ranks, self.numel)
+        self.strips = panel.ranks if self.collective in (*REDUCTIONS, "barrier") else 1
         self.pitch = (WIDTH - LEFT - RIGHT) / panel.ranks
         self.cell = (self.pitch - (12 if panel.ranks < 6 else 8)) / self.numel
         self.head = HEAD + (HOST_NAME if panel.ranks_per_host else 0)
@@ -91,7 +91,7 @@ class Drawing:
     def _cells(self) -> int:
         """Elements to draw for: one for each shard, or one where no part is less than the buffer."""
         ranks = self.panel.ranks
-        parts = [part for turns in rounds(self.plan, ranks, ranks) for turn in turns for part in turn.sends]
+        parts = [part for turns in rounds(self.algorithm, ranks, ranks) for turn in turns for part in turn.sends]
         return 1 if self.collective == "barrier" or {part[1:] for part in parts} == {(0, ranks)} else ranks
 
     def x(self, rank: int, place: float = 0) -> float:
@@ -178,7 +178,7 @@ class Drawing:
     def _values(self) -> Iterator[str]:
         """The numbers that are added up, in tenths."""
         tenths = [[round(10 * value)] for value in self.panel.values]
-        for number, state in enumerate(run(self.plan, tenths, int.__add__)):
+        for number, state in enumerate(run(self.algorithm, tenths, int.__add__)):
             for rank, (value,) in enumerate(state):
                 if self.needs[number][rank][0]:
                     y = self.y(number) + CELL + NUMBER - 2

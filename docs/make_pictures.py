@@ -7,7 +7,8 @@ python docs/make_pictures.py
 The others show a real run:
 
 paceline train --workers 2 --folder runs/readme > runs/readme.log
-paceline train --workers 2 --model.preset small --strategy.bucket_mb 4 --steps 20 --folder runs/timeline
+paceline train --workers 2 --model.preset small --micro-batch 8 --strategy.bucket-mb 4 --steps 20 \\
+    --folder runs/timeline
 python docs/make_pictures.py runs/readme.log runs/timeline
 """
 
@@ -23,13 +24,13 @@ import matplotlib.figure
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from paceline.events import Event
-from paceline.layout import ParameterSpec, build_layout
-from paceline.ops import Op
-from paceline.schedule import Schedule
-from paceline.simulate import simulate
-from paceline.strategy import Strategy
-from paceline.trace import write_trace
+from paceline.core.events import Event
+from paceline.core.layout import ParameterSpec, build_layout
+from paceline.core.ops import Op
+from paceline.core.schedule import Schedule
+from paceline.core.simulate import simulate
+from paceline.core.strategy import Strategy
+from paceline.report.trace import write_trace
 
 IMAGES = Path(__file__).parent / "images"
 COLUMNS = 150
@@ -113,7 +114,8 @@ def draw_schedules(chosen: Mapping[str, Strategy], micro_batches: int, out: Path
     for axes, (title, (events, start, end)) in zip(panels, steps.items(), strict=True):
         _draw_panel(axes, title, streams[title], events, start, end)
     longest = max(end - start for _, start, end in steps.values())
-    panels[0].set_xlim(0, longest)
+    # An update at the end is as wide as its edge and needs a little more.
+    panels[0].set_xlim(0, 1.006 * longest)
     panels[-1].set_xlabel("time of one step", loc="right", fontsize=7, labelpad=1)
     handles = [Patch(color=colour, label=label) for kind, (colour, label) in KINDS.items() if kind in kinds]
     figure.legend(
@@ -166,8 +168,8 @@ def draw_terminal(text: str, out: Path) -> None:
 
 
 def shorten(log: str) -> str:
-    """The log with the middle of its steps left out."""
-    lines = [re.sub(r", in /.*", "", line) for line in log.splitlines()]
+    """The log with the middle of its steps left out, and what only this machine's state has to do with."""
+    lines = [re.sub(r", in /.*", "", line) for line in log.splitlines() if not line.startswith("note: ")]
     steps = [index for index, line in enumerate(lines) if line.startswith(("step", "validation at"))]
     kept = [*lines[: steps[3]], "...", *lines[steps[-3] :]]
     return "\n".join(["$ make train", *kept])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from paceline.core.strategy import Strategy
 from paceline.plan.models import meta_model
 from paceline.plan.stages import row, shapes
-from paceline.strategy import Strategy
 
 MODEL, RANKS = "gpt2-124m", 8
 
@@ -34,7 +34,7 @@ POLICIES = {
     )
 }
 HELD = ("parameters", "gradients", "optimizer", "buckets", "gathered", "total")
-"""Kinds of memory, as `paceline.memory.Memory` names them."""
+"""Kinds of memory, as `paceline.core.memory.Memory` names them."""
 ACCUMULATED = ("gradients", "buckets", "gathered", "total")
 """Those that accumulation changes."""
 

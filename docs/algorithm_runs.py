@@ -1,4 +1,4 @@
-"""Plans of collectives run without ranks, on anything that can be added: numbers, or whose elements a cell holds."""
+"""Collectives run without ranks, on anything that can be added: numbers, or whose elements a cell holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from paceline.comm.plan import Plan, Round, shard
+from paceline.core.collectives.rounds import Algorithm, Round, chunk
 
 
 class Move(NamedTuple):
@@ -27,34 +27,34 @@ class Held:
     ranks: frozenset[int]
 
 
-def rounds(plan: Plan, ranks: int, numel: int) -> list[tuple[Round, ...]]:
+def rounds(algorithm: Algorithm, ranks: int, numel: int) -> list[tuple[Round, ...]]:
     """For each round, every rank's part in it."""
-    return list(zip(*(plan(rank, ranks, numel) for rank in range(ranks)), strict=True))
+    return list(zip(*(algorithm(rank, ranks, numel) for rank in range(ranks)), strict=True))
 
 
 def moves(turns: Sequence[Round], numel: int) -> Iterator[Move]:
     """The elements that travel in one round."""
     for rank, turn in enumerate(turns):
         for peer, start, stop in turn.receives:
-            first = shard(rank, len(turns), numel)[0] if turn.crossed else start
+            first = chunk(rank, len(turns), numel)[0] if turn.transposed else start
             for offset in range(stop - start):
                 yield Move(peer, first + offset, rank, start + offset, turn.combine == "add")
 
 
 def run(
-    plan: Plan, buffers: Sequence[Sequence[Any]], add: Callable[[Any, Any], Any], always: bool = False
+    algorithm: Algorithm, buffers: Sequence[Sequence[Any]], add: Callable[[Any, Any], Any], always: bool = False
 ) -> list[list[list[Any]]]:
     """What every rank's buffer holds before the first round and after each.
 
     Args:
-        plan: The plan.
+        algorithm: The algorithm.
         buffers: What each rank begins with.
         add: Gives the sum of what is held and what arrives.
-        always: Whether to add where the plan replaces.
+        always: Whether to add where the algorithm replaces.
     """
     numel = len(buffers[0])
     states = [[list(buffer) for buffer in buffers]]
-    for turns in rounds(plan, len(buffers), numel):
+    for turns in rounds(algorithm, len(buffers), numel):
         before, after = states[-1], [list(buffer) for buffer in states[-1]]
         for giver, source, taker, target, adds in moves(turns, numel):
             arrives = before[giver][source]
@@ -63,7 +63,7 @@ def run(
     return states
 
 
-def holdings(collective: str, plan: Plan, ranks: int, numel: int) -> list[list[list[Held | None]]]:
+def holdings(collective: str, algorithm: Algorithm, ranks: int, numel: int) -> list[list[list[Held | None]]]:
     """What every place of every rank's buffer holds, from before the first round on; None where nothing came yet.
 
     Of a barrier: who is known to have come.
@@ -80,15 +80,15 @@ def holdings(collective: str, plan: Plan, ranks: int, numel: int) -> list[list[l
         return Held(first.shard, first.ranks | second.ranks)
 
     buffers = [[given(rank, place) for place in range(numel)] for rank in range(ranks)]
-    return run(plan, buffers, add, always=collective == "barrier")
+    return run(algorithm, buffers, add, always=collective == "barrier")
 
 
-def needs(collective: str, plan: Plan, ranks: int, numel: int) -> list[list[list[bool]]]:
+def needs(collective: str, algorithm: Algorithm, ranks: int, numel: int) -> list[list[list[bool]]]:
     """Whether what a place holds still serves the result, from before the first round on."""
     own = collective in ("scatter", "reduce_scatter")
     last = 1 if collective in ("reduce", "gather") else ranks
     needed = [[[rank < last and (not own or rank == place) for place in range(numel)] for rank in range(ranks)]]
-    for turns in reversed(rounds(plan, ranks, numel)):
+    for turns in reversed(rounds(algorithm, ranks, numel)):
         after, before = needed[0], [list(buffer) for buffer in needed[0]]
         found = list(moves(turns, numel))
         for move in found:
