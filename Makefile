@@ -5,33 +5,54 @@ PYTHON ?= $(firstword $(foreach python,python3.12 python3.11 python3,$(shell $(p
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-worlds check clean
+# A file's tests stay together, as they share processes.
+TWO_AT_ONCE := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+.PHONY: help train test test-all test-worlds test-gpu check docs clean
+
+help:  ## show this
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' Makefile | expand -t 22
 
 train: .venv/installed-text  ## train a small GPT on this machine's own Python source
 	$(BIN)/paceline train --workers 2
 
-test: .venv/installed-dev  ## run the whole test suite
-	$(BIN)/python -m pytest
+test: .venv/installed-dev  ## run the tests, of many cases alike one each: a few minutes
+	$(TWO_AT_ONCE)
 
-test-worlds: .venv/installed-dev  ## run the engine's cases among all numbers of ranks and groups that `make test` leaves out
-	$(BIN)/python -m pytest -m other_worlds
+test-all: .venv/installed-dev  ## run every case of every test
+	$(TWO_AT_ONCE) -m ''
+
+test-worlds: .venv/installed-dev  ## run the engine's cases among all numbers of ranks and groups
+	$(TWO_AT_ONCE) -m other_worlds
+
+# With the torch of a machine that has GPUs: nothing is installed, only pytest must be there.
+test-gpu:  ## run what only a GPU can show, with $(PYTHON)'s own torch
+	$(PYTHON) -m pytest tests/gpu -m gpu -ra --confcutdir tests/gpu
 
 check: .venv/installed-dev  ## lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# All pages anew, as what is wrong with a page is told only when it is read.
+docs: .venv/installed-docs  ## build the guide and the reference as a site: build/docs/index.html
+	$(BIN)/python -m sphinx -q -E -W --keep-going docs build/docs
+
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "paceline needs Python 3.11 or 3.12; name one with: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
 .venv/installed-text: pyproject.toml constraints.txt | .venv/bin/python
-	$(INSTALL) --editable '.[text]'
+	$(INSTALL) --editable '.[text,plot]'
 	@touch $@
 
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) --editable '.[dev]'
 	@touch $@ .venv/installed-text
 
-clean:
+.venv/installed-docs: pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) --editable '.[text,docs]'
+	@touch $@
+
+clean:  ## remove .venv and what tools left
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
