@@ -24,8 +24,9 @@ import matplotlib.figure
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from paceline.core.build_layout import build_layout
 from paceline.core.events import Event
-from paceline.core.layout import ParameterSpec, build_layout
+from paceline.core.layout import ParameterSpec
 from paceline.core.ops import Op
 from paceline.core.schedule import Schedule
 from paceline.core.simulate import simulate

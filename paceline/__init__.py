@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from paceline.comm.control import all_gather_json, barrier
     from paceline.comm.transport import CommunicationError
     from paceline.comm.world import World, init, shutdown
+    from paceline.core.build_layout import build_layout
     from paceline.core.errors import EngineError, UserError
     from paceline.core.events import Event
-    from paceline.core.layout import Layout, build_layout
+    from paceline.core.layout import Layout
     from paceline.core.ops import Op
     from paceline.core.schedule import Schedule
     from paceline.core.strategy import SYSTEMS, Strategy
@@ -58,7 +59,8 @@ _HOMES = {
     "paceline.core.errors": ("EngineError", "UserError"),
     "paceline.core.events": ("Event",),
     "paceline.plan.check": ("check",),
-    "paceline.core.layout": ("Layout", "build_layout"),
+    "paceline.core.build_layout": ("build_layout",),
+    "paceline.core.layout": ("Layout",),
     "paceline.core.ops": ("Op",),
     "paceline.core.schedule": ("Schedule",),
     "paceline.core.strategy": ("SYSTEMS", "Strategy"),

@@ -7,8 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from paceline.core.build_layout import build_layout
 from paceline.core.check import all_ranks
-from paceline.core.layout import ROOT, Layout, ParameterSpec, build_layout
+from paceline.core.layout import ROOT, Layout, ParameterSpec
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
 

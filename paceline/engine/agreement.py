@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from paceline.comm.control import all_gather_json
-from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.core.layout import ParameterSpec
 from paceline.core.strategy import Strategy
@@ -47,17 +46,3 @@ def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module, strategy
                 f"ranks built different models; the first difference is parameter or buffer {index}: {sides}. Build "
                 "the model from the same configuration on every rank"
             )
-
-
-def agree_on_order(order: Sequence[str], world: World) -> list[str]:
-    """One order of units for every rank: rank 0's, with what only others ran where they ran it. A collective call."""
-    if world.world_size == 1:
-        return list(order)
-    agreed: list[str] = []
-    for seen in all_gather_json(list(order), "order of units"):
-        position = 0
-        for unit in seen:
-            if unit not in agreed:
-                agreed.insert(position, unit)
-            position = agreed.index(unit) + 1
-    return agreed

@@ -9,15 +9,14 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from paceline.comm.control import all_gather_json
 from paceline.core.errors import EngineError
 from paceline.core.layout import ROOT
 from paceline.core.ops import GRADIENTS, STATISTICS, Key, Op
-from paceline.engine.agreement import agree_on_order
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.engine.state import StepState
 from paceline.engine.structure import accumulator, will_accumulate
+from paceline.engine.unit_order import UnitOrder
 
 
 class BackwardPass:
@@ -27,6 +26,7 @@ class BackwardPass:
     backward of the unit before them tells.
 
     Attributes:
+        order: In which units run.
         reduced_late: Whether gradients came after their unit was copied in, in the latest synchronised one.
         when_over: Is called at the end of each.
     """
@@ -35,8 +35,7 @@ class BackwardPass:
         """Takes the forward order from `forward`, which also unshards parameters."""
         self._program, self._state, self._forward = program, state, forward
         self.reduced_late = False
-        self._knows_order = False
-        self._slots_changed = False
+        self.order = UnitOrder(program, forward)
         self._outstanding: Counter[str] = Counter()
         self._uncopied: list[str] = []
         self._over: set[str] = set()
@@ -104,7 +103,7 @@ class BackwardPass:
             self._begin_in_autograd()
         gradients = self._program.gradients
         if gradients is not None:
-            gradients.accumulated(self._program.parameters.index_of[id(parameter)])
+            gradients.accumulated(self._program.parameters.flat.index_of[id(parameter)])
 
     def _follows(self, unit: str | None, generation: int) -> bool:
         """Whether the backward under way is this model's; begins it where it is new."""
@@ -144,9 +143,7 @@ class BackwardPass:
         """Forgets the pass under way. A collective call."""
         self._outstanding.clear()
         self._uncopied.clear()
-        if self._program.world.world_size > 1:
-            # A rank that failed in the first step may not have agreed on the order that others have.
-            self._knows_order = all(all_gather_json(self._knows_order, "pl.reset: whether the order of units is known"))
+        self.order.reset()
 
     def _begin_in_autograd(self) -> None:
         self._begin()
@@ -160,7 +157,7 @@ class BackwardPass:
         state.begin_backward()
         if state.micro_batch == 0:
             # Not in the middle of a step, whose gradients lie as the order so far has it.
-            self._adopt_order()
+            self.order.adopt()
         self._begun.clear()
         self._over.clear()
         self._over_from = len(program.schedule.order)
@@ -169,41 +166,6 @@ class BackwardPass:
         if program.gradients is not None:
             self._uncopied = list(program.schedule.copied_units)
             program.gradients.begin(state.micro_batch, state.synchronises, reduced)
-
-    def _adopt_order(self) -> None:
-        """The first forward shows in which order units really run: the same for all ranks, rank 0's."""
-        program = self._program
-        if not (self._knows_order or program.schedule.shards_parameters):
-            self._slots_changed = self._agree_on_order()
-        if program.gradients is None or self._slots_changed:
-            if program.schedule.shards_parameters and program.collectives is not None:
-                # A rank that ran its units in another order may still wait for one to be gathered: so both are told.
-                program.executor.settle_stream("gather")
-                program.collectives.meet("order of units")
-            program.allocate_gradients()
-            self._slots_changed = False
-
-    def updated(self) -> None:
-        """An optimizer has stepped. Only now does no graph need what lies gathered in slots, which the order gives.
-
-        A collective call the first time.
-        """
-        program = self._program
-        if self._knows_order or not program.schedule.shards_parameters:
-            return
-        if self._agree_on_order():
-            program.assign_slots()
-            self._slots_changed = True
-
-    def _agree_on_order(self) -> bool:
-        """Adopts the order that the first forward has shown; whether it is another one than before."""
-        before = self._program.schedule.order
-        order = tuple(agree_on_order(self._forward.order, self._program.world))
-        # Empty where nothing that ran told of itself, as in a reentrant checkpoint around the whole model.
-        if order:
-            self._program.adopt(order)
-            self._knows_order = True
-        return self._program.schedule.order != before
 
     def _end_units_after(self, unit: str) -> None:
         """The backward of every unit that runs after this one is over: it is resharded, and copied in if complete."""
@@ -299,7 +261,7 @@ class BackwardPass:
             gradients.copy_in(late)
         if not state.synchronises:
             if program.strategy.reduces_each and program.collectives is not None:
-                gradients.keep_late()
+                gradients.earlier.keep_late(gradients.late())
             return
         used: Collection[int] = gradients.used_in_step
         if program.collectives is not None:
@@ -328,5 +290,5 @@ class BackwardPass:
         for bucket in program.schedule.reduced_buckets:
             if not set(anyones).isdisjoint(bucket.slots):
                 program.reduce_late(bucket, mine, self._state.micro_batch)
-        program.defer(program.parameters.units_of(anyones))
-        self._slots_changed = program.schedule.reuses_gradient_slots
+        program.defer(program.parameters.flat.units_of(anyones))
+        self.order.slots_changed = program.schedule.reuses_gradient_slots

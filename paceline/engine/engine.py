@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,38 +20,23 @@ from paceline.core.strategy import Strategy
 from paceline.engine.backward import BackwardPass
 from paceline.engine.casting import cast_inputs, cast_singular_vectors
 from paceline.engine.forward import ForwardPass
-from paceline.engine.gradients import Gradients, square_sum
+from paceline.engine.full_parameters import leave
+from paceline.engine.gradient_norm import GradientNorm
+from paceline.engine.gradients import Gradients
 from paceline.engine.hooks import install, open_for_states, watch_parameters
 from paceline.engine.materialise import Init, materialiser
 from paceline.engine.optimizers import leave_optimizers, watch_optimizers
 from paceline.engine.outputs import Leftovers, own_copies, require_seen
 from paceline.engine.program import Program
 from paceline.engine.recompute import recompute
+from paceline.engine.recovery import gives_up, reset
 from paceline.engine.state import StepState
 from paceline.engine.units import find_blocks, find_units, require_own_parameters
 from paceline.engine.update import Update
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 class _Handle(Protocol):
     def remove(self) -> None: ...
-
-
-def _gives_up(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """Lets peers that wait for this rank know when it raises in a hook."""
-
-    @functools.wraps(method)
-    def told(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            if self.program.collectives is not None:
-                self.program.collectives.give_up(error)
-            raise
-
-    return told  # type: ignore[return-value]
 
 
 class Engine:
@@ -98,6 +83,7 @@ class Engine:
         self.forward = ForwardPass(self.program, self.state)
         self.backward = BackwardPass(self.program, self.state, self.forward)
         self.update = Update(self.program, self.state, self.forward)
+        self.norm = GradientNorm(self.program, self.update, self.settle)
         self.backward.when_over = self.update.resume
         self._leftovers: dict[str, Leftovers] = {}
         self._handles: list[_Handle] = [*install(module, self.units, self)]
@@ -112,9 +98,9 @@ class Engine:
         if strategy.low:
             low = getattr(torch, strategy.precision)
             cast_singular_vectors(module, low)
-            self._handles += cast_inputs(module, self.units.values(), low, lambda: not self.forward.is_full)
-        if self.program.parameters.managed:
-            self._handles += open_for_states(module, self.forward.open_states, self.forward.close_state)
+            self._handles += cast_inputs(module, self.units.values(), low, lambda: not self.forward.whole.is_full)
+        if self.program.parameters.flat.managed:
+            self._handles += open_for_states(module, self.forward.whole.open_states, self.forward.whole.close_state)
 
     @property
     def layout(self) -> Layout:
@@ -149,46 +135,19 @@ class Engine:
         return self.program.statistics.result()
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
-
-        A collective call where gradients are sharded, and with a parameter server.
-
-        Raises:
-            EngineError: The gradients are not reduced yet.
-        """
-        program, schedule = self.program, self.schedule
-        self.update.require_reduced("the gradient norm")
-        present = [p.grad for p in program.parameters.all if p.grad is not None]
-        squares = square_sum(present).to(self.world.device)
-        if program.collectives is not None and (schedule.shards > 1 or schedule.has_server):
-            squares = squares if self.world.rank == 0 or not schedule.has_server else torch.zeros_like(squares)
-            self.settle()
-            vector = squares.reshape(1)
-            program.collectives.sum(vector, "gradient norm", "pl.clip_grad_norm_")
-            squares = vector[0] / (1 if schedule.has_server else schedule.replicas)
-        return self._as_norm(squares)
+        """See `GradientNorm.now`."""
+        return self.norm.now()
 
     def reduced_norm(self) -> Tensor:
-        """The 2-norm of the gradients that the last synchronised backward reduced, known to every rank since.
-
-        What was done to `p.grad` afterwards is not in it; see `grad_norm`.
-        """
-        known = self.schedule.shards > 1 and not self.backward.reduced_late
-        squares = self.program.statistics.squares() if known else None
-        return self.grad_norm() if squares is None else self._as_norm(squares / self.schedule.replicas)
-
-    def _as_norm(self, squares: Tensor) -> Tensor:
-        dtype = torch.float32
-        for flat in self.layout.flats:
-            dtype = torch.promote_types(dtype, getattr(torch, flat.master)) if flat.trainable else dtype
-        return squares.sqrt().to(dtype)
+        """See `GradientNorm.as_reduced`."""
+        return self.norm.as_reduced(self.backward.reduced_late)
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Inside, every parameter is whole, in its own shape and dtype; what is written to it is kept.
 
         A collective call where parameters are sharded: every rank enters, and writes the same.
         """
-        return self.forward.full("pl.full_parameters")
+        return self.forward.whole.full("pl.full_parameters")
 
     def settle(self) -> None:
         """Waits for collectives under way, such as those that send what was updated behind the next forward."""
@@ -204,32 +163,8 @@ class Engine:
             self.program.collectives.broadcast(self.module.buffers(), "pl.broadcast_buffers")
 
     def reset(self) -> None:
-        """After an exception in forward or backward: drops the step's gradients and makes the engine usable.
-
-        A collective call. Ranks may have failed in different places: collectives that some began and others did not
-        end with their connections, and new ones are opened. Weights are what they were before the step.
-        """
-        program = self.program
-        self.update.abandon()
-        self.state.reset()
-        self.forward.reset()
-        for parameter in program.parameters.all:
-            parameter.grad = None
-        program.parameters.waiting.clear()
-        program.parameters.take_given()
-        program.parameters.unpin()
-        program.parameters.rest()
-        program.parameters.take_as_they_are()
-        if program.collectives is not None:
-            program.collectives.reopen()
-        self.backward.reset()
-        if program.gradients is not None:
-            program.gradients.reset()
-        program.statistics.clear()
-        program.start()
-        # A gather after the last update may have been among what was given up.
-        program.parameters.updated()
-        self.forward.gather_update()
+        """See `recovery.reset`. A collective call."""
+        reset(self)
 
     def close(self) -> None:
         """Ends the engine: hooks, threads and connections. The model is then a plain one on this rank."""
@@ -239,12 +174,12 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         collectives = self.program.collectives
-        if self.program.parameters.managed:
+        if self.program.parameters.flat.managed:
             if collectives is not None and collectives.has_given_up:
                 collectives.reopen()
                 self.program.start()
             self.settle()
-            self.program.parameters.leave(functools.partial(collectives.gather, "pl.release") if collectives else None)
+            leave(self.program.parameters, functools.partial(collectives.gather, "pl.release") if collectives else None)
         if collectives is not None:
             collectives.close()
 
@@ -254,7 +189,7 @@ class Engine:
 
     # ---- what the hooks tell (hooks.Listener)
 
-    @_gives_up
+    @gives_up
     def model_begins(self, records: bool) -> None:
         """See `hooks.Listener`."""
         if self.update.under_way:
@@ -266,7 +201,7 @@ class Engine:
         self.forward.model_ends()
         return self.state.generation
 
-    @_gives_up
+    @gives_up
     def forward_begins(self, unit: str, records: bool) -> None:
         """See `hooks.Listener`."""
         if self.update.under_way:
@@ -277,7 +212,7 @@ class Engine:
         """See `hooks.Listener`."""
         return self.state.phase == "forward"
 
-    @_gives_up
+    @gives_up
     def forward_ends(self, unit: str, records: bool, backward_follows: bool) -> int:
         """See `hooks.Listener`."""
         if backward_follows:
@@ -285,13 +220,13 @@ class Engine:
         self.forward.unit_ends(unit)
         return self.state.generation
 
-    @_gives_up
+    @gives_up
     def own_outputs(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
         """See `hooks.Listener`."""
         schedule = self.schedule
-        if not schedule.reshards_after_forward or unit not in schedule.slot or self.forward.is_full:
+        if not schedule.reshards_after_forward or unit not in schedule.slot or self.forward.whole.is_full:
             return output, ()
-        kept = own_copies(output, self.program.parameters.memory_of(unit))
+        kept = own_copies(output, self.program.parameters.flat.memory_of(unit))
         if not backward_follows:
             return kept, ()
         if unit not in self._leftovers:
@@ -304,21 +239,21 @@ class Engine:
         """See `hooks.Listener`."""
         return self.backward.wants(unit)
 
-    @_gives_up
+    @gives_up
     def backward_nears(self, unit: str, generation: int) -> None:
         """See `hooks.Listener`."""
         self.backward.unit_nears(unit, generation)
 
-    @_gives_up
+    @gives_up
     def backward_begins(self, unit: str | None, generation: int) -> None:
         """See `hooks.Listener`."""
         self.backward.unit_begins(unit, generation)
 
-    @_gives_up
+    @gives_up
     def _accumulates(self, parameter: nn.Parameter) -> None:
         self.backward.accumulates(parameter)
 
-    @_gives_up
+    @gives_up
     def _accumulated(self, parameter: nn.Parameter) -> None:
         self.backward.accumulated(parameter)
 
@@ -338,16 +273,16 @@ class Engine:
         """Whether the parameter with this `id()` belongs to the model."""
         return self.program.structure.holds(identity)
 
-    @_gives_up
+    @gives_up
     def update_begins(self, optimizer: Optimizer) -> None:
         """An optimizer that holds this model's parameters is about to step."""
         self.update.begin(optimizer)
 
-    @_gives_up
+    @gives_up
     def update_ends(self) -> None:
         """The optimizer has stepped. Where parameters are kept whole elsewhere, they are now sent."""
         self.update.end()
-        self.backward.updated()
+        self.backward.order.updated()
 
     def mean_loss(self, loss: float | Tensor) -> Tensor:
         """The mean over ranks of what an optimizer's closure returned. A collective call."""

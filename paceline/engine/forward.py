@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import EngineError
 from paceline.core.layout import ROOT, Bucket
-from paceline.core.ops import EXTRA, READ, WRITTEN, Key, Op, Phase
+from paceline.core.ops import EXTRA, WRITTEN, Key, Op, Phase
+from paceline.engine.full_parameters import FullParameters
 from paceline.engine.hooks import in_backward, in_transform
 from paceline.engine.program import Program
 from paceline.engine.state import StepState
@@ -27,24 +25,23 @@ class ForwardPass:
 
     Attributes:
         order: Units in the order in which the first forward runs them.
-        is_full: Whether all parameters are whole and as they are updated.
+        whole: All parameters whole and as they are updated, on demand.
     """
 
     def __init__(self, program: Program, state: StepState) -> None:
         """Follows nothing yet."""
         self._program, self._state = program, state
         self.order: list[str] = []
-        self.is_full = False
+        self.whole = FullParameters(program, self.wait_for_updates)
         self._index = 0
         self._depth = 0
-        self._states: list[AbstractContextManager[None]] = []
 
     # ---- a pass
 
     def model_begins(self, records: bool) -> None:
         """The whole model's forward begins."""
         self._depth += 1
-        if self.is_full:
+        if self.whole.is_full:
             self._refuse_graph(records)
             return
         if records:
@@ -60,7 +57,7 @@ class ForwardPass:
     def model_ends(self) -> None:
         """The whole model's forward has ended."""
         self._depth = max(0, self._depth - 1)
-        if not in_backward() and not self.is_full:
+        if not in_backward() and not self.whole.is_full:
             self._program.executor.end()
             self._program.executor.launch_left("gather")
 
@@ -71,7 +68,7 @@ class ForwardPass:
                 f"{unit} runs inside a transform of torch.func, which paceline cannot follow to let its parameters go "
                 "and gather them again: set strategy.zero to 2 or less, or strategy.accumulation to hold"
             )
-        if self.is_full:
+        if self.whole.is_full:
             self._refuse_graph(records)
             return
         if not records:
@@ -95,7 +92,7 @@ class ForwardPass:
     def unit_ends(self, unit: str) -> None:
         """A unit's forward has ended."""
         program = self._program
-        if in_backward() or self.is_full:
+        if in_backward() or self.whole.is_full:
             return
         program.executor.end()
         if unit in program.schedule.slot and program.schedule.reshards_after_forward:
@@ -111,7 +108,7 @@ class ForwardPass:
         kind = self._state.begin_forward()
         if kind == "within":
             return
-        self.close_states()
+        self.whole.close_states()
         if kind == "extra" or self._state.micro_batch == 0:
             self._program.parameters.require_unedited()
         if kind == "extra":
@@ -132,7 +129,7 @@ class ForwardPass:
         schedule, parameters = self._program.schedule, self._program.parameters
         if schedule.shards_parameters:
             self._gather_kept()
-        elif parameters.managed:
+        elif parameters.flat.managed:
             for unit in self._program.layout.units:
                 if unit not in schedule.order:
                     self.unshard(unit)
@@ -142,7 +139,7 @@ class ForwardPass:
     def unshard(self, unit: str) -> None:
         """Makes a unit's parameters usable: waits for their gather, or gathers out of turn."""
         schedule, executor, parameters = self._program.schedule, self._program.executor, self._program.parameters
-        if not parameters.managed:
+        if not parameters.flat.managed:
             return
         if not schedule.shards_parameters:
             self._wait_for_update(unit)
@@ -214,7 +211,7 @@ class ForwardPass:
             return
         if edits:
             parameters.refuse_edit(index)
-        bucket = parameters.bucket_of.get(index)
+        bucket = parameters.flat.bucket_of.get(index)
         under_way = self._depth or self._state.phase != "idle" or in_backward()
         if bucket is None or not under_way:
             raise EngineError(
@@ -234,7 +231,7 @@ class ForwardPass:
 
     def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
         """See `sharded_parameter.Owner`."""
-        local = self._program.parameters.local(index)
+        local = self._program.parameters.flat.local.get(index)
         computing = self._depth or self._state.phase != "idle" or in_backward()
         return computed if computing or local is None else local.dtype
 
@@ -280,57 +277,11 @@ class ForwardPass:
             executor.run(ops)
         self._program.parameters.waiting.clear()
 
-    # ---- whole parameters, for reading, editing, saving and loading
-
-    @contextmanager
-    def full(self, call: str, edits: bool = True) -> Iterator[None]:
-        """Lets every parameter be whole and as it is updated. A collective call where they are sharded.
-
-        Args:
-            call: What the user called, for messages.
-            edits: Whether they may be written to. Where ranks share one copy, only that is a collective call.
-        """
-        program = self._program
-        if self.is_full or not program.parameters.managed:
-            yield
-            return
-        self.wait_for_updates()
-        program.parameters.require_unedited()
-        self.is_full = True
-        collectives = program.collectives
-        shared_by = collectives if edits and program.schedule.shares_memory else None
-        try:
-            with program.parameters.full(partial(collectives.gather, call) if collectives else None, edits):
-                try:
-                    yield
-                finally:
-                    # What is written on leaving must not reach a rank that has yet to take its copy.
-                    if shared_by is not None:
-                        shared_by.barrier(READ)
-        finally:
-            self.is_full = False
-        if shared_by is not None:
-            shared_by.barrier(WRITTEN)
-
-    def open_states(self, edits: bool) -> None:
-        """Enters `full`, until `close_state`."""
-        self._states.append(self.full("model.load_state_dict()" if edits else "model.state_dict()", edits))
-        self._states[-1].__enter__()
-
-    def close_state(self) -> None:
-        """Leaves what `open_states` entered last."""
-        self._states.pop().__exit__(None, None, None)
-
-    def close_states(self) -> None:
-        """Leaves what a `load_state_dict` that raised left open."""
-        while self._states:
-            self.close_state()
-
     def reset(self) -> None:
         """Forgets the pass under way."""
         self._depth = 0
         self.lacks_ranks(False)
-        self.close_states()
+        self.whole.close_states()
 
     def _refuse_graph(self, records: bool) -> None:
         if records:

@@ -58,8 +58,8 @@ def prepare_optimizer(optimizer: Optimizer, parameters: Parameters, strategy: St
     Raises:
         UserError: The optimizer would compute something else from a shard than from the whole.
     """
-    own, shards = parameters.number
-    if isinstance(optimizer, torch.optim.LBFGS) and parameters.has_masters:
+    own, shards = parameters.flat.number
+    if isinstance(optimizer, torch.optim.LBFGS) and parameters.flat.has_masters:
         raise UserError("LBFGS keeps gradients of all parameters in one vector: set strategy.precision to float32")
     if shards > 1:
         _require_elementwise(optimizer, strategy)
@@ -67,9 +67,9 @@ def prepare_optimizer(optimizer: Optimizer, parameters: Parameters, strategy: St
         for group in optimizer.param_groups:
             # It is saved and loaded with the states, which look alike on all ranks.
             group[SHARD] = [own, shards]
-    managed = set(parameters.managed)
+    managed = set(parameters.flat.managed)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        index = parameters.index_of.get(id(parameter))
+        index = parameters.flat.index_of.get(id(parameter))
         states = optimizer.state.get(parameter)
         if index in managed and states:
             _cut_states(type(optimizer).__name__, states, parameters, index)
@@ -110,14 +110,14 @@ def _require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
 
 def _cut_states(optimizer: str, states: dict[str, Any], parameters: Parameters, index: int) -> None:
     """Makes what an optimizer holds for one parameter go with this rank's shard of it, in the dtype of its update."""
-    local, spec = parameters.local(index), parameters.layout.slots[index].spec
+    local, spec = parameters.flat.local.get(index), parameters.flat.layout.slots[index].spec
     assert local is not None
     for name, state in states.items():
         if not isinstance(state, Tensor) or (not state.dim() and name in _OF_ALL):
             continue
         if tuple(state.shape) == spec.shape:
             if state.shape != local.shape or state.dtype != local.dtype:
-                states[name] = parameters.cut(index, state)
+                states[name] = parameters.flat.cut(index, state)
         elif state.shape != local.shape and state.dim():
             raise UserError(
                 f"{optimizer} holds {name} of shape {list(state.shape)} for {spec.name}, of which "

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from paceline.comm.connect import open_clock
 from paceline.comm.transport import Transport
 from paceline.comm.world import World
+from paceline.core.build_layout import build_layout
 from paceline.core.collectives.rounds import Traffic
-from paceline.core.layout import ROOT, Bucket, Layout, build_layout
+from paceline.core.layout import ROOT, Bucket, Layout
 from paceline.core.ops import STATISTICS, Op
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
@@ -130,7 +131,7 @@ class Program:
         """Schedules the forward order that was seen. A collective call where ranks communicate."""
         if order == self.schedule.order:
             return
-        if self.parameters.managed:
+        if self.parameters.flat.managed:
             # Shards stay where they are, for an optimizer may have made its states for them; slots stay until asked.
             self.schedule = replace(self.schedule, order=order, deferred=frozenset())
         else:
@@ -147,7 +148,7 @@ class Program:
     def allocate_gradients(self) -> None:
         """Allocates buckets of gradients, as the schedule places them. A collective call where ranks communicate."""
         if self.gradients is not None:
-            self.gradients.replace(self.schedule, self.parameters, self._tensors)
+            self.gradients.replace(self.schedule, self._tensors)
         elif self.schedule.copies_gradients:
             self.gradients = Gradients(self.schedule, self.parameters, self._tensors, self._wait_for_reduction)
 
@@ -178,25 +179,25 @@ class Program:
             return carry_out(op, self.statistics.buffer, None)
         if op.kind == "barrier":
             return self.collectives.pass_barrier(op)
-        bucket, contents = parameters.buckets[op.target], parameters.contents[op.target]
+        bucket, contents = parameters.flat.buckets[op.target], parameters.flat.contents[op.target]
         if op.kind == "broadcast":
-            return carry_out(op, parameters.whole(bucket), contents)
+            return carry_out(op, parameters.flat.whole(bucket), contents)
         if op.kind == "all_gather":
             whole, shard = parameters.begin_gather(bucket)
             return carry_out(op, whole, contents, shard=shard)
         gradients = self.gradients
         assert gradients is not None
         if op.stream == "replicate":
-            return carry_out(op, gradients.reduced(bucket), contents)
+            return carry_out(op, gradients.flat.reduced(bucket), contents)
         return carry_out(
             op,
-            gradients.whole(bucket),
+            gradients.flat.whole(bucket),
             contents,
             # So that ranks with different numbers of micro-batches find out.
             label=f"{op.target}, last micro-batch" if self.strategy.reduces_each and gradients.synchronises else "",
             scale=self.schedule.scale,
-            shard=gradients.destination(bucket),
-            then=gradients.after_reduction(bucket),
+            shard=gradients.flat.destination(bucket),
+            then=gradients.flat.after_reduction(bucket),
         )
 
     @torch.inference_mode(False)
@@ -204,7 +205,7 @@ class Program:
         """The function that gathers a bucket's parameters into memory of its own."""
         assert self.collectives is not None
         return self.collectives.carry_out(
-            op, memory, self.parameters.contents[bucket.name], shard=self.parameters.shard(bucket)
+            op, memory, self.parameters.flat.contents[bucket.name], shard=self.parameters.flat.shard(bucket)
         )
 
     def reduce_late(self, bucket: Bucket, late: Collection[int], micro_batch: int) -> None:
@@ -217,14 +218,14 @@ class Program:
         """
         collectives, gradients = self.collectives, self.gradients
         assert collectives is not None and gradients is not None
-        whole = gradients.whole(bucket)
+        whole = gradients.flat.whole(bucket)
         spare = collectives.transports["reduce"].allocate(bucket.numel, whole.dtype)
         gradients.write_late(bucket, late, spare)
-        own = gradients.own(bucket, spare)
+        own = gradients.flat.own(bucket, spare)
         first, *between = self.schedule.reduce_late(bucket, micro_batch)
-        contents = self.parameters.contents[bucket.name]
+        contents = self.parameters.flat.contents[bucket.name]
         self.executor.run([first], collectives.carry_out(first, spare, contents, scale=self.schedule.scale))
         for op in between:
             self.executor.run([op], collectives.carry_out(op, own, contents))
         with torch.no_grad():
-            gradients.reduced(bucket).add_(own)
+            gradients.flat.reduced(bucket).add_(own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -84,3 +84,14 @@ def placeholder(tensor: Tensor) -> Tensor:
     """What has a tensor's shape, dtype and device, takes no memory, reads as NaN and cannot be written."""
     fill = torch.nan if tensor.is_floating_point() else 0
     return torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of all elements: fp64, 0-dim, summed in fp32 where they are of lower precision."""
+    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
+    with torch._C.DisableTorchFunctionSubclass():
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            wide = torch.promote_types(dtype, torch.float32)
+            norms = torch._foreach_norm([tensor for tensor in tensors if tensor.dtype == dtype], 2, wide)
+            total = total + torch.stack(norms).double().square().sum()
+    return total

@@ -40,7 +40,7 @@ class Update:
         self.abandon()
         self.require_reduced("optimizer.step()")
         executor = program.executor
-        if parameters.managed:
+        if parameters.flat.managed:
             self._forward.wait_for_updates()
             parameters.require_unedited()
             prepare_optimizer(optimizer, parameters, program.strategy)
@@ -54,13 +54,13 @@ class Update:
 
     def _show_local(self) -> None:
         parameters = self._program.parameters
-        if not parameters.managed:
+        if not parameters.flat.managed:
             return
-        for index in parameters.managed:
+        for index in parameters.flat.managed:
             gradient = parameters.all[index].grad
-            if gradient is not None and not isinstance(gradient, GradientShard) and parameters.number[1] > 1:
+            if gradient is not None and not isinstance(gradient, GradientShard) and parameters.flat.number[1] > 1:
                 # The loop has made it itself, of the parameter's own shape.
-                set_gradient(parameters.all[index], parameters.cut(index, gradient))
+                set_gradient(parameters.all[index], parameters.flat.cut(index, gradient))
         parameters.show_local()
         self._shards = [p.grad for p in parameters.all if isinstance(p.grad, GradientShard)]
         for shard in self._shards:
@@ -75,7 +75,7 @@ class Update:
         """A closure runs a forward inside the step: parameters are what they are outside of it."""
         self._give_shards_back()
         self._is_suspended = True
-        if self._program.parameters.managed:
+        if self._program.parameters.flat.managed:
             self._program.parameters.take_as_they_are()
             self._program.parameters.rest()
         self.under_way = False
@@ -109,7 +109,7 @@ class Update:
             # A closure has run whole forward and backward passes inside the step.
             executor.load(executor.step, [op for op in ops if op.target != READ])
         executor.done(self._key("update"))
-        if parameters.managed:
+        if parameters.flat.managed:
             if executor.knows(self._key("cast")):
                 executor.begin(self._key("cast"))
             parameters.updated()
@@ -121,10 +121,10 @@ class Update:
         if self._state.generation == 1 and self._program.world.device.type == "cpu":
             # Now optimizer's states are there, too, and nothing as large is allocated again.
             return_freed_memory()
-        if parameters.managed:
+        if parameters.flat.managed:
             parameters.rest()
             parameters.take_as_they_are()
-            if parameters.has_aliases:
+            if parameters.flat.has_aliases:
                 # Such as an average of `p.data` that the loop has kept: what is read there must have arrived.
                 self._forward.wait_for_updates()
         else:

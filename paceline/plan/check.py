@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from paceline.core.build_layout import build_layout
 from paceline.core.check import Report, all_ranks
 from paceline.core.check import check as check_schedules
 from paceline.core.errors import UserError
-from paceline.core.layout import ROOT, build_layout
+from paceline.core.layout import ROOT
 from paceline.core.strategy import Strategy
 from paceline.engine.statistics import length
 from paceline.engine.units import find_units, parameter_specs

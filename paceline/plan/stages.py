@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from paceline.core.layout import ROOT, ParameterSpec, build_layout
+from paceline.core.build_layout import build_layout
+from paceline.core.layout import ROOT, ParameterSpec
 from paceline.core.memory import Memory, memory
 from paceline.core.ops import COMPUTE
 from paceline.core.schedule import Schedule

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from paceline.core.build_layout import build_layout
 from paceline.core.check import Lifetime, Report, ScheduleError, all_ranks, check, lifetimes
 from paceline.core.check.checker import check_steps
 from paceline.core.check.sequences import Sequences
-from paceline.core.layout import ROOT, build_layout
+from paceline.core.layout import ROOT
 from paceline.core.ops import COMPUTE, GRADIENTS, OPTIMIZER, PREVIOUS, READ, STATISTICS, WRITTEN, Key, Op, Span
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import SYSTEMS, Strategy

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.layout import ALIGNMENT, ROOT, Layout, ParameterSpec, build_layout
+from paceline.core.build_layout import build_layout
+from paceline.core.layout import ALIGNMENT, ROOT, Layout, ParameterSpec
 from paceline.core.strategy import Strategy
 from tests.drawn import UNITS, layouts, models, spec, strategies
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.layout import ROOT, ParameterSpec, build_layout
+from paceline.core.build_layout import build_layout
+from paceline.core.layout import ROOT, ParameterSpec
 from paceline.core.memory import Memory, memory
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy

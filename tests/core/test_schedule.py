@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.layout import ROOT, Layout, build_layout
+from paceline.core.build_layout import build_layout
+from paceline.core.layout import ROOT, Layout
 from paceline.core.ops import PREVIOUS, STATISTICS, Key, Span
 from paceline.core.placement import DEPTH
 from paceline.core.schedule import Schedule

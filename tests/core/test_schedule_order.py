@@ -8,7 +8,8 @@ from collections import Counter, defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.layout import ROOT, build_layout
+from paceline.core.build_layout import build_layout
+from paceline.core.layout import ROOT
 from paceline.core.memory import memory
 from paceline.core.ops import COMPUTE, PREVIOUS, READ, STATISTICS, STREAMS, WRITTEN, Key, Op
 from paceline.core.schedule import Schedule

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.build_layout import build_layout
 from paceline.core.events import Event
-from paceline.core.layout import build_layout
 from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
 from paceline.core.schedule import Schedule
 from paceline.core.simulate import simulate

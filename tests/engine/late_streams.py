@@ -99,7 +99,7 @@ def late_streams(seed: int = 0, least: float = 0.0) -> Iterator[None]:
         return Held(found, [tensors[span] for span in op.reads], [tensors[span] for span in op.writes])
 
     def held_gather(program: Program, op: Op, bucket: Bucket, memory: Tensor) -> Held:
-        return Held(gather_into(program, op, bucket, memory), [program.parameters.shard(bucket)], [memory])
+        return Held(gather_into(program, op, bucket, memory), [program.parameters.flat.shard(bucket)], [memory])
 
     def open_stream(world: World, name: str) -> LateStream:
         return LateStream(name, 1000 * seed + world.rank, least)

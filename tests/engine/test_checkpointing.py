@@ -75,11 +75,11 @@ def held(model: nn.Module) -> dict[str, tuple[bool, int]]:
     if engine is None:
         return {}
     parameters, kept = engine.program.parameters, engine.schedule.kept_buckets
-    local = {name: parameters.local(parameters.index_of[id(p)]) for name, p in model.named_parameters()}
+    local = {name: parameters.flat.local.get(parameters.flat.index_of[id(p)]) for name, p in model.named_parameters()}
     return {
         name: (
             # What is gathered once a step stays until the update.
-            isinstance(p, ShardedParameter) or parameters.bucket_of.get(parameters.index_of[id(p)]) in kept,
+            isinstance(p, ShardedParameter) or parameters.flat.bucket_of.get(parameters.flat.index_of[id(p)]) in kept,
             0 if local[name] is None else local[name].numel(),
         )
         for name, p in model.named_parameters()

@@ -55,7 +55,7 @@ def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, 
     predicted = memory(engine.schedule, micro_batches)
     # An optimizer has no states, two numbers in fp32, for the padding that this rank's share has at its end.
     parameters = program.parameters
-    locals_ = [parameters.local(index) for index in range(len(parameters.all))]
+    locals_ = [parameters.flat.local.get(index) for index in range(len(parameters.all))]
     updated = sum((p if own is None else own).numel() for p, own in zip(parameters.all, locals_, strict=True))
     padding = sum(flat.numel for flat in engine.layout.flats) // engine.schedule.shards - updated
     held = replace(held, optimizer=held.optimizer + 2 * 4 * padding)

@@ -288,7 +288,7 @@ def waits(strategy: Strategy) -> bool:
         loss = loss_of(model, step)
         loss.backward()
         optimizer.step()
-        found |= parameters.has_aliases
+        found |= parameters.flat.has_aliases
         optimizer.zero_grad()
         model.state_dict()
     pl.release(model)

@@ -66,8 +66,8 @@ def poison(engine: Engine) -> int:
     if gradients is None:
         return 0
     for bucket in engine.schedule.reduced_buckets:
-        gradients.whole(bucket).fill_(torch.nan)
-        gradients.reduced(bucket).fill_(torch.nan)
+        gradients.flat.whole(bucket).fill_(torch.nan)
+        gradients.flat.reduced(bucket).fill_(torch.nan)
     buckets = engine.schedule.reduced_buckets
     return sum(bucket.numel - sum(engine.layout.slots[i].spec.numel for i in bucket.slots) for bucket in buckets)
 
@@ -93,7 +93,7 @@ def remains(strategy: Strategy) -> tuple[list[dict], bool]:
     found = clipped(model)
     engine = pl.engine_of(model)
     gradients = engine.program.gradients
-    still = gradients is None or any(gradients.reduced(b).isnan().any() for b in engine.schedule.reduced_buckets)
+    still = gradients is None or any(gradients.flat.reduced(b).isnan().any() for b in engine.schedule.reduced_buckets)
     pl.release(model)
     return found, bool(still)
 

@@ -1,0 +1,157 @@
+"""What `p.grad` holds when a backward begins, made into what that backward adds to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.layout import Bucket
+from paceline.engine.flat_gradients import FlatGradients
+from paceline.engine.gradient_shard import GradientShard
+from paceline.engine.parameters import Parameters
+
+
+class EarlierGradients:
+    """Gradients from before the backward under way.
+
+    What is reduced already becomes a rank's share of itself again when a later backward adds to it, such that the next
+    reduction gives what it was plus what has come.
+
+    Attributes:
+        flat: Where gradients lie.
+        carried: What is added to a parameter's reduced gradient when that is published, by index.
+        filled: Indices of parameters whose whole gradient holds something already.
+        used: Those that have a gradient on this rank that what was reduced before holds.
+    """
+
+    def __init__(self, flat: FlatGradients, parameters: Parameters, wait: Callable[[Bucket], None]) -> None:
+        """There are none yet.
+
+        Args:
+            flat: See above.
+            parameters: Of the same layout.
+            wait: Waits for the reductions of a bucket that are under way.
+        """
+        self.flat, self._parameters, self._all, self._wait = flat, parameters, parameters.all, wait
+        schedule = flat.schedule
+        self._shards, self._replicas, self._low = schedule.shards, schedule.replicas, schedule.strategy.low
+        # What a rank's share of a reduced gradient must be so that the sum over ranks gives it again.
+        holders = schedule.replicas if self._shards > 1 else 1 if schedule.has_server else schedule.world_size
+        self._share = (schedule.world_size if schedule.strategy.gradients == "mean" else 1) / holders
+        self.carried: dict[int, Tensor] = {}
+        self.filled: set[int] = set()
+        self.used: set[int] = set()
+        self._late: dict[int, Tensor] = {}
+
+    def begin(self, alone: bool, reduced: bool) -> None:
+        """A backward begins: what `p.grad` holds becomes what its gradients are added to.
+
+        Args:
+            alone: Whether this backward is its step's first and last.
+            reduced: Whether what `p.grad` holds has been reduced already.
+        """
+        flat = self.flat
+        self.filled.clear()
+        self.carried.clear()
+        flat.adds.clear()
+        held = [index for index in flat.trainable if self._all[index].grad is not None]
+        flat.let_go(held)
+        if flat.each:
+            own = [i for i in held if reduced or isinstance(self._all[i].grad, GradientShard)]
+            # Of which this rank has no part, it cannot tell whether the loop dropped them: others can.
+            kept = {*own, *(i for i in self.used if own and flat.reduced_of(i) is None)}
+            # Those whose `grad` the loop itself has made are new.
+            made = {index for index in own if not isinstance(self._all[index].grad, GradientShard)}
+            self.used = kept & (self.used | made)
+            self._carry(own, alone, reduced)
+        elif reduced and (self._shards > 1 or self._share != 1):
+            self._share_out(held)
+        elif self._low:
+            self._take_aside(held)
+        for index, gradient in self._late.items():
+            if index in held or flat.reduced_of(index) is None:
+                self._all[index].grad = gradient
+        self._late.clear()
+
+    def keep_late(self, late: Iterable[int]) -> None:
+        """Keeps gradients that came after a reduction of which the step has another, for that one."""
+        for index in late:
+            gradient = self._all[index].grad
+            assert gradient is not None
+            self._late[index] = gradient
+            self._all[index].grad = None
+
+    def forget(self) -> None:
+        """Forgets what a step that is given up has left."""
+        self._late.clear()
+        self.used.clear()
+        self.carried.clear()
+
+    def _carry(self, held: Sequence[int], alone: bool, reduced: bool) -> None:
+        """Where every micro-batch is reduced: keeps what `p.grad` holds where the next reductions are added."""
+        with torch.no_grad():
+            if alone:
+                # What was there is added when its sum is published.
+                self.carried = {index: self._held(index).clone() for index in held}
+            else:
+                present = set(held)
+                for bucket in self.flat.buckets:
+                    if not present.isdisjoint(bucket.slots):
+                        self.flat.adds.add(bucket.name)
+                        self._restore(bucket, present, reduced)
+        for index in held:
+            self._all[index].grad = None
+
+    def _restore(self, bucket: Bucket, present: set[int], reduced: bool) -> None:
+        """Puts what `p.grad` holds of a bucket back to where it was reduced to, if a loop changed it."""
+        # Replicas will add it up among each other once more.
+        factor = 1 / self._replicas if reduced and self._shards > 1 else 1.0
+        for index in bucket.slots:
+            place = self.flat.reduced_of(index)
+            if place is None:
+                continue
+            mine = self._held(index) if index in present else None
+            if mine is not None and mine.data_ptr() == place.data_ptr() and factor == 1:
+                continue
+            self._wait(bucket)
+            if mine is None:
+                place.zero_()
+            elif mine.data_ptr() != place.data_ptr():
+                place.copy_(mine)
+            if factor != 1:
+                place.mul_(factor)
+
+    def _share_out(self, held: Sequence[int]) -> None:
+        """Makes reduced gradients this rank's share of themselves, whole."""
+        with torch.no_grad():
+            for index in held:
+                mine, whole = self._held(index) * self._share, self.flat.views[index]
+                self._all[index].grad = None
+                whole.zero_()
+                self.flat.own_part(index, whole).copy_(mine)
+                if self._low:
+                    self.filled.add(index)
+                else:
+                    self._all[index].grad = self.flat.shown_whole(index)
+
+    def _take_aside(self, held: Sequence[int]) -> None:
+        """In low precision: gradients add up in fp32 buffers, where autograd would add in what it computes in."""
+        with torch.no_grad():
+            for index in held:
+                gradient, whole = self._all[index].grad, self.flat.views[index]
+                assert gradient is not None
+                if gradient.data_ptr() != whole.data_ptr():
+                    whole.copy_(gradient)
+                self._all[index].grad = None
+                self.filled.add(index)
+
+    def _held(self, index: int) -> Tensor:
+        """What `p.grad` holds, as the part of it that this rank keeps reduced."""
+        gradient = self._all[index].grad
+        assert gradient is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(gradient, GradientShard):
+                return gradient.as_subclass(Tensor)
+            return self._parameters.flat.cut(index, gradient) if self._shards > 1 else gradient.detach()

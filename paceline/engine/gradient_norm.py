@@ -1,0 +1,64 @@
+"""The 2-norm of a model's gradients, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.engine.program import Program
+from paceline.engine.tensors import square_sum
+from paceline.engine.update import Update
+
+
+class GradientNorm:
+    """The norm of gradients of which ranks have shards, or all of them."""
+
+    def __init__(self, program: Program, update: Update, settle: Callable[[], None]) -> None:
+        """Of one model.
+
+        Args:
+            program: The model's.
+            update: Tells whether gradients are reduced.
+            settle: Waits for collectives under way.
+        """
+        self._program, self._update, self._settle = program, update, settle
+
+    def now(self) -> Tensor:
+        """The 2-norm of all parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
+
+        A collective call where gradients are sharded, and with a parameter server.
+
+        Raises:
+            EngineError: The gradients are not reduced yet.
+        """
+        program, schedule, world = self._program, self._program.schedule, self._program.world
+        self._update.require_reduced("the gradient norm")
+        present = [p.grad for p in program.parameters.all if p.grad is not None]
+        squares = square_sum(present).to(world.device)
+        if program.collectives is not None and (schedule.shards > 1 or schedule.has_server):
+            squares = squares if world.rank == 0 or not schedule.has_server else torch.zeros_like(squares)
+            self._settle()
+            vector = squares.reshape(1)
+            program.collectives.sum(vector, "gradient norm", "pl.clip_grad_norm_")
+            squares = vector[0] / (1 if schedule.has_server else schedule.replicas)
+        return self._as_norm(squares)
+
+    def as_reduced(self, late: bool) -> Tensor:
+        """The 2-norm of the gradients that the last synchronised backward reduced, known to every rank since.
+
+        What was done to `p.grad` afterwards is not in it; see `now`.
+
+        Args:
+            late: Whether some gradients came after the sum of their squares was taken.
+        """
+        known = self._program.schedule.shards > 1 and not late
+        squares = self._program.statistics.squares() if known else None
+        return self.now() if squares is None else self._as_norm(squares / self._program.schedule.replicas)
+
+    def _as_norm(self, squares: Tensor) -> Tensor:
+        dtype = torch.float32
+        for flat in self._program.layout.flats:
+            dtype = torch.promote_types(dtype, getattr(torch, flat.master)) if flat.trainable else dtype
+        return squares.sqrt().to(dtype)

@@ -1,0 +1,57 @@
+"""When a rank raises in the middle of a step: its peers are told, and all may go on from the step's beginning."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def gives_up(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """Lets peers that wait for this rank know when it raises in a hook."""
+
+    @functools.wraps(method)
+    def told(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if self.program.collectives is not None:
+                self.program.collectives.give_up(error)
+            raise
+
+    return told  # type: ignore[return-value]
+
+
+def reset(engine: Engine) -> None:
+    """After an exception in forward or backward: drops the step's gradients and makes the engine usable.
+
+    A collective call. Ranks may have failed in different places: collectives that some began and others did not end
+    with their connections, and new ones are opened. Weights are what they were before the step.
+    """
+    program = engine.program
+    engine.update.abandon()
+    engine.state.reset()
+    engine.forward.reset()
+    for parameter in program.parameters.all:
+        parameter.grad = None
+    program.parameters.waiting.clear()
+    program.parameters.take_given()
+    program.parameters.unpin()
+    program.parameters.rest()
+    program.parameters.take_as_they_are()
+    if program.collectives is not None:
+        program.collectives.reopen()
+    engine.backward.reset()
+    if program.gradients is not None:
+        program.gradients.earlier.forget()
+    program.statistics.clear()
+    program.start()
+    # A gather after the last update may have been among what was given up.
+    program.parameters.updated()
+    engine.forward.gather_update()

@@ -1,0 +1,79 @@
+"""The order in which units really run: the first forward shows it, and it is the same for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.comm.control import all_gather_json
+from paceline.comm.world import World
+from paceline.engine.forward import ForwardPass
+from paceline.engine.program import Program
+
+
+class UnitOrder:
+    """Gives the program the order of units, once.
+
+    Attributes:
+        slots_changed: Whether gradients lie elsewhere from the next step on.
+    """
+
+    def __init__(self, program: Program, forward: ForwardPass) -> None:
+        """It is not known yet: `forward` will have seen it."""
+        self._program, self._forward = program, forward
+        self._known = False
+        self.slots_changed = False
+
+    def reset(self) -> None:
+        """After a step that was given up. A collective call."""
+        if self._program.world.world_size > 1:
+            # A rank that failed in the first step may not have agreed on the order that others have.
+            self._known = all(all_gather_json(self._known, "pl.reset: whether the order of units is known"))
+
+    def adopt(self) -> None:
+        """A step's first backward begins: gradients lie as the order has it from now on. Collective the first time."""
+        program = self._program
+        if not (self._known or program.schedule.shards_parameters):
+            self.slots_changed = self._agree()
+        if program.gradients is None or self.slots_changed:
+            if program.schedule.shards_parameters and program.collectives is not None:
+                # A rank that ran its units in another order may still wait for one to be gathered: so both are told.
+                program.executor.settle_stream("gather")
+                program.collectives.meet("order of units")
+            program.allocate_gradients()
+            self.slots_changed = False
+
+    def updated(self) -> None:
+        """An optimizer has stepped. Only now does no graph need what lies gathered in slots, which the order gives.
+
+        A collective call the first time.
+        """
+        program = self._program
+        if self._known or not program.schedule.shards_parameters:
+            return
+        if self._agree():
+            program.assign_slots()
+            self.slots_changed = True
+
+    def _agree(self) -> bool:
+        """Adopts the order that the first forward has shown; whether it is another one than before."""
+        before = self._program.schedule.order
+        order = tuple(agree_on_order(self._forward.order, self._program.world))
+        # Empty where nothing that ran told of itself, as in a reentrant checkpoint around the whole model.
+        if order:
+            self._program.adopt(order)
+            self._known = True
+        return self._program.schedule.order != before
+
+
+def agree_on_order(order: Sequence[str], world: World) -> list[str]:
+    """One order of units for every rank: rank 0's, with what only others ran where they ran it. A collective call."""
+    if world.world_size == 1:
+        return list(order)
+    agreed: list[str] = []
+    for seen in all_gather_json(list(order), "order of units"):
+        position = 0
+        for unit in seen:
+            if unit not in agreed:
+                agreed.insert(position, unit)
+            position = agreed.index(unit) + 1
+    return agreed
