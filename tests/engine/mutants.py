@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 from paceline.core.ops import Op
 from paceline.engine import gradients as gradients_module
+from paceline.engine.earlier_gradients import EarlierGradients
 from paceline.engine.executor import Executor
-from paceline.engine.gradients import Gradients
 from paceline.engine.parameters import Parameters
 
 Mutant = Callable[[ExitStack], None]
@@ -100,16 +100,16 @@ def shards_unwaited(stack: ExitStack) -> None:
 
 def restored_unwaited(stack: ExitStack) -> None:
     """Gradients that a loop dropped are zeroed while they are reduced."""
-    restore = Gradients._restore
+    restore = EarlierGradients._restore
 
-    def restored(self: Gradients, *args: Any) -> None:
+    def restored(self: EarlierGradients, *args: Any) -> None:
         wait, self._wait = self._wait, lambda bucket: None
         try:
             restore(self, *args)
         finally:
             self._wait = wait
 
-    stack.enter_context(patch.object(Gradients, "_restore", restored))
+    stack.enter_context(patch.object(EarlierGradients, "_restore", restored))
 
 
 @contextmanager

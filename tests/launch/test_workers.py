@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -11,60 +9,9 @@ import pytest
 
 from paceline.launch.cores import threads_per_rank
 from paceline.launch.failure import Failure, first_failure
-from paceline.launch.stop import TOGETHER_SECONDS
 from paceline.launch.worker import describe_failure
 from paceline.launch.workers import GRACE_SECONDS, job_in_environment
-from tests.train.processes import Program, program
-
-# Workers without torch: they start in a tenth of a second.
-WORKER = """
-import os, signal, sys, time
-from pathlib import Path
-from paceline.core.errors import UserError
-from paceline.launch.stop import StopRequest
-from paceline.launch.worker import run_worker
-rank = int(os.environ["RANK"])
-
-def note(name):
-    Path(f"{name}-{rank}").touch()
-
-def work():
-    note("began")
-%s
-    return 0
-
-sys.exit(run_worker(work))
-"""
-LAUNCHER = """
-import sys
-from paceline.launch.workers import launch
-sys.exit(launch([sys.executable, "worker.py"], int(sys.argv[1])))
-"""
-
-
-def job(folder: Path, body: str, workers: int = 2, environment: dict[str, str] | None = None):  # type: ignore[no-untyped-def]
-    (folder / "worker.py").write_text(WORKER % textwrap.indent(textwrap.dedent(body), "    "))
-    (folder / "launcher.py").write_text(LAUNCHER)
-    (folder / "tmp").mkdir(exist_ok=True)
-    # The launched scripts do not lie in the repository.
-    root = str(Path(__file__).parents[2])
-    return program(
-        [sys.executable, "launcher.py", str(workers)],
-        folder,
-        {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": root, **(environment or {})},
-    )
-
-
-def wait_for(started: Program, *paths: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not all(path.exists() for path in paths):
-        assert started.process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def nothing_is_left(folder: Path, started: Program) -> None:
-    assert not list((folder / "tmp").iterdir())
-    assert not started.alive()
+from tests.launch.jobs import job, nothing_is_left, wait_for
 
 
 def test_ranks_get_the_variables_of_one_job(tmp_path: Path) -> None:
@@ -176,109 +123,6 @@ def test_a_users_mistake_is_one_message_without_a_traceback(tmp_path: Path) -> N
     assert [line for line in err.splitlines() if not line.startswith("warning")] == [
         "paceline: error: the file notes.txt is empty: name another one"
     ]
-
-
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
-def test_a_stop_is_passed_on_and_workers_may_take_their_time(tmp_path: Path, sent: signal.Signals, status: int) -> None:
-    body = """
-    with StopRequest() as stop:
-        note("ready")
-        while not stop.received:
-            time.sleep(0.01)
-        if rank == 0 and stop.received == signal.SIGINT:
-            # Longer than a failed job is given: the other rank is gone by then.
-            time.sleep(3.5)
-        note("saved")
-        return 128 + stop.received
-    """
-    with job(tmp_path, body) as started:
-        wait_for(started, tmp_path / "ready-0", tmp_path / "ready-1")
-        started.process.send_signal(sent)
-        assert started.finish(20)[0] == status
-        nothing_is_left(tmp_path, started)
-    assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
-
-
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_second_request_ends_at_once(tmp_path: Path, sent: signal.Signals, status: int) -> None:
-    body = """
-    with StopRequest() as stop:
-        note("ready")
-        while True:
-            time.sleep(0.01)
-            if stop.received:
-                note("asked")
-    """
-    with job(tmp_path, body) as started:
-        wait_for(started, tmp_path / "ready-0", tmp_path / "ready-1")
-        started.process.send_signal(sent)
-        wait_for(started, tmp_path / "asked-0", tmp_path / "asked-1")
-        time.sleep(2 * TOGETHER_SECONDS)
-        started.process.send_signal(sent)
-        ended, _, err = started.finish(20)
-        nothing_is_left(tmp_path, started)
-    assert ended == status
-    assert "failed" not in err
-
-
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stop_while_workers_start_ends_them_though_one_is_deaf_and_one_stopped(
-    tmp_path: Path, sent: signal.Signals, status: int
-) -> None:
-    body = """
-    if rank == 0:
-        with StopRequest():
-            note("ready")
-            time.sleep(60)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    note("ready")
-    time.sleep(60)
-    """
-    with job(tmp_path, body, workers=3) as started:
-        wait_for(started, *(tmp_path / f"ready-{rank}" for rank in range(3)))
-        os.kill(started.rank(2), signal.SIGSTOP)
-        started.process.send_signal(sent)
-        ended, _, err = started.finish(20)
-        nothing_is_left(tmp_path, started)
-    assert ended == status
-    assert "failed" not in err and "Traceback" not in err
-
-
-def test_a_stop_while_a_worker_starts_lets_it_clean_up(tmp_path: Path) -> None:
-    body = """
-    def end(*_):
-        raise SystemExit(143)
-    signal.signal(signal.SIGTERM, end)
-    note("ready")
-    try:
-        time.sleep(60)
-    finally:
-        note("cleaned")
-    """
-    with job(tmp_path, body) as started:
-        wait_for(started, tmp_path / "ready-0", tmp_path / "ready-1")
-        started.process.send_signal(signal.SIGINT)
-        assert started.finish(20)[0] == 130
-    assert (tmp_path / "cleaned-0").exists() and (tmp_path / "cleaned-1").exists()
-
-
-def test_a_worker_that_was_stopped_goes_on_to_grant_a_stop(tmp_path: Path) -> None:
-    body = """
-    with StopRequest() as stop:
-        note("ready")
-        while not stop.received:
-            time.sleep(0.01)
-        note("saved")
-        return 128 + stop.received
-    """
-    with job(tmp_path, body) as started:
-        wait_for(started, tmp_path / "ready-0", tmp_path / "ready-1")
-        os.kill(started.rank(1), signal.SIGSTOP)
-        started.process.send_signal(signal.SIGINT)
-        assert started.finish(20)[0] == 130
-        nothing_is_left(tmp_path, started)
-    assert (tmp_path / "saved-1").exists()
 
 
 def test_kill_9_of_the_launcher_ends_workers_in_a_second_and_the_next_launch_cleans_up(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def wrong_copy_in() -> nn.Module:
     def wrong(self: Gradients, indices: Any) -> None:
         indices = list(indices)
         for index in indices:
-            if self._layout.slots[index].spec.name == "blocks.1.outer.weight":
+            if self.flat.schedule.layout.slots[index].spec.name == "blocks.1.outer.weight":
                 self._all[index].grad *= 2  # type: ignore[operator]
         copy_in(self, indices)
 
