@@ -55,8 +55,7 @@ class Parameters:
         """
         self.flat = flat = FlatParameters(schedule, parameters, device, tensors, turns)
         self.all = flat.all
-        self.unsharded = Unsharded(schedule)
-        self._kept = schedule.kept_buckets
+        self.unsharded, self._kept = Unsharded(schedule), schedule.kept_buckets
         self.waiting: set[str] = set()
         self.pinned: dict[int, Tensor] = {}
         self._pins: dict[str, Tensor] = {}
@@ -79,7 +78,7 @@ class Parameters:
     def assign_slots(self, schedule: Schedule) -> None:
         """Gives gathered units their slots, which the order they run in decides."""
         self.flat.assign_slots(schedule)
-        self.unsharded = Unsharded(schedule)
+        self.unsharded, self._kept = Unsharded(schedule), schedule.kept_buckets
 
     # ---- what p.data is
 
