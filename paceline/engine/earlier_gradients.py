@@ -34,7 +34,8 @@ class EarlierGradients:
             parameters: Of the same layout.
             wait: Waits for the reductions of a bucket that are under way.
         """
-        self.flat, self._parameters, self._all, self._wait = flat, parameters, parameters.all, wait
+        self._wait = wait
+        self.replace(flat, parameters)
         schedule = flat.schedule
         self._shards, self._replicas, self._low = schedule.shards, schedule.replicas, schedule.strategy.low
         # What a rank's share of a reduced gradient must be so that the sum over ranks gives it again.
@@ -44,6 +45,10 @@ class EarlierGradients:
         self.filled: set[int] = set()
         self.used: set[int] = set()
         self._late: dict[int, Tensor] = {}
+
+    def replace(self, flat: FlatGradients, parameters: Parameters) -> None:
+        """Parameters and gradients lie elsewhere from now on."""
+        self.flat, self._parameters, self._all = flat, parameters, parameters.all
 
     def begin(self, alone: bool, reduced: bool) -> None:
         """A backward begins: what `p.grad` holds becomes what its gradients are added to.

@@ -59,9 +59,11 @@ class Gradients:
         self.fired: set[int] = set()
         self.used: set[int] = set()
 
-    def replace(self, schedule: Schedule, tensors: Tensors) -> None:
+    def replace(self, schedule: Schedule, parameters: Parameters, tensors: Tensors) -> None:
         """Allocates other buffers, between two steps, as units run in another order: see `__init__`."""
-        self.flat = self.earlier.flat = FlatGradients(schedule, tensors, 2 if self.flat.sums else 1)
+        self._parameters, self._all = parameters, parameters.all
+        self.flat = FlatGradients(schedule, tensors, 2 if self.flat.sums else 1)
+        self.earlier.replace(self.flat, parameters)
 
     @staticmethod
     def looks_before(schedule: Schedule) -> bool:

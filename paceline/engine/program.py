@@ -148,7 +148,7 @@ class Program:
     def allocate_gradients(self) -> None:
         """Allocates buckets of gradients, as the schedule places them. A collective call where ranks communicate."""
         if self.gradients is not None:
-            self.gradients.replace(self.schedule, self._tensors)
+            self.gradients.replace(self.schedule, self.parameters, self._tensors)
         elif self.schedule.copies_gradients:
             self.gradients = Gradients(self.schedule, self.parameters, self._tensors, self._wait_for_reduction)
 

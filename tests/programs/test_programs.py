@@ -14,8 +14,8 @@ from tests.programs.named import HOLES, NEAREST
 from tests.programs.program import Program, draw
 from tests.programs.run import outcome
 
-DRAWN = {f"seed {seed}": draw(seed) for seed in (*range(60), 1249, 1328, 1380, 1409, 1667)}
-"""A backward of weights alone before the first forward, and ranks that gather what others do not, among the last."""
+DRAWN = {f"seed {seed}": draw(seed) for seed in (*range(60), 160, 366, 1249, 1328, 1380, 1409, 1667)}
+"""Units that run in another order than they lie in, a backward of weights alone before the first forward, and ranks that gather what others do not, among the last."""
 
 QUICK = {*NEAREST, *list(DRAWN)[:20], *list(DRAWN)[60:]}
 """What a plain `pytest` runs of these; a full run, all."""
