@@ -14,6 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.load import Loaded, load
+    from paceline.checkpoint.save import Saving, save
     from paceline.comm.control import all_gather_json, barrier
     from paceline.comm.transport import CommunicationError
     from paceline.comm.world import World, init, shutdown
@@ -56,6 +58,8 @@ _HOMES = {
         "release",
         "reset",
     ),
+    "paceline.checkpoint.load": ("Loaded", "load"),
+    "paceline.checkpoint.save": ("Saving", "save"),
     "paceline.core.errors": ("EngineError", "UserError"),
     "paceline.core.events": ("Event",),
     "paceline.plan.check": ("check",),
@@ -74,7 +78,9 @@ __all__ = [
     "Event",
     "GradScaler",
     "Layout",
+    "Loaded",
     "Op",
+    "Saving",
     "Schedule",
     "Strategy",
     "UserError",
@@ -91,9 +97,11 @@ __all__ = [
     "engine_of",
     "full_parameters",
     "init",
+    "load",
     "parallelize",
     "release",
     "reset",
+    "save",
     "shutdown",
 ]
 

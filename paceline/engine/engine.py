@@ -29,7 +29,7 @@ from paceline.engine.optimizers import leave_optimizers, watch_optimizers
 from paceline.engine.outputs import Leftovers, own_copies, require_seen
 from paceline.engine.program import Program
 from paceline.engine.recompute import recompute
-from paceline.engine.recovery import gives_up, reset
+from paceline.engine.recovery import gives_up, reset, weights_replaced
 from paceline.engine.state import StepState
 from paceline.engine.units import find_blocks, find_units, require_own_parameters
 from paceline.engine.update import Update
@@ -152,6 +152,14 @@ class Engine:
     def settle(self) -> None:
         """Waits for collectives under way, such as those that send what was updated behind the next forward."""
         self.forward.wait_for_updates()
+
+    def require_between_steps(self, what: str) -> None:
+        """Refuses what would forget gradients that no update has used: see `StepState`."""
+        self.state.require_between_steps(what, any(p.grad is not None for p in self.program.parameters.all))
+
+    def weights_replaced(self) -> None:
+        """This rank's shards, as they are updated, were written to from outside. A collective call."""
+        weights_replaced(self)
 
     def drain_events(self) -> list[Event]:
         """The events of every op executed since the last call."""

@@ -36,7 +36,7 @@ ELEMENTWISE: set[type[Optimizer]] = {
 }
 """Optimizers whose update of an element depends on that element alone, so that a shard can be updated by itself."""
 
-_OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
+OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are one number for all elements of a parameter."""
 
 SHARD = "paceline_shard"
@@ -113,7 +113,7 @@ def _cut_states(optimizer: str, states: dict[str, Any], parameters: Parameters, 
     local, spec = parameters.flat.local.get(index), parameters.flat.layout.slots[index].spec
     assert local is not None
     for name, state in states.items():
-        if not isinstance(state, Tensor) or (not state.dim() and name in _OF_ALL):
+        if not isinstance(state, Tensor) or (not state.dim() and name in OF_ALL):
             continue
         if tuple(state.shape) == spec.shape:
             if state.shape != local.shape or state.dtype != local.dtype:

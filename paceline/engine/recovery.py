@@ -1,10 +1,12 @@
-"""When a rank raises in the middle of a step: its peers are told, and all may go on from the step's beginning."""
+"""When training goes on from somewhere else: a step that a rank gave up, or weights that were read."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from paceline.core.ops import WRITTEN
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -55,3 +57,23 @@ def reset(engine: Engine) -> None:
     # A gather after the last update may have been among what was given up.
     program.parameters.updated()
     engine.forward.gather_update()
+
+
+def weights_replaced(engine: Engine) -> None:
+    """After this rank's shards, as they are updated, were written to between two steps: all else follows them.
+
+    A collective call.
+    """
+    parameters = engine.program.parameters
+    for parameter in parameters.all:
+        parameter.grad = None
+    engine.state.replace_weights()
+    if engine.program.gradients is not None:
+        engine.program.gradients.earlier.forget()
+    parameters.updated()
+    if engine.schedule.shares_memory and engine.program.collectives is not None:
+        # What other ranks rounded is read by this one.
+        engine.program.collectives.barrier(WRITTEN)
+    engine.forward.gather_update()
+    parameters.rest()
+    parameters.take_as_they_are()

@@ -103,6 +103,11 @@ class StepState:
         self.gradients, self._updated = "none", False
         self._resets += 1
 
+    def replace_weights(self) -> None:
+        """The weights have become others than any step's, and all gradients are dropped."""
+        self.end_update()
+        self.drop_gradients()
+
     def drop_gradients(self) -> None:
         """The loop has dropped all gradients, of whatever kind they were."""
         self.gradients = "none"
@@ -145,6 +150,23 @@ class StepState:
             raise EngineError(
                 f"{what} after a backward that did not finish: its gradients are partial. After an exception in "
                 "backward call pl.reset(model) on every rank, then go on with the next batch"
+            )
+
+    def require_between_steps(self, what: str, holds: bool) -> None:
+        """Refuses what would forget gradients that no update has used.
+
+        Args:
+            what: That.
+            holds: Whether some parameter has a gradient.
+
+        Raises:
+            EngineError: There are some.
+        """
+        self.require_whole_backward(what)
+        if holds and (self.gradients == "local" or (self.gradients == "reduced" and not self._updated)):
+            raise EngineError(
+                f"{what} between backward and optimizer.step(): the gradients would be forgotten. Call it after "
+                "optimizer.step(), or drop them by optimizer.zero_grad() first"
             )
 
     @property

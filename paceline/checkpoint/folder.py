@@ -1,0 +1,121 @@
+"""A checkpoint's folder: made new, complete when its manifest is there, found and removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from paceline.checkpoint.manifest import NAME, Manifest, from_bytes, to_bytes
+from paceline.checkpoint.rank_file import DamagedError, sync
+from paceline.core.errors import UserError
+
+_STEP = re.compile(r"step-(\d+)")
+_OURS = re.compile(r"rank-\d{5,9}\.(safetensors|json|failed)(\.new)?|manifest\.json\.new")
+"""What an unfinished checkpoint may hold."""
+
+
+def step_folder(parent: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies among others."""
+    return parent / f"step-{step:08d}"
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder of a new checkpoint; one that was left unfinished there is removed.
+
+    Raises:
+        UserError: Something else is there, or it cannot be made.
+    """
+    try:
+        if path.exists():
+            if is_complete(path):
+                raise UserError(f"{path} holds a checkpoint, and these are never overwritten: name a new folder")
+            if not path.is_dir() or any(not _OURS.fullmatch(item.name) for item in path.iterdir()):
+                raise UserError(f"{path} is there and holds something else: name a new folder")
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be made: {error.strerror}; name a folder on another disk") from error
+
+
+def is_complete(path: Path) -> bool:
+    """Whether all of a checkpoint was written."""
+    return (path / NAME).is_file()
+
+
+def complete(path: Path, manifest: Manifest) -> None:
+    """Ends a checkpoint whose files are on the disk: from here on it counts.
+
+    Raises:
+        OSError: The manifest cannot be written.
+    """
+    temporary = path / f"{NAME}.new"
+    temporary.write_bytes(to_bytes(manifest))
+    sync(temporary)
+    sync(path)
+    os.replace(temporary, path / NAME)
+    sync(path)
+    sync(path.parent)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        DamagedError: It cannot be read, is damaged, or its files are missing or too short.
+    """
+    try:
+        manifest = from_bytes((path / NAME).read_bytes())
+        for file in {part.file for stored in manifest.tensors.values() for part in stored.parts}:
+            (path / file).stat()
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{path / NAME}: {error}. Load another checkpoint, or another copy of this one") from error
+    return manifest
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """The complete checkpoints that a folder holds, the latest first; the folder itself, if it is one.
+
+    Raises:
+        UserError: There is none.
+    """
+    if is_complete(path):
+        return [path]
+    found = _steps(path)
+    if not found:
+        what = "holds no complete checkpoint" if path.is_dir() else "is not there"
+        raise UserError(f"{path} {what}: name a checkpoint that pl.save wrote, or a folder of them")
+    return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def prune(parent: Path, keep: int, keep_every: int = 0) -> list[Path]:
+    """Removes old checkpoints, and unfinished ones that are older than the latest complete one.
+
+    Args:
+        parent: Folder of `step_folder`s.
+        keep: How many of the latest stay, at least 1.
+        keep_every: Those of steps that this divides stay too; 0: none.
+
+    Returns:
+        What was removed.
+    """
+    steps = sorted(_steps(parent), reverse=True)
+    if not steps:
+        return []
+    gone = [path for step, path in steps[max(1, keep) :] if not keep_every or step % keep_every]
+    unfinished = [path for step, path in _steps(parent, unfinished=True) if step < steps[0][0]]
+    for path in (*gone, *unfinished):
+        # First what makes it count, so that half a checkpoint is never taken for one.
+        (path / NAME).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+    return [*gone, *unfinished]
+
+
+def _steps(parent: Path, unfinished: bool = False) -> list[tuple[int, Path]]:
+    found = []
+    for path in parent.glob("step-*"):
+        match = _STEP.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink() and is_complete(path) != unfinished:
+            found.append((int(match[1]), path))
+    return found

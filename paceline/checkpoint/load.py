@@ -1,0 +1,231 @@
+"""`pl.load`: goes on from what `pl.save` wrote, with any number of ranks, at any stage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.folder import checkpoints_in, read_manifest
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.module_states import persistent_buffers, set_extra_states
+from paceline.checkpoint.optimizer_states import OptimizerStates
+from paceline.checkpoint.plain import decode
+from paceline.checkpoint.random_states import set_random_states
+from paceline.checkpoint.ranges import Ranges
+from paceline.checkpoint.rank_file import DamagedError, Reader
+from paceline.checkpoint.save import Stateful, as_sequence
+from paceline.comm.control import all_gather_json
+from paceline.core.errors import UserError
+from paceline.engine.api import engine_of
+from paceline.engine.engine import Engine
+
+_NAMED = 5
+"""Names of a difference that are told."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a training goes on from.
+
+    Attributes:
+        path: The checkpoint's folder.
+        step: How many steps were done.
+        extra: What `pl.save` was given.
+        world_size: How many ranks saved it.
+        same_random: Whether this rank's random numbers go on too, as with as many ranks as saved.
+    """
+
+    path: Path
+    step: int
+    extra: Any
+    world_size: int
+    same_random: bool
+
+
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    scheduler: Stateful | Sequence[Stateful] = (),
+    loader: Stateful | None = None,
+) -> Loaded:
+    """Goes on from a checkpoint, with any number of ranks, at any stage and precision. A collective call.
+
+    Each rank reads the elements that are its own to update, a few megabytes at a time, and checks them. With the same
+    number of ranks and strategy, training goes on as if it had not stopped, to the bit. With others sums are rounded
+    differently; random numbers go on only with as many ranks.
+
+    Args:
+        path: A checkpoint, or a folder of them: then the latest that is complete and undamaged.
+        model: Parallel, of the same parameters.
+        optimizer: Those that were saved, with the same groups of parameters; left out, weights alone are loaded.
+            Their settings, such as lr, become those that were saved.
+        scheduler: Those that were saved; or none.
+        loader: What has a `load_state_dict`. Needs as many ranks as saved, unless they all saved the same.
+
+    Returns:
+        The step, `extra`, and what else is known.
+
+    Raises:
+        UserError: There is no checkpoint, none is undamaged, or it is of another model or other optimizers, which is
+            told before anything has changed; the same on every rank.
+        EngineError: A step is under way.
+
+    Example:
+        See `save`.
+    """
+    engine = engine_of(model)
+    engine.require_between_steps("pl.load")
+    optimizers, schedulers = as_sequence(optimizer), as_sequence(scheduler)
+    # What a folder holds may change meanwhile: rank 0's list is everybody's.
+    found, error = _attempt(lambda: checkpoints_in(Path(path)), engine.world.rank == 0)
+    folders = [Path(name) for name in _agree(list(map(str, found or ())), error, f"pl.load from {path}")[0]]
+    for number, folder in enumerate(folders):
+        try:
+            return _load(folder, engine, optimizers, schedulers, loader)
+        except DamagedError as damaged:
+            if number + 1 == len(folders):
+                raise
+            if engine.world.rank == 0:
+                warnings.warn(f"{damaged}. Going on with {folders[number + 1]}, which is older", stacklevel=2)
+    raise AssertionError("checkpoints_in names one at least")
+
+
+def _load(
+    folder: Path,
+    engine: Engine,
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[Stateful],
+    loader: Stateful | None,
+) -> Loaded:
+    """Loads one checkpoint. A collective call."""
+    ranges = Ranges(engine)
+    states = OptimizerStates(ranges, engine.program.parameters.all, optimizers)
+
+    def prepare() -> tuple[Manifest, Any]:
+        manifest = read_manifest(folder)
+        _require_fit(manifest, engine, ranges)
+        if optimizers:
+            states.require_fit(manifest.values["optimizers"])
+        if schedulers and len(schedulers) != (saved := len(manifest.values["schedulers"])):
+            raise UserError(f"the checkpoint holds {saved} schedulers; pl.load was given {len(schedulers)}")
+        return manifest, None if loader is None else _place_in_data(manifest, engine)
+
+    prepared, error = _attempt(prepare)
+    _agree(None, error, f"pl.load: the contents of {folder}")
+    assert prepared is not None
+    manifest, place = prepared
+    engine.settle()
+    engine.program.parameters.unpin()
+    # Every rank has come this far, so that nobody still reads what is written to below.
+    reader = Reader(folder, manifest.tensors)
+    same_random = manifest.world_size == engine.world.world_size
+    extra, error = _attempt(partial(_read, reader, manifest, engine, ranges, states, optimizers))
+    _agree(None, error, f"pl.load: what {folder} holds")
+    engine.weights_replaced()
+    for scheduler, saved in zip(schedulers, manifest.values["schedulers"], strict=False):
+        scheduler.load_state_dict(decode(saved, reader.read))
+    if loader is not None:
+        loader.load_state_dict(decode(place, reader.read))
+    if same_random:
+        set_random_states(decode(manifest.ranks[engine.world.rank]["random"], reader.read), engine.world.device)
+    return Loaded(folder, manifest.step, extra, manifest.world_size, same_random)
+
+
+def _read(
+    reader: Reader,
+    manifest: Manifest,
+    engine: Engine,
+    ranges: Ranges,
+    states: OptimizerStates,
+    optimizers: Sequence[Optimizer],
+) -> Any:
+    """Reads this rank's elements of everything; returns `extra`."""
+    with torch.no_grad():
+        for index, name in enumerate(ranges.names):
+            ranges.fill(index, ranges.local(index), partial(reader.read, f"model/{name}"))
+        for name, buffer in persistent_buffers(engine.module):
+            buffer.copy_(reader.read(f"model/{name}").reshape(buffer.shape))
+        if optimizers:
+            states.load(manifest.values["optimizers"], reader)
+    set_extra_states(engine.module, decode(manifest.values["modules"], reader.read))
+    return decode(manifest.values["extra"], reader.read)
+
+
+def _require_fit(manifest: Manifest, engine: Engine, ranges: Ranges) -> None:
+    """Compares the model's names and shapes with a checkpoint's.
+
+    Raises:
+        UserError: They differ; names the first.
+    """
+    mine = {f"model/{name}": tuple(ranges.spec(index).shape) for index, name in enumerate(ranges.names)}
+    mine |= {f"model/{name}": tuple(buffer.shape) for name, buffer in persistent_buffers(engine.module)}
+    theirs = {name: stored.shape for name, stored in manifest.tensors.items() if name.startswith("model/")}
+    shapes = [
+        f"{name} {list(theirs[name])}, now {list(shape)}"
+        for name, shape in mine.items()
+        if name in theirs and theirs[name] != shape
+    ]
+    told = [
+        f"{what} {', '.join(name.removeprefix('model/') for name in names[:_NAMED])}"
+        + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        for what, names in (
+            ("it lacks", [name for name in mine if name not in theirs]),
+            ("only it has", [name for name in theirs if name not in mine]),
+            ("shapes differ:", shapes),
+        )
+        if names
+    ]
+    if told:
+        raise UserError(f"the checkpoint is of another model: {'; '.join(told)}. Build the model as it was saved")
+
+
+def _place_in_data(manifest: Manifest, engine: Engine) -> Any:
+    """What this rank's loader goes on from, encoded.
+
+    Raises:
+        UserError: None was saved, or other ranks' cannot be shared out.
+    """
+    states = [rank["loader"] for rank in manifest.ranks]
+    if all(state is None for state in states):
+        raise UserError("the checkpoint was saved without a loader: leave it out, and skip what was seen")
+    if manifest.world_size == engine.world.world_size:
+        return states[engine.world.rank]
+    if any(state != states[0] for state in states):
+        raise UserError(
+            f"{manifest.world_size} ranks saved a place in the data each, which {engine.world.world_size} cannot share "
+            "out: leave loader out, and skip samples by the step"
+        )
+    return states[0]
+
+
+def _attempt(work: Callable[[], Any], here: bool = True) -> tuple[Any, UserError | None]:
+    """What some work returns, or what it raises."""
+    try:
+        return (work() if here else None), None
+    except UserError as error:
+        return None, error
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        # What is in the files has right checksums and is still not what this version writes.
+        return None, DamagedError(f"the checkpoint cannot be understood: {type(error).__name__}: {error}")
+
+
+def _agree(value: Any, error: UserError | None, label: str) -> list[Any]:
+    """Every rank's value; raises on every rank what went wrong on any. A collective call."""
+    mine = None if error is None else [isinstance(error, DamagedError), str(error)]
+    found = all_gather_json([value, mine], label)
+    wrong = [(rank, told) for rank, (_, told) in enumerate(found) if told is not None]
+    if not wrong:
+        return [each for each, _ in found]
+    # All do the same next: try an older one, or give up.
+    rank, (damaged, message) = min(wrong, key=lambda each: each[1][0])
+    raise (DamagedError if damaged else UserError)(message if len(found) == 1 else f"rank {rank}: {message}") from error

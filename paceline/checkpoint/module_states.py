@@ -1,0 +1,37 @@
+"""What modules keep besides parameters: buffers that belong to `state_dict`, and states of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers by their names in `state_dict`, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules that define `get_extra_state` return, by the modules' names."""
+    return {name: module.get_extra_state() for name, module in _with_extra_states(model)}
+
+
+def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:
+    """Gives modules what `extra_states` returned."""
+    for name, module in _with_extra_states(model):
+        if name in states:
+            module.set_extra_state(states[name])
+
+
+def _with_extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module

@@ -1,0 +1,214 @@
+"""What optimizers hold, by the names of a model's parameters: the same for any number of ranks and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.checkpoint.plain import decode, encode
+from paceline.checkpoint.ranges import Ranges
+from paceline.checkpoint.rank_file import Reader
+from paceline.comm.control import all_gather_json
+from paceline.core.errors import UserError
+from paceline.engine.optimizers import OF_ALL, SHARD
+
+
+class ElementState(NamedTuple):
+    """One number for each element of a parameter.
+
+    Attributes:
+        name: In the checkpoint.
+        parameter: Its index.
+        tensor: Of this rank's elements; None where it has none.
+        dtype: Of all ranks' elements.
+    """
+
+    name: str
+    parameter: int
+    tensor: Tensor | None
+    dtype: torch.dtype
+
+
+class OptimizerStates:
+    """The states of some optimizers of one model.
+
+    Attributes:
+        optimizers: These.
+    """
+
+    def __init__(self, ranges: Ranges, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:
+        """Looks at what they hold.
+
+        Raises:
+            UserError: One holds a parameter that is not the model's.
+        """
+        self.optimizers = optimizers
+        self._ranges, self._parameters = ranges, parameters
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in self._index_of:
+                        raise UserError(
+                            f"{type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that is "
+                            "not the model's: make it a part of the model before pl.parallelize, which also keeps it "
+                            "alike on all ranks"
+                        )
+
+    # ---- to be written
+
+    def of_elements(self) -> Iterator[ElementState]:
+        """States with a number for each element, in one order on every rank.
+
+        A collective call where parameters are gathered to be written, whose states every rank must name.
+        """
+        for number, optimizer in enumerate(self.optimizers):
+            held = {
+                (index, name): state
+                for index, states in self._states(optimizer)
+                for name, state in states.items()
+                if self._is_of_elements(index, name, state)
+            }
+            gathered: list[list[Any]] = [
+                [index, name, str(state.dtype).removeprefix("torch.")]
+                for (index, name), state in held.items()
+                if self._ranges.is_gathered(index)
+            ]
+            if any(map(self._ranges.is_gathered, range(len(self._parameters)))):
+                for others in all_gather_json(gathered, "pl.save: states of optimizers"):
+                    gathered += [other for other in others if other not in gathered]
+            for index, name, dtype in sorted(gathered):
+                state = held.pop((index, name), None)
+                yield self._element_state(number, index, name, state, getattr(torch, dtype))
+            for (index, name), state in held.items():
+                yield self._element_state(number, index, name, state, state.dtype)
+
+    def _element_state(
+        self, number: int, index: int, name: str, state: Tensor | None, dtype: torch.dtype
+    ) -> ElementState:
+        if state is not None and state.shape != self._ranges.local(index).shape:
+            # It was made before the first step, for the whole parameter.
+            state = self._ranges.cut(index, state)
+        return ElementState(element_name(number, self._ranges.names[index], name), index, state, dtype)
+
+    def values(self, put: Callable[[Tensor], str]) -> list[dict[str, Any]]:
+        """The optimizers' groups, and states that are no numbers of elements, encoded."""
+        found = []
+        for optimizer in self.optimizers:
+            what = type(optimizer).__name__
+            groups = [
+                {
+                    **{
+                        key: encode(value, put, f"{what}'s {key}")
+                        for key, value in group.items()
+                        if key not in ("params", SHARD)
+                    },
+                    "params": [self._ranges.names[self._index_of[id(p)]] for p in group["params"]],
+                }
+                for group in optimizer.param_groups
+            ]
+            states: dict[str, dict[str, Any]] = {}
+            for index, held in self._states(optimizer):
+                name = self._ranges.names[index]
+                for key, state in held.items():
+                    if not self._is_of_elements(index, key, state):
+                        if isinstance(state, Tensor) and state.dim() and self._ranges.is_cut(index):
+                            raise UserError(
+                                f"{what} holds {key} of shape {list(state.shape)} for a shard of {name}, which other "
+                                "numbers of ranks could not use: save at zero=0"
+                            )
+                        states.setdefault(name, {})[key] = encode(state, put, f"{what}'s {key} of {name}")
+            found.append({"kind": what, "groups": groups, "states": states})
+        return found
+
+    def _states(self, optimizer: Optimizer) -> Iterator[tuple[int, dict[str, Any]]]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if states := optimizer.state.get(parameter):
+                    yield self._index_of[id(parameter)], states
+
+    def _is_of_elements(self, index: int, name: str, state: Any) -> bool:
+        if not isinstance(state, Tensor) or (not state.dim() and name in OF_ALL):
+            return False
+        return state.shape == self._ranges.local(index).shape or tuple(state.shape) == self._ranges.spec(index).shape
+
+    # ---- read
+
+    def require_fit(self, values: Sequence[dict[str, Any]]) -> None:
+        """Compares with what was saved.
+
+        Raises:
+            UserError: There are other optimizers, or other groups.
+        """
+        kinds, saved = [type(one).__name__ for one in self.optimizers], [one["kind"] for one in values]
+        if kinds != saved:
+            raise UserError(
+                f"the checkpoint holds the states of {', '.join(saved) or 'no optimizer'}; pl.load was given "
+                f"{', '.join(kinds) or 'none'}: give the same optimizers in the same order, or leave them out to load "
+                "weights alone"
+            )
+        for kind, optimizer, one in zip(kinds, self.optimizers, values, strict=True):
+            mine = [
+                [self._ranges.names[self._index_of[id(p)]] for p in group["params"]] for group in optimizer.param_groups
+            ]
+            theirs = [group["params"] for group in one["groups"]]
+            if list(map(sorted, mine)) != list(map(sorted, theirs)):
+                raise UserError(f"{kind}'s parameter groups are not those that were saved: {_difference(theirs, mine)}")
+
+    def load(self, values: Sequence[dict[str, Any]], reader: Reader) -> None:
+        """Gives optimizers their settings and this rank's part of their states.
+
+        Args:
+            values: What `values` returned when they were saved.
+            reader: Of the checkpoint.
+        """
+        for number, (optimizer, saved) in enumerate(zip(self.optimizers, values, strict=True)):
+            optimizer.state.clear()
+            for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
+                group.update(decode({key: settings[key] for key in settings if key != "params"}, reader.read))
+                self._ranges.mark(group)
+                for parameter in group["params"]:
+                    index = self._index_of[id(parameter)]
+                    states = self._of_all(group, index, saved["states"], reader)
+                    states |= self._of_own_elements(number, index, reader)
+                    # Torch's optimizers make the states of a parameter when it has none.
+                    if states and not (self._ranges.is_cut(index) and not self._ranges.local(index).numel()):
+                        optimizer.state[parameter] = states
+
+    def _of_all(self, group: dict[str, Any], index: int, saved: dict[str, Any], reader: Reader) -> dict[str, Any]:
+        """States of a parameter that are no numbers of its elements."""
+        found: dict[str, Any] = decode(saved.get(self._ranges.names[index], {}), reader.read)
+        device = self._ranges.local(index).device
+        for key, state in found.items():
+            # As torch has it: the host reads the number of steps, unless the update runs on the device alone.
+            if isinstance(state, Tensor) and (key != "step" or group.get("capturable") or group.get("fused")):
+                found[key] = state.to(device)
+        return found
+
+    def _of_own_elements(self, number: int, index: int, reader: Reader) -> dict[str, Tensor]:
+        found, parameter = {}, element_name(number, self._ranges.names[index], "")
+        for name in reader.under(parameter):
+            state = torch.empty_like(self._ranges.local(index), dtype=reader.dtype(name))
+            self._ranges.fill(index, state, partial(reader.read, name))
+            found[name.removeprefix(parameter)] = state
+        return found
+
+
+def element_name(optimizer: int, parameter: str, state: str) -> str:
+    """What a state is called in a checkpoint."""
+    return f"optimizer {optimizer}/{parameter}/{state}"
+
+
+def _difference(saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> str:
+    if len(saved) != len(mine):
+        return f"{len(saved)} were saved, there are {len(mine)}"
+    for number, (theirs, ours) in enumerate(zip(saved, mine, strict=True)):
+        missing, new = sorted({*theirs} - {*ours}), sorted({*ours} - {*theirs})
+        if missing or new:
+            return f"group {number} lacks {missing[:3]} and has {new[:3]} instead"
+    return "they hold the same in another way"

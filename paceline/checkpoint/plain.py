@@ -1,0 +1,102 @@
+"""Python values as JSON and back, with their tensors set aside: nothing that is read back can execute."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.core.errors import UserError
+
+_TAG = "$"
+"""How the one key of an object begins that stands for something that JSON has not."""
+
+
+def encode(value: Any, put: Callable[[Tensor], str], where: str) -> Any:
+    """What JSON can say for a value.
+
+    Args:
+        value: None, booleans, numbers, text, bytes, lists, tuples, dictionaries, `Counter`, tensors and NumPy arrays,
+            nested.
+        put: Takes a tensor aside and returns a name for it.
+        where: What the value is, for messages, such as "extra".
+
+    Raises:
+        UserError: There is something else in it; says where.
+    """
+    match value:
+        case None | bool() | str():
+            return value
+        case np.generic():
+            return encode(value.item(), put, where)
+        case int():
+            return int(value)
+        case float():
+            return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        case bytes():
+            return {"$bytes": base64.b85encode(value).decode()}
+        case Tensor() if not value.dim():
+            return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(value.item(), put, where)]}
+        case Tensor():
+            return {"$tensor": [put(value.detach()), list(value.shape)]}
+        case np.ndarray() if value.dtype.kind in "biuf":
+            return {"$array": [put(torch.from_numpy(value.copy())), list(value.shape)]}
+        case list():
+            return [encode(item, put, f"{where}[{index}]") for index, item in enumerate(value)]
+        case tuple():
+            return {"$tuple": [encode(item, put, f"{where}[{index}]") for index, item in enumerate(value)]}
+        case Mapping():
+            items = [(key, encode(item, put, f"{where}[{key!r}]")) for key, item in value.items()]
+            if not isinstance(value, Counter) and all(isinstance(key, str) and key[:1] != _TAG for key, _ in items):
+                return dict(items)
+            keys = [encode(key, put, f"a key of {where}") for key, _ in items]
+            tag = "$counter" if isinstance(value, Counter) else "$dict"
+            return {tag: [[key, item] for key, (_, item) in zip(keys, items, strict=True)]}
+    raise UserError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold without code that would run when it is "
+        "loaded: give numbers, text, lists, dictionaries and tensors, such as what its state_dict() returns"
+    )
+
+
+def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
+    """What `encode` was given.
+
+    Args:
+        value: What it returned.
+        get: Returns the tensor that was set aside under a name, one-dimensional.
+
+    Raises:
+        ValueError: No value is said like that.
+    """
+    if isinstance(value, list):
+        return [decode(item, get) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith(_TAG):
+        return {key: decode(item, get) for key, item in value.items()}
+    ((tag, held),) = value.items()
+    match tag, held:
+        case "$float", "nan" | "inf" | "-inf":
+            return float(held)
+        case "$bytes", str():
+            return base64.b85decode(held)
+        case "$scalar", [str(dtype), number] if isinstance(getattr(torch, dtype, None), torch.dtype):
+            return torch.tensor(decode(number, get), dtype=getattr(torch, dtype))
+        case "$tensor", [str(name), list(shape)]:
+            return get(name).reshape(shape)
+        case "$array", [str(name), list(shape)]:
+            return get(name).reshape(shape).numpy()
+        case "$tuple", list():
+            return tuple(decode(item, get) for item in held)
+        case "$dict", list():
+            return {decode(key, get): decode(item, get) for key, item in held}
+        case "$counter", list():
+            return Counter({decode(key, get): decode(item, get) for key, item in held})
+    raise ValueError(f"{tag} is no kind of value")

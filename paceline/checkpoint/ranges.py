@@ -1,0 +1,142 @@
+"""Which elements of each parameter a rank keeps, which of them it writes, and where they go when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.layout import ParameterSpec
+from paceline.engine.engine import Engine
+from paceline.engine.optimizers import SHARD
+
+Read = Callable[[int, int], Tensor]
+"""(start, stop): elements of a stored tensor in row-major order, one-dimensional, on the CPU."""
+
+
+class Ranges:
+    """The parameters of a parallel model as one-dimensional tensors of this rank's elements, in row-major order.
+
+    What an optimizer holds for each element of a parameter goes the same ways.
+
+    Attributes:
+        names: Of all parameters, by index.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Of one model."""
+        self._engine = engine
+        self._flat = engine.program.parameters.flat
+        self._world = engine.world
+        self.names = [slot.spec.name for slot in self._flat.layout.slots]
+
+    def spec(self, index: int) -> ParameterSpec:
+        """What the layout knows of a parameter."""
+        return self._flat.layout.slots[index].spec
+
+    def local(self, index: int) -> Tensor:
+        """A parameter as this rank updates it: its shard, one-dimensional, or all of it."""
+        return self._flat.local[index] if index in self._flat.local else self._flat.all[index].data
+
+    def kept(self, index: int) -> tuple[int, int]:
+        """The elements of a parameter, in the order of its memory, that are this rank's to update."""
+        slot = self._flat.layout.slots[index]
+        if self._flat.shards == 1 or index not in self._flat.local:
+            return 0, slot.spec.numel
+        start, stop = self._flat.layout.shard_of(
+            self._flat.bucket_of[index], index, self._flat.shard_index, self._flat.shards
+        )
+        return start - slot.offset, stop - slot.offset
+
+    def cut(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's shard of what has a number for each element of a whole parameter."""
+        return self._flat.cut(index, whole)
+
+    def mark(self, group: dict[str, Any]) -> None:
+        """Notes in an optimizer's group which shards its states are of."""
+        group.pop(SHARD, None)
+        if self._flat.shards > 1:
+            group[SHARD] = self._flat.number
+
+    def is_gathered(self, index: int) -> bool:
+        """Whether a parameter's shards are put together before they are written: memory has its elements in an order
+        of its own.
+        """
+        return self.is_cut(index) and not is_row_major(self.spec(index))
+
+    def is_cut(self, index: int) -> bool:
+        """Whether this rank keeps a shard of a parameter, one-dimensional."""
+        return self._flat.shards > 1 and index in self._flat.local
+
+    def written(self, index: int, tensor: Tensor | None, dtype: torch.dtype) -> tuple[int, Tensor]:
+        """What this rank writes of a parameter, or of a state of the same shape: (first element, elements).
+
+        Ranks share the writing out: those that keep the same elements write a part each. A collective call where
+        `is_gathered`.
+
+        Args:
+            index: Of the parameter.
+            tensor: Like `local`; None where this rank has no elements.
+            dtype: Of all ranks' elements.
+        """
+        spec = self.spec(index)
+        if self.is_gathered(index):
+            whole = self._gathered(index, tensor, dtype)
+        elif tensor is None:
+            return 0, torch.empty(0, dtype=dtype)
+        else:
+            whole = tensor.detach().reshape(-1)
+        first, last = self._share(index)
+        start = 0 if self.is_gathered(index) else self.kept(index)[0]
+        first, last = max(first, start), min(last, start + whole.numel(), spec.numel)
+        return first, whole[first - start : max(first, last) - start]
+
+    def _share(self, index: int) -> tuple[int, int]:
+        """The elements of a parameter that are this rank's to write, if it has them."""
+        slot, bucket = self._flat.layout.slots[index], self._flat.bucket_of.get(index)
+        schedule, numel = self._engine.schedule, slot.spec.numel
+        rank, size = self._world.rank, self._world.world_size
+        if schedule.has_server:
+            return (0, numel) if rank == 0 else (0, 0)
+        if bucket is None:
+            return (0, numel) if index % size == rank else (0, 0)
+        if not is_row_major(slot.spec):
+            return numel * rank // size, numel * (rank + 1) // size
+        first, last = bucket.shard(schedule.shard_index, schedule.shards)
+        replica, replicas = schedule.position_in("replicate")
+        start, length = first - slot.offset, last - first
+        return start + length * replica // replicas, start + length * (replica + 1) // replicas
+
+    def _gathered(self, index: int, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """All elements of a tensor of which ranks keep shards, in row-major order. A collective call."""
+        spec, (start, stop) = self.spec(index), self.kept(index)
+        memory = torch.zeros(spec.numel, dtype=dtype, device=self._world.device)
+        collectives = self._engine.program.collectives
+        assert collectives is not None
+        if tensor is not None and self._engine.schedule.position_in("replicate")[0] == 0:
+            memory[start:stop].copy_(tensor)
+        # Whoever has none adds zeros; as bytes, so that no value changes, not even the sign of a zero.
+        collectives.sum(memory.view(torch.uint8), f"elements of {spec.name}", "pl.save")
+        return memory.as_strided(spec.shape, spec.stride).reshape(-1)
+
+    def fill(self, index: int, target: Tensor, read: Read) -> None:
+        """Reads this rank's elements of a parameter, or of a state of its shape, into a tensor like `local`."""
+        spec, (start, stop) = self.spec(index), self.kept(index)
+        if not self.is_cut(index):
+            target.copy_(read(0, spec.numel).reshape(spec.shape))
+        elif is_row_major(spec):
+            target.copy_(read(start, stop))
+        else:
+            target.copy_(self._flat.cut(index, read(0, spec.numel).reshape(spec.shape).to(target.device)))
+
+
+def is_row_major(spec: ParameterSpec) -> bool:
+    """Whether a parameter's elements lie in memory in the order of its indices, the last one running fastest."""
+    wanted = 1
+    for extent, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if extent != 1 and stride != wanted:
+            return spec.numel == 0
+        wanted *= extent
+    return True

@@ -1,0 +1,257 @@
+"""`pl.save`: a whole training state, written by all ranks."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.folder import make_folder
+from paceline.checkpoint.module_states import extra_states, persistent_buffers
+from paceline.checkpoint.optimizer_states import OptimizerStates
+from paceline.checkpoint.plain import encode
+from paceline.checkpoint.random_states import random_states
+from paceline.checkpoint.ranges import Ranges
+from paceline.checkpoint.writing import OwnPart, commit, write_part
+from paceline.comm.control import all_gather_json
+from paceline.comm.world import World
+from paceline.core.errors import UserError
+from paceline.engine.api import engine_of
+from paceline.engine.engine import Engine
+
+PATIENCE_SECONDS = 600.0
+"""How long rank 0 waits for a part of which nothing is heard."""
+
+
+class Stateful(Protocol):
+    """What keeps a state of its own: a scheduler, a loader, a grad scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Goes on from there."""
+        ...
+
+
+class Saving:
+    """A checkpoint that is written, or has been.
+
+    Attributes:
+        path: Its folder.
+        step: How many steps were done.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Nothing is written yet."""
+        self.path, self.step = path, step
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has nothing left to do, in whatever way it ended."""
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed, as far as this rank knows by now. Rank 0 is told of every rank's failure."""
+        return self._error if self.done else None
+
+    def wait(self) -> None:
+        """Returns when the checkpoint counts. A collective call.
+
+        Raises:
+            UserError: It could not be written; the same on every rank.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        _raise_first(self._error, "pl.save: how it ended", f"{self.path} was not saved")
+
+    def _begin(self, part: OwnPart, world: World, strategy: dict[str, Any], background: bool) -> None:
+        main = threading.current_thread()
+
+        def write() -> None:
+            try:
+                write_part(self.path, part)
+                if world.rank == 0:
+                    commit(
+                        self.path,
+                        self.step,
+                        world.world_size,
+                        strategy,
+                        versions(),
+                        PATIENCE_SECONDS,
+                        lambda: background and not main.is_alive(),
+                    )
+            except Exception as error:
+                # Told by `wait`, on every rank.
+                self._error = error
+
+        if background:
+            self._thread = threading.Thread(target=write, name="checkpoint")
+            self._thread.start()
+        else:
+            write()
+            self.wait()
+
+
+_in_flight: tuple[World, Saving] | None = None
+"""What was begun in the background last, and in which job."""
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    step: int,
+    scheduler: Stateful | Sequence[Stateful] = (),
+    loader: Stateful | None = None,
+    extra: Any = None,
+    background: bool = False,
+) -> Saving:
+    """Saves all that training goes on from, for any number of ranks, stage and precision. A collective call.
+
+    Between two steps: after `optimizer.step()`, or before the first forward. Each rank writes its share of the elements
+    of parameters, as they are updated, and of the optimizer's states; rank 0 writes buffers, the scheduler and `extra`;
+    every rank its random states (torch's, Python's, NumPy's) and its loader's. The checkpoint counts when its
+    manifest is there, which comes last: whatever ends a job on the way leaves older checkpoints as they are.
+
+    Args:
+        path: Its folder, which all ranks share and which must be new; such as `checkpoints/step-00000100`.
+        model: Parallel.
+        optimizer: One or several that hold its parameters.
+        step: How many steps were done, for `load` to return.
+        scheduler: One or several; rank 0's is saved.
+        loader: What has a `state_dict` of this rank's place in the data.
+        extra: Numbers, text, lists, dictionaries and tensors; rank 0's is saved.
+        background: Whether to return when all is copied in memory, and write beside training. One save is under way at
+            a time: the next waits for it, and warns if it failed.
+
+    Returns:
+        The checkpoint's path, and in the background how far it is.
+
+    Raises:
+        UserError: The folder is not new or cannot be written to, or something cannot be saved; the same on every rank.
+        EngineError: A step is under way.
+
+    Example:
+        >>> model = pl.parallelize(nn.Linear(8, 8), pl.Strategy(zero=1))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> saved = pl.save("checkpoints/step-00000100", model, optimizer, step=100, extra={"best": 1.25})
+        >>> pl.load("checkpoints", model, optimizer).step
+        100
+    """
+    global _in_flight
+    engine, path = engine_of(model), Path(path)
+    world, part = engine.world, OwnPart(engine.world.rank)
+    _finish_earlier(world)
+    refused: Exception | None = None
+    try:
+        engine.require_between_steps("pl.save")
+        ranges = Ranges(engine)
+        states = OptimizerStates(ranges, engine.program.parameters.all, as_sequence(optimizer))
+        _add_values(part, engine, states, as_sequence(scheduler), loader, extra)
+        if world.rank == 0:
+            make_folder(path)
+    except Exception as error:
+        refused = error
+    _raise_first(refused, f"pl.save to {path}", "")
+    engine.settle()
+    _add_tensors(part, engine, ranges, states)
+    saving = Saving(path, step)
+    if background:
+        _in_flight = world, saving
+    saving._begin(part, world, asdict(engine.strategy), background)
+    return saving
+
+
+def as_sequence(given: Any) -> list[Any]:
+    """One or several, as a list."""
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def versions() -> dict[str, str]:
+    """Of what writes a checkpoint."""
+    from paceline import __version__
+
+    return {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def _finish_earlier(world: World) -> None:
+    """Waits for the save that is under way. A collective call."""
+    global _in_flight
+    earlier, _in_flight = _in_flight, None
+    if earlier is not None and earlier[0] is world:
+        try:
+            earlier[1].wait()
+        except UserError as error:
+            warnings.warn(str(error), stacklevel=3)
+
+
+def _raise_first(error: Exception | None, label: str, what: str) -> None:
+    """Raises on every rank what went wrong on any. A collective call."""
+    found = all_gather_json(None if error is None else str(error), label)
+    if any(found):
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        rank = next(rank for rank, message in enumerate(found) if message)
+        who = f"rank {rank}: " if len(found) > 1 else ""
+        raise UserError(": ".join(filter(None, (what, f"{who}{found[rank]}")))) from error
+
+
+def _add_values(
+    part: OwnPart,
+    engine: Engine,
+    states: OptimizerStates,
+    schedulers: Sequence[Stateful],
+    loader: Stateful | None,
+    extra: Any,
+) -> None:
+    """What is said in JSON, and the tensors in it."""
+
+    def put(tensor: Tensor) -> str:
+        name = f"values of rank {part.rank}/{len(part.tensors)}"
+        elements = tensor.reshape(-1).cpu().clone()
+        part.add(name, 0, elements, tuple(elements.shape))
+        return name
+
+    first = part.rank == 0
+    # With shards, some states are known to the ranks alone that have elements.
+    cut = engine.schedule.shards > 1
+    part.values["optimizers"] = states.values(put) if first or cut else []
+    if not first and not cut:
+        part.values["optimizers"] = [{"states": {}} for _ in states.optimizers]
+    part.values["random"] = encode(random_states(engine.world.device), put, "the random states")
+    part.values["loader"] = None if loader is None else encode(loader.state_dict(), put, "loader.state_dict()")
+    if first:
+        part.values["common"] = {
+            "schedulers": [encode(one.state_dict(), put, "scheduler.state_dict()") for one in schedulers],
+            "extra": encode(extra, put, "extra"),
+            "modules": encode(extra_states(engine.module), put, "get_extra_state()"),
+        }
+
+
+def _add_tensors(part: OwnPart, engine: Engine, ranges: Ranges, states: OptimizerStates) -> None:
+    """This rank's elements of parameters and of the optimizers' states, copied. A collective call."""
+    with torch.no_grad():
+        for index, name in enumerate(ranges.names):
+            local = ranges.local(index)
+            start, elements = ranges.written(index, local, local.dtype)
+            part.add(f"model/{name}", start, elements.cpu().clone(), ranges.spec(index).shape)
+        for state in states.of_elements():
+            start, elements = ranges.written(state.parameter, state.tensor, state.dtype)
+            part.add(state.name, start, elements.cpu().clone(), ranges.spec(state.parameter).shape)
+        if part.rank == 0:
+            for name, buffer in persistent_buffers(engine.module):
+                part.add(f"model/{name}", 0, buffer.reshape(-1).cpu().clone(), tuple(buffer.shape))

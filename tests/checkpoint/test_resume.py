@@ -1,0 +1,79 @@
+"""A training that goes on from a checkpoint is the training that never stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.core.strategy import SYSTEMS, Strategy
+from tests.checkpoint.training import resumed, saved
+from tests.engine.models import STAGES, assert_same
+from tests.quick import diagonal, full
+
+KINDS = {
+    **STAGES,
+    "hybrid": Strategy(zero=2, shard=2, bucket_mb=1e-4),
+    "hybrid zero 3": Strategy(zero=3, shard=2, bucket_mb=1e-4),
+    "one copy": Strategy(zero=2, share_parameters=True, bucket_mb=1e-4),
+    "parameter server": SYSTEMS["parameter server"],
+}
+RANKS = {"hybrid": 4, "hybrid zero 3": 4}
+LOW = {
+    "bfloat16": replace(STAGES["zero 2"], precision="bfloat16"),
+    "bfloat16, zero 3": replace(STAGES["zero 3"], precision="bfloat16"),
+    "bfloat16, one copy": Strategy(zero=1, precision="bfloat16", share_parameters=True),
+    "bfloat16, zero 0": Strategy(precision="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_same_job_goes_on_to_the_bit(ranks, tmp_path: Path, name: str, background: bool) -> None:
+    n, folder = RANKS.get(name, 2), tmp_path / "checkpoints" / "step-00000003"
+    expected = ranks(n, saved, folder, KINDS[name], "AdamW", 0.3, torch.float64, background)
+    # From the folder of checkpoints: the latest.
+    for found, before in zip(ranks(n, resumed, folder.parent, KINDS[name], "AdamW", 0.3), expected, strict=True):
+        assert_same(found, before, atol=0)
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_in_low_precision_too(ranks, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "at 3"
+    expected = ranks(2, saved, folder, LOW[name], "AdamW", 0.3, torch.float32)
+    for found, before in zip(ranks(2, resumed, folder, LOW[name], "AdamW", 0.3, torch.float32), expected, strict=True):
+        assert_same(found, before, atol=0)
+
+
+MATRIX = {
+    f"{name}, N={n}": (strategy, n)
+    for name, strategy in KINDS.items()
+    for n in (1, 2, 3, 4)
+    if not (strategy.shard and n != 4) and not (strategy.share_parameters and n == 1)
+}
+QUICK = {
+    ("zero 0, N=2", "zero 3, N=3"),
+    ("zero 3, N=3", "zero 1, N=2"),
+    ("hybrid, N=4", "zero 0, N=1"),
+    ("zero 2, N=1", "hybrid zero 3, N=4"),
+    ("parameter server, N=2", "one copy, N=2"),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), diagonal(MATRIX, MATRIX, quick=QUICK))
+def test_any_number_of_ranks_at_any_stage_goes_on(ranks, tmp_path: Path, before, after) -> None:
+    (expected, *_) = ranks(before[1], saved, tmp_path / "at 3", before[0])
+    for found in ranks(after[1], resumed, tmp_path / "at 3", after[0]):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["SGD", full("Adagrad"), full("RMSprop"), full("NAdam"), full("ASGD"), full("Rprop"), full("Adadelta")]
+)
+def test_other_optimizers_states(ranks, tmp_path: Path, optimizer: str) -> None:
+    (expected, *_) = ranks(3, saved, tmp_path / "at 3", STAGES["zero 3"], optimizer)
+    for n, strategy in ((2, STAGES["zero 1"]), (1, STAGES["zero 0"])):
+        for found in ranks(n, resumed, tmp_path / "at 3", strategy, optimizer):
+            assert_same(found, expected)
