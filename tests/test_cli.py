@@ -134,13 +134,13 @@ def test_ctrl_c_while_text_is_read_ends_without_a_traceback(tmp_path: Path) -> N
         # Python acts on a signal before it begins to read or when that is interrupted, but not in between.
         time.sleep(0.5)
         started.process.send_signal(signal.SIGINT)
-        status, out, err = started.finish(10)
+        status, out, err = started.finish(40)
     assert (status, out, err) == (130, "", "interrupted\n")
 
 
 def wait_until_open(pipe: Path) -> None:
     """Returns when somebody has opened the pipe for reading, and leaves it open for writing."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

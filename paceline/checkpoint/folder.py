@@ -11,6 +11,9 @@ from paceline.checkpoint.manifest import NAME, Manifest, from_bytes, to_bytes
 from paceline.checkpoint.rank_file import DamagedError, sync
 from paceline.core.errors import UserError
 
+REPLACED = "replaced"
+"""Folder of checkpoints of steps that were taken again."""
+
 _STEP = re.compile(r"step-(\d+)")
 _OURS = re.compile(r"rank-\d{5,9}\.(safetensors|json|failed)(\.new)?|manifest\.json\.new")
 """What an unfinished checkpoint may hold."""
@@ -87,6 +90,22 @@ def checkpoints_in(path: Path) -> list[Path]:
         what = "holds no complete checkpoint" if path.is_dir() else "is not there"
         raise UserError(f"{path} {what}: name a checkpoint that pl.save wrote, or a folder of them")
     return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def set_aside(parent: Path, step: int) -> list[Path]:
+    """Moves checkpoints of later steps than `step` to a folder of their own, as training goes on from before them.
+
+    Returns:
+        Where they are now.
+    """
+    moved = []
+    for later, path in sorted(_steps(parent)):
+        if later > step:
+            (parent / REPLACED).mkdir(exist_ok=True)
+            target = parent / REPLACED / path.name
+            shutil.rmtree(target, ignore_errors=True)
+            moved.append(path.rename(target))
+    return moved
 
 
 def prune(parent: Path, keep: int, keep_every: int = 0) -> list[Path]:

@@ -129,16 +129,17 @@ def _load(
     # Every rank has come this far, so that nobody still reads what is written to below.
     reader = Reader(folder, manifest.tensors)
     same_random = manifest.world_size == engine.world.world_size
-    extra, error = _attempt(partial(_read, reader, manifest, engine, ranges, states, optimizers))
+    held, error = _attempt(partial(_read, reader, manifest, engine, ranges, states, optimizers, place))
     _agree(None, error, f"pl.load: what {folder} holds")
     engine.weights_replaced()
-    for scheduler, saved in zip(schedulers, manifest.values["schedulers"], strict=False):
-        scheduler.load_state_dict(decode(saved, reader.read))
+    set_extra_states(engine.module, held["modules"])
+    for scheduler, saved in zip(schedulers, held["schedulers"], strict=False):
+        scheduler.load_state_dict(saved)
     if loader is not None:
-        loader.load_state_dict(decode(place, reader.read))
+        loader.load_state_dict(held["place"])
     if same_random:
-        set_random_states(decode(manifest.ranks[engine.world.rank]["random"], reader.read), engine.world.device)
-    return Loaded(folder, manifest.step, extra, manifest.world_size, same_random)
+        set_random_states(held["random"], engine.world.device)
+    return Loaded(folder, manifest.step, held["extra"], manifest.world_size, same_random)
 
 
 def _read(
@@ -148,8 +149,9 @@ def _read(
     ranges: Ranges,
     states: OptimizerStates,
     optimizers: Sequence[Optimizer],
-) -> Any:
-    """Reads this rank's elements of everything; returns `extra`."""
+    place: Any,
+) -> dict[str, Any]:
+    """Reads this rank's elements into their places; returns all values, to be used when every rank could."""
     with torch.no_grad():
         for index, name in enumerate(ranges.names):
             ranges.fill(index, ranges.local(index), partial(reader.read, f"model/{name}"))
@@ -157,8 +159,9 @@ def _read(
             buffer.copy_(reader.read(f"model/{name}").reshape(buffer.shape))
         if optimizers:
             states.load(manifest.values["optimizers"], reader)
-    set_extra_states(engine.module, decode(manifest.values["modules"], reader.read))
-    return decode(manifest.values["extra"], reader.read)
+    own = manifest.ranks[engine.world.rank % manifest.world_size]
+    held = {**manifest.values, "random": own["random"], "place": place}
+    return {key: decode(held[key], reader.read) for key in ("extra", "modules", "schedulers", "random", "place")}
 
 
 def _require_fit(manifest: Manifest, engine: Engine, ranges: Ranges) -> None:

@@ -56,6 +56,7 @@ class Saving:
         self.path, self.step = path, step
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._is_seen = False
 
     @property
     def done(self) -> bool:
@@ -65,6 +66,7 @@ class Saving:
     @property
     def error(self) -> Exception | None:
         """Why it failed, as far as this rank knows by now. Rank 0 is told of every rank's failure."""
+        self._is_seen = self.done
         return self._error if self.done else None
 
     def wait(self) -> None:
@@ -75,6 +77,7 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
+        self._is_seen = True
         _raise_first(self._error, "pl.save: how it ended", f"{self.path} was not saved")
 
     def _begin(self, part: OwnPart, world: World, strategy: dict[str, Any], background: bool) -> None:
@@ -146,7 +149,7 @@ def save(
         EngineError: A step is under way.
 
     Example:
-        >>> model = pl.parallelize(nn.Linear(8, 8), pl.Strategy(zero=1))
+        >>> model = pl.parallelize(torch.nn.Linear(8, 8), pl.Strategy(zero=1))
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> saved = pl.save("checkpoints/step-00000100", model, optimizer, step=100, extra={"best": 1.25})
         >>> pl.load("checkpoints", model, optimizer).step
@@ -193,21 +196,24 @@ def _finish_earlier(world: World) -> None:
     global _in_flight
     earlier, _in_flight = _in_flight, None
     if earlier is not None and earlier[0] is world:
+        is_seen = earlier[1]._is_seen
         try:
             earlier[1].wait()
         except UserError as error:
-            warnings.warn(str(error), stacklevel=3)
+            if not is_seen:
+                warnings.warn(str(error), stacklevel=3)
 
 
 def _raise_first(error: Exception | None, label: str, what: str) -> None:
     """Raises on every rank what went wrong on any. A collective call."""
     found = all_gather_json(None if error is None else str(error), label)
-    if any(found):
-        if error is not None and not isinstance(error, OSError):
-            raise error
-        rank = next(rank for rank, message in enumerate(found) if message)
-        who = f"rank {rank}: " if len(found) > 1 else ""
-        raise UserError(": ".join(filter(None, (what, f"{who}{found[rank]}")))) from error
+    if not any(found):
+        return
+    if error is not None and not what:
+        raise error
+    rank = next(rank for rank, message in enumerate(found) if message)
+    who = "" if len(found) == 1 or found[rank].startswith("rank ") else f"rank {rank}: "
+    raise UserError(f"{what}: {who}{found[rank]}".removeprefix(": ")) from error
 
 
 def _add_values(

@@ -9,8 +9,9 @@ from paceline.command_line.help_page import help_page, option_list
 from paceline.command_line.options import options
 from paceline.command_line.parse import parse
 from paceline.core.errors import UserError
-from paceline.train.config import TrainConfig
+from paceline.train.config import AUTO, TrainConfig
 from paceline.train.defaults import defaults
+from paceline.train.run_folder import CONFIG, run_of
 from paceline.train.yaml_file import overlay, preset_in, read_yaml
 
 USAGE = "[FILE.yaml] [--setting VALUE ...]"
@@ -44,6 +45,8 @@ MOST_USED = {
     "--log.validate-every": "Steps between validations",
     "--log.events-every": "Steps between those to trace",
     "--folder": "The run's folder; else in runs/",
+    "--resume": "Goes on with a run, or auto",
+    "--checkpoint.every": "Steps, or time such as 10m",
     "--seed": "Of weights and order of samples",
 }
 """What `train --help` shows, a line each."""
@@ -62,8 +65,12 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
         SystemExit: --help or --help-all, which is printed (status 0).
     """
     path, flags = _split_file(arguments)
+    resumed = _flag("--resume", flags)
+    if path is None and resumed not in (None, AUTO):
+        # A run goes on with its own settings, but for what flags say.
+        path = str(run_of(resumed) / CONFIG)
     node = read_yaml(path) if path is not None else None
-    in_file, in_flags = preset_in(node), _preset_flag(flags)
+    in_file, in_flags = preset_in(node), _flag("--model.preset", flags)
     config = defaults(in_flags or in_file or "tiny")
     if node is not None and path is not None:
         replaced = "model" if in_flags is not None and in_flags != in_file else ""
@@ -98,11 +105,12 @@ def _split_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return arguments[files[0]], [item for index, item in enumerate(arguments) if index != files[0]]
 
 
-def _preset_flag(flags: Sequence[str]) -> str | None:
+def _flag(name: str, flags: Sequence[str]) -> str | None:
+    """What a flag is given, which decides how the others are read."""
     chosen = None
     for index, flag in enumerate(flags):
-        if flag == "--model.preset" and index + 1 < len(flags):
+        if flag == name and index + 1 < len(flags):
             chosen = flags[index + 1]
-        elif flag.startswith("--model.preset="):
+        elif flag.startswith(f"{name}="):
             chosen = flag.partition("=")[2]
     return chosen

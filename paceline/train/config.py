@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -10,6 +11,11 @@ from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.data.config import DataConfig
 from paceline.models.config import ModelConfig
+
+AUTO = "auto"
+"""What --resume is given to go on where there is something to go on from."""
+
+_TIME = re.compile(r"\d+(\.\d+)?[smh]")
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,40 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run that stops goes on from, in the run's folder.
+
+    Raises:
+        UserError: A value is out of its range.
+    """
+
+    every: int | str = "10m"
+    """Steps between two checkpoints, or time: 90s, 15m, 2h. 0: only at the end, and when the run is stopped."""
+    keep: int = 2
+    """How many of the latest stay."""
+    keep_every: int = 0
+    """Those of steps that this divides stay too. 0: none."""
+
+    def __post_init__(self) -> None:
+        good = self.every >= 0 if isinstance(self.every, int) else _TIME.fullmatch(self.every) is not None
+        _check("checkpoint.every", self.every, good, "steps such as 500, or a time such as 90s, 15m or 2h")
+        _check("checkpoint.keep", self.keep, self.keep >= 1, "at least 1")
+        _check("checkpoint.keep_every", self.keep_every, self.keep_every >= 0, "0 (none) or more steps")
+
+    @property
+    def steps(self) -> int:
+        """Steps between two checkpoints; 0 where that is a time, or never."""
+        return self.every if isinstance(self.every, int) else 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds between two checkpoints; infinite where that is a number of steps, or never."""
+        if isinstance(self.every, int):
+            return math.inf
+        return float(self.every[:-1]) * {"s": 1, "m": 60, "h": 3600}[self.every[-1]]
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One training run.
 
@@ -140,6 +180,8 @@ class TrainConfig:
     """How the ranks share the work."""
     log: LogConfig = field(default_factory=LogConfig)
     """What is written down."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What a run that stops goes on from."""
     steps: int = 2200
     """Optimizer steps."""
     batch: int = 8
@@ -159,6 +201,9 @@ class TrainConfig:
     so far, but at least 60."""
     folder: str | None = None
     """The run's folder, which must be new. Without it: runs/<date>-<time>-<preset>."""
+    resume: str | None = None
+    """Goes on with a run that stopped: its folder, or one of its checkpoints. auto: with this command's latest run in
+    runs/, or in the given folder, if that has not ended; else a new one begins."""
 
     def __post_init__(self) -> None:
         _check("steps", self.steps, 1 <= self.steps < 2**63, "at least 1 and less than 2**63")
@@ -166,6 +211,7 @@ class TrainConfig:
         _check("micro_batch", self.micro_batch, self.micro_batch >= 1, "at least 1 sample")
         _check("threads", self.threads, self.threads >= 0, "0 (share the cores out) or more")
         _check("timeout", self.timeout, self.timeout is None or 0 < self.timeout < 1e8, "more than 0 seconds")
+        _check("resume", self.resume, self.resume is None or bool(self.resume.strip()), "auto, a run or a checkpoint")
         _check("folder", self.folder, self.folder is None or bool(self.folder.strip()), "a name")
         if self.workers is not None and self.workers < 1:
             raise UserError(f"workers: expected at least 1 worker process, got {self.workers}; leave it out for one")

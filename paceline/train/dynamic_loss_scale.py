@@ -44,3 +44,12 @@ class DynamicLossScale:
         grows = (self._finite_in_a_row == GROWTH_INTERVAL).float()
         self._finite_in_a_row *= 1 - grows
         self.value = self.value * (1 - 0.5 * unusable) * (1 + grows)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What `load_state_dict` takes."""
+        return {"value": self.value, "finite_in_a_row": self._finite_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Goes on from there."""
+        self.value = state["value"].to(self.value.device)
+        self._finite_in_a_row = state["finite_in_a_row"].to(self.value.device)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 import paceline as pl
+from paceline.checkpoint.folder import set_aside
 from paceline.comm.patience import StepPatience
 from paceline.comm.world import World
 from paceline.core.errors import UserError
@@ -17,6 +21,7 @@ from paceline.launch.screen import show
 from paceline.launch.stop import StopRequest, ended_at_once, exit_status
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.models.transformer import Transformer
+from paceline.train.checkpoints import Checkpoints, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
 from paceline.train.dynamic_loss_scale import DynamicLossScale
 from paceline.train.meter import Meter, Readback
@@ -25,7 +30,8 @@ from paceline.train.not_finite import describe_losses, marks
 from paceline.train.optim import Update, learning_rate
 from paceline.train.outputs import Outputs
 from paceline.train.progress import Progress, ValidationProgress
-from paceline.train.run_folder import EVENTS, check_run_folder, create_run_folder
+from paceline.train.resume import Resume, find_resume
+from paceline.train.run_folder import CHECKPOINTS, EVENTS, RunFolder, check_run_folder, create_run_folder
 from paceline.train.summary import (
     SAMPLING,
     SAVING,
@@ -66,20 +72,31 @@ def train(config: TrainConfig) -> int:
         )
     threads = threads_per_rank(config.threads, world.local_world_size)
     torch.set_num_threads(threads)
+    resume = find_resume(config)
     if world.rank == 0:
-        check_run_folder(config.folder)
+        if resume is None:
+            check_run_folder(config.folder)
         check_trackers(config.log)
     corpus = _prepare(config, world)
+    text = {"tokens": corpus.facts.train.tokens, "tokenizer": zlib.crc32(corpus.definition.encode())}
     model = _build(config, corpus, world)
-    with _open_loader(config, corpus, model, world) as loader:
+    update = _make_update(config, model, world)
+    first = 0 if resume is None else load_checkpoint(resume.checkpoint, model, update, text).step
+    with _open_loader(config, corpus, model, world, first) as loader:
         # The folder comes last of what may fail, so that a mistake leaves none behind.
-        folder = create_run_folder(config.folder, config.model.preset) if world.rank == 0 else None
+        folder = _run_folder(config, resume) if world.rank == 0 else None
         outputs = Outputs(world, folder, Progress(config.steps))
         if folder is not None:
-            outputs.begin(config, corpus, threads)
-            outputs.say(*opening(config, corpus, model.config, world, threads, folder.path))
+            outputs.begin(replace(config, resume=None), corpus, threads)
+            outputs.say(*opening(config, corpus, model.config, world, threads, folder.path, first))
+            if first:
+                outputs.log({"run/resumed_from": first}, first)
+                if aside := set_aside(folder.path / CHECKPOINTS, first):
+                    outputs.say(f"checkpoints of later steps are in {aside[0].parent} now")
+        (path, *_) = pl.all_gather_json(None if folder is None else str(folder.path.resolve()), "the run's folder")
+        checkpoints = Checkpoints(Path(path), config.checkpoint, model, update, world, text, first)
         with StopRequest() as stop, outputs:
-            status = _run(config, corpus, model, outputs, stop, loader)
+            status = _run(config, corpus, model, update, outputs, stop, loader, checkpoints, first)
     pl.release(model)
     pl.shutdown()
     return status
@@ -100,7 +117,17 @@ def _build(config: TrainConfig, corpus: Corpus, world: World) -> Transformer:
     return pl.parallelize(model, config.strategy)
 
 
-def _open_loader(config: TrainConfig, corpus: Corpus, model: Transformer, world: World) -> Loader:
+def _run_folder(config: TrainConfig, resume: Resume | None) -> RunFolder:
+    return create_run_folder(config.folder, config.model.preset) if resume is None else RunFolder(resume.run)
+
+
+def _make_update(config: TrainConfig, model: Transformer, world: World) -> Update:
+    low, largest = config.strategy.precision == "float16", config.micro_batch * model.config.context
+    loss_scale = DynamicLossScale(largest, world.device) if low else None
+    return Update(model, config.optim, config.steps, world.device, loss_scale)
+
+
+def _open_loader(config: TrainConfig, corpus: Corpus, model: Transformer, world: World, first: int) -> Loader:
     return Loader(
         corpus.train,
         context=model.config.context,
@@ -109,16 +136,25 @@ def _open_loader(config: TrainConfig, corpus: Corpus, model: Transformer, world:
         rank=world.rank,
         world_size=world.world_size,
         seed=config.seed,
+        first_step=first,
         device=world.device,
     )
 
 
 def _run(
-    config: TrainConfig, corpus: Corpus, model: Transformer, outputs: Outputs, stop: StopRequest, loader: Loader
+    config: TrainConfig,
+    corpus: Corpus,
+    model: Transformer,
+    update: Update,
+    outputs: Outputs,
+    stop: StopRequest,
+    loader: Loader,
+    checkpoints: Checkpoints,
+    first: int,
 ) -> int:
     """Trains, validates, saves and sums up; returns the exit status."""
     began = time.perf_counter()
-    step, status = _steps(config, corpus, model, outputs, stop, loader)
+    step, status = _steps(config, corpus, model, update, outputs, stop, loader, checkpoints, first)
     seconds = time.perf_counter() - began - sum(outputs.seconds.values())
     last = None
     if not status:
@@ -128,6 +164,7 @@ def _run(
         outputs.log(_figures(last, corpus), step)
     with outputs.showing(SAVING):
         failure = outputs.save_at_end(model)
+        checkpoint = checkpoints.save_at_end(step, outputs.say)
     for tracker in outputs.trackers:
         tracker.finish()
     # Lets rank 0 alone write a sample: no other rank may be needed for it.
@@ -135,15 +172,15 @@ def _run(
         if outputs.folder is not None:
             path = outputs.folder.path
             if status:
-                lines = stopped(path, step, saved=failure is None)
+                lines = stopped(path, step, saved=failure is None, resumable=checkpoint is not None)
             elif failure is not None:
-                lines = summary(config, corpus, model, outputs, step, seconds, last)
+                lines = summary(config, corpus, model, outputs, step - first, seconds, last)
             else:
                 with outputs.showing(SAMPLING):
                     text = sample(config, path, model)
                 lines = [
                     *text,
-                    *summary(config, corpus, model, outputs, step, seconds, last),
+                    *summary(config, corpus, model, outputs, step - first, seconds, last),
                     *next_steps(config, outputs.world, path),
                 ]
             outputs.say(*lines, *outputs.folder.describe_problems())
@@ -153,21 +190,28 @@ def _run(
 
 
 def _steps(
-    config: TrainConfig, corpus: Corpus, model: Transformer, outputs: Outputs, stop: StopRequest, loader: Loader
+    config: TrainConfig,
+    corpus: Corpus,
+    model: Transformer,
+    update: Update,
+    outputs: Outputs,
+    stop: StopRequest,
+    loader: Loader,
+    checkpoints: Checkpoints,
+    first: int,
 ) -> tuple[int, int]:
-    """Trains; returns how many steps were done, and the exit status if a stop was asked for."""
+    """Trains; returns the number of the last step, and the exit status if a stop was asked for."""
     engine, world, log = pl.engine_of(model), outputs.world, config.log
-    low, largest = config.strategy.precision == "float16", config.micro_batch * model.config.context
-    loss_scale = DynamicLossScale(largest, world.device) if low else None
-    update = Update(model, config.optim, config.steps, world.device, loss_scale)
+    low = config.strategy.precision == "float16"
     readback = Readback()
     peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
     meter = Meter(engine, config.steps, flops_per_token(model.config, model.config.context), peak)
-    events_due, skipped, patience = log.events_every, 0, StepPatience(given=config.timeout is not None)
-    for step, batches in zip(range(1, config.steps + 1), loader, strict=False):
+    events_due, skipped = first + log.events_every, int(update.skips[0])
+    patience = StepPatience(given=config.timeout is not None)
+    for step, batches in zip(range(first + 1, config.steps + 1), loader, strict=False):
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
-            engine.count(batch.tokens, loss, *stop.flags(), *marks(loss, world.rank))
+            engine.count(batch.tokens, loss, *stop.flags(), checkpoints.asked(), *marks(loss, world.rank))
             loss.backward(update.scale)
         counts = engine.counts()
         norm = update(step - 1, counts[0], engine.reduced_norm())
@@ -176,7 +220,7 @@ def _steps(
 
         figures = torch.cat([update.skips, norm.reshape(1), update.scale.reshape(1)]).double()
         at, state = readback.exchange(step, torch.cat([counts, figures]))
-        tokens, nats, interrupts, terminations, *marked, skips, skips_in_a_row, at_norm, scale = state
+        tokens, nats, interrupts, terminations, due, *marked, skips, skips_in_a_row, at_norm, scale = state
         outputs.progress.step(at, tokens, nats)
         if skips > skipped:
             skipped = int(skips)
@@ -194,10 +238,10 @@ def _steps(
             )
         status = exit_status(interrupts, terminations)
         last = step == config.steps or bool(status)
-        if step == 1 or step % log.every == 0 or last:
+        if step == first + 1 or step % log.every == 0 or last:
             interval, events = meter.read(step, norm, learning_rate(step - 1, config.steps, config.optim), skipped)
             outputs.say(interval.line(outputs.columns))
-            if step > 1:
+            if step > first + 1:
                 outputs.progress.exposed(interval.exposed_fraction)
                 if interval.crowded_fraction > CROWDED:
                     outputs.say_once("crowded", crowded(interval.crowded_fraction))
@@ -208,6 +252,7 @@ def _steps(
         if last:
             patience.pause()
             return step, status
+        checkpoints.save_if_due(step, bool(due), outputs.say)
         if log.validate_every and step % log.validate_every == 0:
             patience.pause()
             with meter.paused():
@@ -218,7 +263,7 @@ def _steps(
                     outputs.log(_figures(result, corpus), step)
                 with outputs.showing(SAVING):
                     outputs.save(model)
-    return config.steps, 0
+    return first, 0
 
 
 def _validate(

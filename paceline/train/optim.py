@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ class Update:
     """Steps AdamW on gradients that are sums over tokens.
 
     Attributes:
+        optimizer: AdamW.
         skips: fp32 (2,), on the device: steps left out because the gradient norm was not finite, so far and in
             a row up to the latest one.
         scale: fp32, 0-dim, on the device: what losses are to be multiplied by before backward.
@@ -63,7 +65,7 @@ class Update:
             {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
         ]
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=config.lr,
             betas=config.betas,
@@ -89,15 +91,27 @@ class Update:
         unusable = (~torch.isfinite(norm)).float()
         scale = divisor * (norm / self._config.clip).clamp(min=1.0) if self._config.clip else divisor
         # The fused kernel divides gradients by the one and does nothing where the other is 1: no pass of our own.
-        self._optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        self._optimizer.found_inf = unusable  # type: ignore[attr-defined]
-        for group in self._optimizer.param_groups:
+        self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
+        self.optimizer.found_inf = unusable  # type: ignore[attr-defined]
+        for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self._steps, self._config)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.skips += unusable
         self.skips[1] *= unusable
         if self._loss_scale is not None:
             self._loss_scale.update(unusable)
             self.scale = self._loss_scale.value
         return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the optimizer's own states."""
+        scaling = {} if self._loss_scale is None else self._loss_scale.state_dict()
+        return {"skips": self.skips, "loss_scale": scaling}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` returned; a loss scale begins anew where there was none."""
+        self.skips.copy_(state["skips"])
+        if self._loss_scale is not None and state["loss_scale"]:
+            self._loss_scale.load_state_dict(state["loss_scale"])
+            self.scale = self._loss_scale.value

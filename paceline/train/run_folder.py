@@ -19,6 +19,7 @@ TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 WEIGHTS = "model.safetensors"
+CHECKPOINTS = "checkpoints"
 RUNS = "runs"
 LATEST = "latest"
 
@@ -148,6 +149,19 @@ def find_run(name: str, needs: str = CONFIG) -> Path:
         }
         raise UserError(f"run folder {path} holds no {needs}{reasons.get(needs, '')}; choose another run")
     return path
+
+
+def run_of(name: str) -> Path:
+    """The folder of the run that `--resume` names by itself or by one of its checkpoints.
+
+    Raises:
+        UserError: There is no such run.
+    """
+    path = Path(name).expanduser()
+    for run in (path, *path.resolve().parents[:2]):
+        if (run / CONFIG).is_file():
+            return run
+    raise UserError(f"resume: {path} is no run's folder and no checkpoint of one: name one, such as {RUNS}/{LATEST}")
 
 
 def _is_there(path: Path) -> UserError:

@@ -29,9 +29,9 @@ CODE_PROMPT = "import os\n\n\ndef "
 
 
 def opening(
-    config: TrainConfig, corpus: Corpus, shape: ModelConfig, world: World, threads: int, path: Path
+    config: TrainConfig, corpus: Corpus, shape: ModelConfig, world: World, threads: int, path: Path, first: int
 ) -> list[str]:
-    """The model, the ranks, the work ahead and the run's folder."""
+    """The model, the ranks, the work ahead and the run's folder; the step that a resumed run goes on from."""
     strategy = config.strategy
     packing = {"bucket": f"buckets of {strategy.bucket_mb:g} MiB", "parameter": "one by one", "flat": "one flat buffer"}
     when = {"overlap": "during backward", "after": "after backward"}
@@ -45,7 +45,8 @@ def opening(
         f"{strategy.collective.replace('_', '-')} {when[strategy.synchronize]}",
         f"training: {config.steps:,} steps of {config.batch} x {shape.context} = {tokens:,} tokens "
         f"({epochs:.2f} epochs), AdamW, learning rate {config.optim.lr:g}, {config.optim.schedule}",
-        f"run folder: {path}   (Ctrl-C stops after a step and saves the weights)",
+        f"run folder: {path}   (Ctrl-C stops after a step and saves all that --resume needs)",
+        *([f"going on after step {first:,}"] if first else []),
     ]
 
 
@@ -65,13 +66,12 @@ def crowded(fraction: float) -> str:
     )
 
 
-def stopped(path: Path, step: int, *, saved: bool) -> list[str]:
+def stopped(path: Path, step: int, *, saved: bool, resumable: bool) -> list[str]:
     """The end of a run that was asked to stop."""
-    if not saved:
-        return [f"stopped after step {step}"]
     return [
-        f"stopped after step {step}; the weights are in {path}",
-        f'  paceline sample {_short(path)} --prompt "def "',
+        f"stopped after step {step}" + (f"; the weights are in {path}" if saved else ""),
+        *([f"  paceline train --resume {_short(path)}"] if resumable else []),
+        *([f'  paceline sample {_short(path)} --prompt "def "'] if saved else []),
     ]
 
 

@@ -130,7 +130,7 @@ def test_a_barrier_beside_a_collective_names_both_long_before_the_time_limit(ran
     for rank, (message, seconds) in enumerate(ranks(2, barrier_beside, how)):
         told = f"rank 0 waits in pl.barrier for rank 1, which waits for it in {where}. Every rank must make the same"
         assert message.startswith(told if rank == 0 else f"rank 0 gave up: {told}")
-        assert seconds < 10
+        assert seconds < 30
 
 
 def barrier_before_a_collective_that_others_began() -> list[object]:

@@ -84,7 +84,7 @@ def drop_models() -> tuple[tuple[int, int], tuple[int, int]]:
         if index == 3:
             first = resources()
     last = resources()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while last > first and time.monotonic() < deadline:
         # A collective that was under way holds its model until it is over.
         time.sleep(0.05)

@@ -117,7 +117,7 @@ def test_wait_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with Loader(token_file(100), context=CONTEXT, batch_size=1, micro_batch=1) as loader:
         threading.Timer(0.2, release.set).start()
         next(loader)
-        assert 0.1 < loader.wait_seconds < 5
+        assert 0.1 < loader.wait_seconds < 60
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_where_all_gather_a_unit_to_compute_with_it_another_order_is_an_error_th
     ranks, strategy, n, since
 ) -> None:
     began = time.monotonic()
-    results = ranks(n, in_own_order, strategy, since, timeout=30)
-    assert time.monotonic() - began < 15, "nobody waits until the limit for a rank that gave up elsewhere"
+    results = ranks(n, in_own_order, strategy, since, timeout=60)
+    assert time.monotonic() - began < 40, "nobody waits until the limit for a rank that gave up elsewhere"
     assert all(isinstance(message, str) for message in results), results
     assert any("ranks disagree" in message and "blocks." in message for message in results), results

@@ -48,7 +48,7 @@ def job(folder: Path, body: str, workers: int = 2, environment: dict[str, str] |
 
 
 def wait_for(started: Program, *paths: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not all(path.exists() for path in paths):
         assert started.process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)

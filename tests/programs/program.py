@@ -68,8 +68,8 @@ def draw(seed: int, **fixed: Any) -> Program:
     model = _model(draws)
     loop = _loop(draws, model)
     if loop.fails and (loop.way == "uneven" or model.branch == "data"):
-        # Only ranks with a micro-batch would raise, or each somewhere else, and others wait for them in another call than
-        # they go on to: by DDP for ever.
+        # Only ranks with a micro-batch would raise, or each somewhere else, and others wait for them in another call
+        # than they go on to: by DDP for ever.
         loop = replace(loop, fails="")
     if fixed.get("precision", "float32") != "float32":
         model = replace(model, outside="none", head="inside" if "outside" in model.head else model.head)

@@ -15,7 +15,8 @@ from tests.programs.program import Program, draw
 from tests.programs.run import outcome
 
 DRAWN = {f"seed {seed}": draw(seed) for seed in (*range(60), 160, 366, 1249, 1328, 1380, 1409, 1667)}
-"""Units that run in another order than they lie in, a backward of weights alone before the first forward, and ranks that gather what others do not, among the last."""
+"""Among the last: units that run in another order than they lie in, a backward of weights alone before the first
+forward, and ranks that gather what others do not."""
 
 QUICK = {*NEAREST, *list(DRAWN)[:20], *list(DRAWN)[60:]}
 """What a plain `pytest` runs of these; a full run, all."""

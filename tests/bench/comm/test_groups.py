@@ -61,7 +61,7 @@ def test_wrong_results_are_counted_and_what_fails_is_named(group: Group) -> None
     assert said[-1] == "round 3 of 3"
     for timing in (right, wrong):
         assert len(timing.seconds) == 3
-        assert all(0 < seconds < 1 for seconds in timing.seconds)
+        assert all(0 < seconds < 60 for seconds in timing.seconds)
     rows = make_rows("all_reduce", RANKS, "float32", 4, NUMEL, [right, wrong])
     assert [(row.transport, row.algorithm, row.wrong) for row in rows] == [("made", "right", 0), ("made", "wrong", 2)]
 

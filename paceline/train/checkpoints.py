@@ -1,0 +1,148 @@
+"""A run's checkpoints: when one is due, written beside training, and old ones removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paceline as pl
+from paceline.checkpoint.folder import prune, step_folder
+from paceline.checkpoint.load import Loaded
+from paceline.checkpoint.save import Saving
+from paceline.comm.world import World
+from paceline.core.errors import UserError
+from paceline.models.transformer import Transformer
+from paceline.train.config import CheckpointConfig
+from paceline.train.optim import Update
+from paceline.train.run_folder import CHECKPOINTS
+
+
+def load_checkpoint(path: Path, model: Transformer, update: Update, text: dict[str, Any]) -> Loaded:
+    """Goes on from a checkpoint, or the latest good one of a folder. A collective call.
+
+    Args:
+        path: Of it.
+        model: Parallel.
+        update: Gets its optimizer's states.
+        text: What the run is trained on, as it is now.
+
+    Raises:
+        UserError: The text was another one.
+    """
+    loaded = pl.load(path, model, update.optimizer)
+    if loaded.extra["text"] != text:
+        raise UserError(
+            f"the text has changed since {loaded.path} was saved: {loaded.extra['text']} then, {text} now. "
+            "Put back what it was, or begin a new run"
+        )
+    update.load_state_dict(loaded.extra["update"])
+    return loaded
+
+
+class Checkpoints:
+    """Saves one run's training state.
+
+    Attributes:
+        path: The folder that checkpoints lie in.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: CheckpointConfig,
+        model: Transformer,
+        update: Update,
+        world: World,
+        text: dict[str, Any],
+        first: int,
+    ) -> None:
+        """Nothing is saved yet; the clock of the next one starts.
+
+        Args:
+            run: The run's folder, the same on every rank.
+            config: When and how many.
+            model: Parallel.
+            update: Holds the optimizer, and what it has skipped and scaled.
+            world: The job.
+            text: What the run is trained on.
+            first: The step that the training goes on from.
+        """
+        self.path = run / CHECKPOINTS
+        self._config, self._model, self._update, self._world = config, model, update, world
+        self._text = text
+        # The latest, on every rank alike, though some end sooner.
+        self._saving: Saving | None = None
+        self._is_told = False
+        self._last, self._last_step = time.monotonic(), first
+
+    def asked(self) -> float:
+        """1.0 on rank 0 when a time has come that this rank alone knows, else 0.0."""
+        due = time.monotonic() - self._last > self._config.seconds
+        return float(due and self._world.rank == 0 and (self._saving is None or self._saving.done))
+
+    def save_if_due(self, step: int, asked: bool, say: Callable[[str], None]) -> None:
+        """Begins a checkpoint when it is time, and tells how the last one went. A collective call when it is.
+
+        Args:
+            step: How many steps were done.
+            asked: Whether rank 0's clock asked for one: the same on every rank.
+            say: Shows a line on rank 0.
+        """
+        self.tell(say)
+        if asked or (self._config.steps and step % self._config.steps == 0):
+            failed = _failure(lambda: self._begin(step, background=True))
+            if failed is not None:
+                say(f"WARNING: no checkpoint of step {step}: {failed}. Training goes on")
+
+    def save_at_end(self, step: int, say: Callable[[str], None]) -> Path | None:
+        """Saves when training ends or is stopped, unless this step's was; None if it fails. A collective call."""
+        if self._saving is not None:
+            # What is on its way ends first; that it failed is no reason not to try again.
+            if _failure(self._saving.wait) is not None:
+                self._last_step = -1
+            self.tell(say)
+        if self._last_step == step:
+            return step_folder(self.path, step)
+        failed = _failure(lambda: self._begin(step, background=False))
+        if failed is not None:
+            say(f"WARNING: no checkpoint: {failed}")
+            return None
+        self.tell(say)
+        return step_folder(self.path, step)
+
+    def tell(self, say: Callable[[str], None]) -> None:
+        """Says if the checkpoint that was under way failed; removes older ones if it did not."""
+        saving = self._saving
+        if saving is None or self._is_told or not saving.done:
+            return
+        self._is_told = True
+        if saving.error is not None:
+            say(
+                f"WARNING: the checkpoint of step {saving.step} could not be saved: {saving.error}. Training goes on; "
+                "the one before is as it was"
+            )
+        elif self._world.rank == 0:
+            prune(self.path, self._config.keep, self._config.keep_every)
+
+    def _begin(self, step: int, background: bool) -> None:
+        self._last, self._last_step = time.monotonic(), step
+        self._is_told = False
+        extra: dict[str, Any] = {"update": self._update.state_dict(), "text": self._text}
+        self._saving = pl.save(
+            step_folder(self.path, step),
+            self._model,
+            self._update.optimizer,
+            step=step,
+            extra=extra,
+            background=background,
+        )
+
+
+def _failure(work: Callable[[], object]) -> UserError | None:
+    try:
+        work()
+    except UserError as error:
+        return error
+    return None

@@ -1,0 +1,282 @@
+"""What is not what was written is never loaded: it is named, and the checkpoint before it taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.core.strategy import Strategy
+from tests.engine.models import assert_same, snapshot
+from tests.quick import full
+
+
+def parallel(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = pl.parallelize(nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 3)), Strategy(zero=1))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 16)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_saved(folder: Path) -> dict[str, Any]:
+    """Checkpoints of steps 1 and 2; returns the weights of step 1."""
+    model, optimizer = parallel()
+    step(model, optimizer)
+    first = snapshot(model)
+    pl.save(folder / "step-00000001", model, optimizer, step=1)
+    step(model, optimizer)
+    pl.save(folder / "step-00000002", model, optimizer, step=2)
+    return first
+
+
+def loaded(folder: Path) -> tuple[int, dict[str, Any], list[str]]:
+    model, optimizer = parallel(seed=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = pl.load(folder, model, optimizer)
+    # What came of it can be trained.
+    step(model, optimizer)
+    pl.load(found.path, model, optimizer)
+    return found.step, snapshot(model), [str(warning.message) for warning in caught]
+
+
+def refused(folder: Path) -> str:
+    model, optimizer = parallel(seed=1)
+    with pytest.raises(pl.UserError) as caught:
+        pl.load(folder, model, optimizer)
+    return str(caught.value)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def hole(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-900:-100] = bytes(800)
+    path.write_bytes(data)
+
+
+RANK, MANIFEST = "rank-00001.safetensors", "manifest.json"
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a flipped bit": (lambda path: flip(path / RANK, -50), f"{RANK} cannot be read: the checksum of"),
+    "a hole of zeros": (lambda path: hole(path / RANK), f"{RANK} cannot be read: the checksum of"),
+    "a truncated file": (lambda path: os.truncate(path / RANK, 700), f"{RANK} cannot be read"),
+    "an empty file": (lambda path: os.truncate(path / RANK, 0), f"{RANK} cannot be read"),
+    "a missing file": (lambda path: (path / RANK).unlink(), RANK),
+    "a flipped bit in a header": (
+        lambda path: flip(path / RANK, (path / RANK).read_bytes().index(b"model/")),
+        f"{RANK} cannot",
+    ),
+    "a flipped bit in the manifest": (lambda path: flip(path / MANIFEST, 300), MANIFEST),
+    "half a manifest": (lambda path: os.truncate(path / MANIFEST, 1500), MANIFEST),
+    "a file of other weights": (
+        lambda path: shutil.copy(path.with_name("step-00000001") / RANK, path / RANK) and None,
+        f"{RANK} cannot be read: the checksum of",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_checkpoint_before_is_taken_and_the_damage_named(ranks, tmp_path: Path, kind: str) -> None:
+    damage, words = DAMAGE[kind]
+    (expected, *_) = ranks(2, two_saved, tmp_path)
+    damage(tmp_path / "step-00000002")
+    for rank, (number, state, told) in enumerate(ranks(2, loaded, tmp_path)):
+        assert number == 1
+        assert_same(state, expected, atol=0)
+        assert any(words in message and "step-00000001, which is older" in message for message in told) == (rank == 0)
+    # By its own name it is refused, on every rank alike, also on those that read no damaged byte.
+    for message in ranks(2, refused, tmp_path / "step-00000002"):
+        assert words in message
+
+
+def test_a_manifest_that_is_not_there_is_no_checkpoint(ranks, tmp_path: Path) -> None:
+    ranks(2, two_saved, tmp_path)
+    (tmp_path / "step-00000002" / MANIFEST).unlink()
+    assert [number for number, *_ in ranks(2, loaded, tmp_path)] == [1, 1]
+    shutil.rmtree(tmp_path / "step-00000001")
+    for message in ranks(2, refused, tmp_path):
+        assert "holds no complete checkpoint" in message
+
+
+# ---- failures while saving
+
+
+def saved_without_room(folder: Path, room: int, background: bool) -> tuple[str, list[str], dict[str, Any]]:
+    """A step, a save on rank 1 of which no file may be longer than `room`, and another step."""
+    import resource
+
+    model, optimizer = parallel()
+    step(model, optimizer)
+    pl.save(folder / "step-00000001", model, optimizer, step=1)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if pl.init().rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
+            saving = pl.save(folder / "step-00000002", model, optimizer, step=2, background=background)
+            step(model, optimizer)
+            if background:
+                while not saving.done:
+                    pass
+        except pl.UserError as error:
+            message = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        pl.save(folder / "step-00000003", model, optimizer, step=3)
+    return message, [str(warning.message) for warning in caught], snapshot(model)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("room", [100, full(5000)])
+def test_a_disk_that_fills_costs_one_checkpoint(ranks, tmp_path: Path, room: int, background: bool) -> None:
+    for message, told, _ in ranks(2, saved_without_room, tmp_path, room, background):
+        (words,) = told if background else [message]
+        assert "step-00000002 was not saved" in words and "File too large" in words
+    assert not (tmp_path / "step-00000002" / MANIFEST).exists()
+    assert [number for number, *_ in ranks(2, loaded, tmp_path)] == [3, 3]
+    shutil.rmtree(tmp_path / "step-00000003")
+    assert [number for number, *_ in ranks(2, loaded, tmp_path)] == [1, 1]
+
+
+def dies_at(folder: Path, calls: int) -> None:
+    """Saves; the process ends at its `calls`-th call that changes the disk."""
+    model, optimizer = parallel()
+    step(model, optimizer)
+    left = [calls]
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(9)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "replace", "mkdir", "open", "unlink"):
+        setattr(os, name, counted(name))
+    pl.save(folder / "step-00000002", model, optimizer, step=2)
+    os._exit(0)
+
+
+def test_a_process_that_ends_anywhere_while_saving_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+    import multiprocessing
+
+    context = multiprocessing.get_context("fork")
+    model, optimizer = parallel()
+    step(model, optimizer)
+    expected = snapshot(model)
+    pl.save(tmp_path / "step-00000001", model, optimizer, step=1)
+    pl.release(model)
+    ended, calls = 9, 0
+    while ended == 9:
+        process = context.Process(target=dies_at, args=(tmp_path, calls))
+        process.start()
+        process.join(60)
+        ended, calls = process.exitcode, calls + 1
+        assert ended in (0, 9)
+        number, state, _ = loaded(tmp_path)
+        assert number in (1, 2) and (number == 2) == (tmp_path / "step-00000002" / MANIFEST).exists()
+        if number == 1:
+            assert_same(state, expected, atol=0)
+        elif ended == 9:
+            # It counts from the rename on; a further save would be of another step.
+            shutil.rmtree(tmp_path / "step-00000002")
+    assert calls > 8
+
+
+# ---- what a manifest may not say
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a path": lambda m: m["tensors"]["model/0.weight"]["parts"][0].__setitem__(0, "../../etc/passwd"),
+    "an absolute path": lambda m: m["tensors"]["model/0.weight"]["parts"][0].__setitem__(0, "/dev/zero"),
+    "an overlap": lambda m: m["tensors"]["model/0.weight"]["parts"][0].__setitem__(2, 641),
+    "a gap": lambda m: m["tensors"]["model/0.weight"]["parts"].pop(),
+    "a huge shape": lambda m: m["tensors"]["model/0.weight"].__setitem__("shape", [10**12, 10**12]),
+    "a negative shape": lambda m: m["tensors"]["model/0.weight"].__setitem__("shape", [-40, -16]),
+    "no such dtype": lambda m: m["tensors"]["model/0.weight"].__setitem__("dtype", "load"),
+    "another format": lambda m: m.__setitem__("format", "paceline checkpoint 99"),
+    "a state too few": lambda m: m["ranks"].pop(),
+    "no values": lambda m: m.__setitem__("values", {}),
+    "a made-up kind": lambda m: m["values"].__setitem__("extra", {"$import": "os"}),
+    "values of another type": lambda m: m["values"].__setitem__("optimizers", 3),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_manifest_that_lies_is_refused_before_anything_is_built_from_it(tmp_path: Path, kind: str) -> None:
+    from paceline.checkpoint.manifest import _canonical
+
+    two_saved(tmp_path)
+    path = tmp_path / "step-00000002" / MANIFEST
+    manifest = json.loads(path.read_text())["manifest"]
+    HOSTILE[kind](manifest)
+    body = _canonical(manifest)
+    path.write_bytes(b'{"crc32":%d,"manifest":%s}' % (zlib.crc32(body), body))
+    assert loaded(tmp_path)[0] == 1
+    assert refused(path.parent)
+
+
+def other_model(folder: Path) -> list[str]:
+    torch.manual_seed(0)
+    told = []
+    for model in (
+        nn.Sequential(nn.Linear(16, 41), nn.Linear(41, 3)),
+        nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 3), nn.Linear(3, 3)),
+        nn.Sequential(nn.Linear(16, 40)),
+    ):
+        pl.parallelize(model, Strategy(zero=1))
+        before = snapshot(model)
+        with pytest.raises(pl.UserError) as caught:
+            pl.load(folder, model, torch.optim.AdamW(model.parameters()))
+        assert_same(snapshot(model), before, atol=0)
+        told.append(str(caught.value))
+    model, _ = parallel()
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.AdamW([{"params": [p]} for p in model.parameters()]),
+        torch.optim.AdamW(list(model.parameters())[1:]),
+    ):
+        with pytest.raises(pl.UserError) as caught:
+            pl.load(folder, model, optimizer)
+        told.append(str(caught.value))
+    return told
+
+
+def test_another_model_or_optimizer_is_refused_with_what_differs(ranks, tmp_path: Path) -> None:
+    ranks(2, two_saved, tmp_path)
+    for told in ranks(2, other_model, tmp_path):
+        words = (
+            "0.weight [40, 16], now [41, 16]",
+            "it lacks 2.weight, 2.bias",
+            "only it has",
+            "AdamW; pl.load was given SGD",
+            "1 were saved, there are 4",
+            "group 0 lacks ['0.weight']",
+        )
+        for message, expected in zip(told, words, strict=True):
+            assert expected in message

@@ -1,0 +1,145 @@
+"""A run that stopped, however it did, goes on as if it had not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.quick import full
+from tests.ranks import RankPool
+from tests.train.processes import called, finished, metrics, paceline, program, trained
+
+FLAGS = ("--log.every", "1", "--log.validate-every", "0", "--log.validate-batches", "1")
+SHORT = ("--steps", "14", *FLAGS)
+
+
+def curve(run: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step; of a step that was repeated, the last."""
+    return {
+        int(line["step"]): (line["train/loss"], line["train/grad_norm"])
+        for line in metrics(run)
+        if "train/loss" in line
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks: RankPool, nano: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks from beginning to end."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    status, _, err = trained(ranks, 2, folder, [*nano, *SHORT])
+    assert (status, err) == (0, "")
+    return folder / "runs" / "latest"
+
+
+@pytest.mark.parametrize("precision", ["float32", full("float16"), full("bfloat16")])
+def test_the_same_ranks_go_on_to_the_bit(ranks: RankPool, nano: list[str], tmp_path: Path, precision: str) -> None:
+    flags = [*nano, *SHORT, "--strategy.precision", precision, "--checkpoint.every", "5", "--checkpoint.keep", "9"]
+    assert trained(ranks, 2, tmp_path, [*flags, "--folder", "whole"])[0] == 0
+    names = [path.name for path in sorted((tmp_path / "whole" / "checkpoints").iterdir())]
+    assert names == ["step-00000005", "step-00000010", "step-00000014"]
+    whole = curve(tmp_path / "whole")
+    # As it would be if the last seven steps had not been taken.
+    resumed = [*flags, "--resume", str(tmp_path / "whole" / "checkpoints" / "step-00000005")]
+    status, out, err = trained(ranks, 2, tmp_path, resumed)
+    assert (status, err) == (0, "") and "going on after step 5" in out
+    assert curve(tmp_path / "whole") == whole
+    assert [int(line["step"]) for line in metrics(tmp_path / "whole") if "run/resumed_from" in line] == [5]
+    replaced = tmp_path / "whole" / "checkpoints" / "replaced"
+    assert [path.name for path in sorted(replaced.iterdir())] == names[1:], "what was there is not lost"
+
+
+@pytest.mark.parametrize(("n", "zero"), [(3, "3"), full(1, "0"), full(4, "1")])
+def test_other_ranks_go_on_with_the_same_samples(
+    ranks: RankPool, nano: list[str], tmp_path: Path, undisturbed: Path, n: int, zero: str
+) -> None:
+    flags = [*nano, *SHORT, "--checkpoint.every", "6", "--checkpoint.keep", "9", "--folder", "first"]
+    assert trained(ranks, 2, tmp_path, flags)[0] == 0
+    path = tmp_path / "first" / "checkpoints" / "step-00000006"
+    status, _, err = trained(ranks, n, tmp_path, ["--resume", str(path), "--strategy.zero", zero])
+    assert (status, err) == (0, "")
+    found, expected = curve(tmp_path / "first"), curve(undisturbed)
+    assert found.keys() == expected.keys()
+    for step, figures in expected.items():
+        assert found[step] == pytest.approx(figures, rel=2e-4), step
+
+
+def test_the_same_command_goes_on_after_kill_9(nano: list[str], tmp_path: Path, undisturbed: Path) -> None:
+    command = paceline("train", *nano, *SHORT, "--checkpoint.every", "2", "--workers", "2", "--resume", "auto")
+    with program(command, tmp_path) as started:
+        while len(list(tmp_path.glob("runs/latest/checkpoints/*/manifest.json"))) < 2:
+            assert started.process.poll() is None, started.process.communicate()
+        os.kill(started.rank(0), signal.SIGKILL)
+        started.finish(40)
+    (run,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
+    if max(curve(run)) < 14:
+        status, out, err = finished(command, tmp_path)
+        assert status == 0, err
+        assert "going on after step" in out
+    (run,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
+    found = curve(run)
+    for step, figures in curve(undisturbed).items():
+        assert found[step] == pytest.approx(figures, rel=2e-4), step
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["step-00000012", "step-00000014"], "older ones, and unfinished ones, are gone"
+
+
+def test_a_stop_saves_all_that_resume_needs(nano: list[str], tmp_path: Path) -> None:
+    command = paceline("train", *nano, *FLAGS, "--steps", "100000", "--checkpoint.every", "0", "--folder", "stopped")
+    with program(command, tmp_path) as started:
+        while not curve(tmp_path / "stopped"):
+            assert started.process.poll() is None, started.process.communicate()
+        started.process.send_signal(signal.SIGTERM)
+        status, out, _ = started.finish(40)
+    assert status == 143 and "paceline train --resume stopped" in out
+    last = max(curve(tmp_path / "stopped"))
+    status, out, err = called(tmp_path, "train", "--resume", "stopped", "--steps", str(last + 2))
+    assert (status, err) == (0, "") and f"going on after step {last}" in out
+    assert max(curve(tmp_path / "stopped")) == last + 2
+
+
+@pytest.fixture(scope="module")
+def done(ranks: RankPool, nano: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("done")
+    assert trained(ranks, 1, folder, [*nano, "--steps", "2", *FLAGS, "--folder", "run"])[0] == 0
+    return folder / "run"
+
+
+REFUSED = {
+    "it is done": ((), "has done its 2 steps: give more --steps"),
+    "another model": (("--steps", "4", "--model.width", "32"), "model.width: 64, now 32"),
+    "other samples": (("--steps", "4", "--seed", "1"), "seed: 0, now 1"),
+    "another batch": (("--steps", "4", "--batch", "4"), "batch: 8, now 4"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_go_on_is_said_with_what_differs(done: Path, tmp_path: Path, case: str) -> None:
+    flags, words = REFUSED[case]
+    status, _, err = called(tmp_path, "train", "--resume", str(done), *flags)
+    assert status == 2 and words in err and "Traceback" not in err
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    status, _, err = called(tmp_path, "train", "--resume", "nowhere")
+    assert status == 2 and "nowhere is no run's folder and no checkpoint of one" in err
+
+
+def test_text_that_has_changed_is_refused(ranks: RankPool, text: Path, nano: list[str], tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for path in text.iterdir():
+        (tmp_path / "text" / path.name).write_text(path.read_text())
+    flags = [*nano, "--data.path", str(tmp_path / "text"), *FLAGS, "--folder", "run", "--steps"]
+    assert trained(ranks, 1, tmp_path, [*flags, "2"])[0] == 0
+    for path in (tmp_path / "text").iterdir():
+        path.write_text(path.read_text()[::-1])
+    status, _, err = called(tmp_path, "train", "--resume", "run", "--steps", "4")
+    assert status == 2 and "the text has changed since" in err
+
+
+@pytest.mark.parametrize("every", ["soon", "5x", "-3"])
+def test_a_time_that_is_none_is_said(tmp_path: Path, every: str) -> None:
+    status, _, err = called(tmp_path, "train", f"--checkpoint.every={every}")
+    assert status == 2 and "checkpoint.every" in err and "15m" in err
