@@ -92,6 +92,7 @@ def test_losses_in_bfloat16_are_near_to_those(label: str, losses, expected) -> N
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setting", ["no communication", "no communication, meeting once a step"])
 def test_without_communication_the_losses_would_be_others(losses, expected, setting: str) -> None:
     found = losses["float32", f"one process: {setting}"]

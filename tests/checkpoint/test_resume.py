@@ -12,6 +12,7 @@ from paceline.core.strategy import SYSTEMS, Strategy
 from tests.checkpoint.training import resumed, saved
 from tests.engine.models import STAGES, assert_same
 from tests.quick import diagonal, full
+from tests.ranks import RankPool
 
 KINDS = {
     **STAGES,
@@ -29,8 +30,7 @@ LOW = {
 }
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "background"), diagonal(KINDS.keys(), {"at once": False, "in the background": True}))
 def test_the_same_job_goes_on_to_the_bit(ranks, tmp_path: Path, name: str, background: bool) -> None:
     n, folder = RANKS.get(name, 2), tmp_path / "checkpoints" / "step-00000003"
     expected = ranks(n, saved, folder, KINDS[name], "AdamW", 0.3, torch.float64, background)
@@ -53,20 +53,34 @@ MATRIX = {
     for n in (1, 2, 3, 4)
     if not (strategy.shard and n != 4) and not (strategy.share_parameters and n == 1)
 }
-QUICK = {
+PAIRS = [
     ("zero 0, N=2", "zero 3, N=3"),
     ("zero 3, N=3", "zero 1, N=2"),
     ("hybrid, N=4", "zero 0, N=1"),
     ("zero 2, N=1", "hybrid zero 3, N=4"),
     ("parameter server, N=2", "one copy, N=2"),
-}
+]
 
 
-@pytest.mark.parametrize(("before", "after"), diagonal(MATRIX, MATRIX, quick=QUICK))
-def test_any_number_of_ranks_at_any_stage_goes_on(ranks, tmp_path: Path, before, after) -> None:
-    (expected, *_) = ranks(before[1], saved, tmp_path / "at 3", before[0])
-    for found in ranks(after[1], resumed, tmp_path / "at 3", after[0]):
-        assert_same(found, expected)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_another_number_of_ranks_at_another_stage_goes_on(ranks, tmp_path: Path, before: str, after: str) -> None:
+    saves_then_resumes(ranks, tmp_path, before, [after])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("before", MATRIX)
+def test_every_number_of_ranks_at_every_stage_goes_on(ranks, tmp_path: Path, before: str) -> None:
+    # As many ranks after each other stay in their job.
+    saves_then_resumes(ranks, tmp_path, before, sorted(MATRIX, key=lambda name: MATRIX[name][1]))
+
+
+def saves_then_resumes(ranks: RankPool, folder: Path, before: str, after: list[str]) -> None:
+    strategy, n = MATRIX[before]
+    (expected, *_) = ranks(n, saved, folder / "at 3", strategy)
+    for name in after:
+        strategy, n = MATRIX[name]
+        for found in ranks(n, resumed, folder / "at 3", strategy):
+            assert_same(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,7 @@ def test_garbage_in_a_record_is_overwritten(folder: Path, configure: Configure) 
     assert prepare(config).folder.name == key
 
 
+@pytest.mark.full
 def test_memory_stays_far_below_the_size_of_the_text(tmp_path: Path) -> None:
     path = tmp_path / "large.txt"
     chooser = random.Random(1)

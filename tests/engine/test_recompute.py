@@ -17,7 +17,7 @@ from paceline.core.strategy import Strategy
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
 from tests.engine.models import STAGES, assert_same, gradients, snapshot
-from tests.quick import diagonal, some
+from tests.quick import diagonal, full, some
 
 CONFIG = ModelConfig(layers=2, width=16, heads=2, context=8, vocabulary=11)
 
@@ -287,7 +287,7 @@ def compiled_and_not(strategy: Strategy) -> list[tuple[float, float]]:
     return results
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [full(0), 3])
 def test_blocks_that_fill_a_list_may_be_compiled_with_their_model(ranks, zero) -> None:
     for plain, compiled in ranks(2, compiled_and_not, Strategy(zero=zero), timeout=100):
         assert compiled == pytest.approx(plain)

@@ -128,7 +128,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("number", "fresh"),
     [
-        (signal.SIGINT, []),
+        full(signal.SIGINT, []),
         full(signal.SIGTERM, []),
         full(signal.SIGKILL, []),
         full(signal.SIGINT, ["fresh"]),

@@ -18,7 +18,7 @@ DRAWN = {f"seed {seed}": draw(seed) for seed in (*range(60), 160, 366, 1249, 132
 """Among the last: units that run in another order than they lie in, a backward of weights alone before the first
 forward, and ranks that gather what others do not."""
 
-QUICK = {*NEAREST, *list(DRAWN)[:20], *list(DRAWN)[60:]}
+QUICK = {*NEAREST, *list(DRAWN)[:10], *list(DRAWN)[60:]}
 """What a plain `pytest` runs of these; a full run, all."""
 
 BEYOND_DDP = ("two forwards, two backwards", "two backwards of one graph")

@@ -177,7 +177,7 @@ def test_torchrun_joins_and_gives_the_same_curve(run: tuple[Path, str], nano: li
     same_curve(run[0], tmp_path / "runs" / "latest")
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", [full("bfloat16"), "float16"])
 def test_low_precision_gives_nearly_the_curve_of_float32(
     ranks: RankPool, run: tuple[Path, str], nano: list[str], tmp_path: Path, precision: str
 ) -> None:
@@ -256,6 +256,7 @@ def test_a_worker_killed_while_training_ends_everything(nano: list[str], tmp_pat
     assert set(os.listdir("/dev/shm")) <= shared
 
 
+@pytest.mark.full
 def test_a_stopped_worker_is_named_within_the_limit_with_what_lets_it_go_on(nano: list[str], tmp_path: Path) -> None:
     command = paceline("train", *nano, *LONG, "--workers", "2", "--folder", "halted", "--timeout", "3")
     with program(command, tmp_path) as started:

@@ -48,6 +48,7 @@ def verify(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return result
 
 
+@pytest.mark.full
 def test_a_right_model_gives_a_table_and_status_0(folder: Path) -> None:
     arguments = ("right:build", "--data", "right:batches", "--loss", "right:loss", "--json", "found.json")
     status, out, err = verify(folder, *arguments)
@@ -61,6 +62,7 @@ def test_a_right_model_gives_a_table_and_status_0(folder: Path) -> None:
     assert lines[-1].startswith("all equal to one process: float64")
 
 
+@pytest.mark.full
 def test_hybrid_sharding_is_compared_where_ranks_form_groups(folder: Path) -> None:
     status, out, _ = verify(
         folder,
@@ -88,6 +90,7 @@ def test_a_wrong_model_is_told_once_for_all_stages_and_gives_status_1(folder: Pa
     assert "8 of 8 comparisons are not equal" in told
 
 
+@pytest.mark.full
 def test_what_cannot_be_equal_is_said_before_anything_runs(folder: Path) -> None:
     (folder / "drops.py").write_text(
         "from torch import nn\ndef build(): return nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))\n"

@@ -105,6 +105,8 @@ def test_a_job_that_hangs_is_given_up_with_its_stacks(prepared, single, two, tmp
     assert "user_models.py" in outcome.details and "in forward" in outcome.details
 
 
+HYBRID = Strategy(zero=2, shard=2, bucket_mb=SMALL)
+
 # (what is broken, strategy, ranks, what is named: kind, bucket, op)
 BREAKAGES = [
     full("wrong_reduce_scatter", STAGES["zero 1"], 2, "gradient", "bucket 1", "reduce_scatter"),
@@ -119,7 +121,9 @@ BREAKAGES = [
     full("wrong_update", STAGES["zero 0"], 2, "updated", None, "update"),
     ("wrong_update", STAGES["zero 3"], 2, "updated", None, "update"),
     ("wrong_counts", STAGES["zero 0"], 2, "loss", "", "all_reduce of the counts"),
-    ("wrong_reduce_scatter", Strategy(zero=2, shard=2, bucket_mb=SMALL), 4, "reduced", "bucket 1", "reduce_scatter"),
+    full(
+        "wrong_reduce_scatter", Strategy(zero=2, shard=2, bucket_mb=SMALL), 4, "reduced", "bucket 1", "reduce_scatter"
+    ),
     ("wrong_all_reduce", Strategy(zero=2, shard=2, bucket_mb=SMALL), 4, "gradient", "bucket 1", "all_reduce"),
 ]
 

@@ -55,6 +55,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return Done(folder, printed.getvalue(), progress.getvalue(), result)
 
 
+@pytest.mark.full
 def test_every_collective_of_every_system_is_right(done: Done) -> None:
     assert set(OPS) == ALGORITHMS.keys()
     rows = done.result["rows"]

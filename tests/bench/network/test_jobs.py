@@ -67,6 +67,7 @@ def test_systems_train_a_model_chosen_for_the_wire() -> None:
         assert timed[0].processor / 2 < one.processor < 4 * max(one.seconds), one.setting
 
 
+@pytest.mark.full
 def test_a_job_that_fails_shows_why() -> None:
     with Hosts(2, 1.0) as hosts, pytest.raises(JobFailed, match=r"host 0:[\s\S]*KeyError: 'no such thing'"):
         run_job(hosts, Job("no such thing", 2, 1, GBIT, 2), lambda words: None)
