@@ -28,6 +28,7 @@ commands:
   plan        what a model costs on N devices: memory and bytes sent, at each stage of ZeRO
   check       prove a run's schedule for N devices: no deadlock, no race, no gradient lost
   verify      compare N ranks with one process, for your own model and every stage of ZeRO
+  checkpoint  show, verify, export or prune the checkpoints of a run
   trace       write one step of a run as a timeline for ui.perfetto.dev
   bench       time strategies, collectives and slow links against their peers
   completion  print what lets bash, zsh or fish complete these commands
@@ -87,6 +88,7 @@ def _run(arguments: list[str]) -> int:
         "plan": _plan,
         "check": _check,
         "verify": _verify,
+        "checkpoint": _checkpoint,
         "trace": _trace,
         "bench": _bench,
         "completion": _completion,
@@ -116,7 +118,8 @@ def _train(arguments: list[str]) -> int:
         return 0
     job = job_in_environment(os.environ)
     if config.workers is not None and config.workers > 1 and job in (None, 1):
-        check_run_folder(config.folder)
+        if config.resume is None:
+            check_run_folder(config.folder)
         return launch([*_this_program(), "train", *arguments], config.workers, config.threads)
     from paceline.train.loop import train
 
@@ -145,6 +148,12 @@ def _sample(arguments: list[str]) -> int:
     from paceline.train.sample_command import main as sample
 
     return sample(arguments)
+
+
+def _checkpoint(arguments: list[str]) -> int:
+    from paceline.checkpoint.command import main as checkpoint
+
+    return checkpoint(arguments)
 
 
 def _trace(arguments: list[str]) -> int:

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def commands() -> dict[str, Flags]:
     """Every command with its flags."""
+    from paceline.checkpoint.arguments import CheckpointArguments
     from paceline.plan.check_cli import CheckArguments
     from paceline.plan.cli import PlanArguments
     from paceline.report.trace_command import TraceArguments
@@ -55,6 +56,7 @@ def commands() -> dict[str, Flags]:
         "plan": _flags(options(PlanArguments)),
         "check": _flags(options(CheckArguments)) | train,
         "verify": _flags(options(VerifyArguments)),
+        "checkpoint": _flags(options(CheckpointArguments)),
         "trace": _flags(options(TraceArguments)),
         "bench": {"bench": BENCHMARKS},
         "completion": {"completion": tuple(SCRIPTS)},

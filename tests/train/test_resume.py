@@ -100,6 +100,15 @@ def test_a_stop_saves_all_that_resume_needs(nano: list[str], tmp_path: Path) -> 
     assert max(curve(tmp_path / "stopped")) == last + 2
 
 
+def test_the_same_command_with_a_folder_goes_on_in_it(nano: list[str], tmp_path: Path) -> None:
+    command = paceline("train", *nano, *FLAGS, "--workers", "2", "--folder", "mine", "--resume", "auto", "--steps")
+    for steps, words in (("2", "step 2/2"), ("4", "going on after step 2")):
+        status, out, err = finished([*command, steps], tmp_path)
+        assert (status, err) == (0, "") and words in out
+    status, _, err = finished([*command, "4"], tmp_path)
+    assert status == 2 and "mine has done its 4 steps" in err
+
+
 @pytest.fixture(scope="module")
 def done(ranks: RankPool, nano: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("done")
