@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.bench.cli import parse_bench_arguments
+from paceline.checkpoint.arguments import CheckpointArguments
 from paceline.command_line.parse import parse
 from paceline.plan.check_cli import main as check
 from paceline.plan.cli import PlanArguments
@@ -60,11 +61,15 @@ def test_every_command_is_understood(page: str, words: list[str], tmp_path: Path
         for word in words[2:]:
             if word.endswith((".yaml", ".yml")):
                 Path(word).write_text("steps: 5\n")
+        Path("runs/latest").mkdir(parents=True)
+        Path("runs/latest/config.yaml").write_text("steps: 5\n")
         assert parse_train_arguments([word for word in words[2:] if word not in ("--print-config", "--help")]).steps > 0
     elif words[1] == "bench":
         parse_bench_arguments(words[2:])
     elif words[1] == "plan":
         assert parse(PlanArguments, words[2:], "paceline plan").devices > 0
+    elif words[1] == "checkpoint":
+        assert parse(CheckpointArguments, words[2:], "paceline checkpoint").path
     elif words[1] == "check":
         assert check(words[2:]) == 0
     elif words[1] == "verify":

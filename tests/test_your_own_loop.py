@@ -78,6 +78,12 @@ def read_all(folder: str, strategy: str) -> dict[str, Any]:
     return found
 
 
+def made_in(folder: str, name: str) -> str:
+    path = Path(folder, name)
+    path.mkdir()
+    return str(path)
+
+
 @pytest.fixture
 def folder() -> Any:
     with tempfile.TemporaryDirectory() as made:
@@ -89,8 +95,8 @@ def folder() -> Any:
 )
 def test_two_ranks_learn_what_one_process_does(ranks: RankPool, folder: str, zero: str, precision: str) -> None:
     strategy = f'zero={zero}, precision="{precision}"'
-    (alone,) = ranks(1, read_all, folder, strategy)
-    both = ranks(2, read_all, folder, strategy)
+    (alone,) = ranks(1, read_all, made_in(folder, "alone"), strategy)
+    both = ranks(2, read_all, made_in(folder, "both"), strategy)
     near = {"rtol": 0.05, "atol": 0.02} if precision == "bf16" else {"rtol": 1e-3, "atol": 1e-5}
     for found in both:
         for section in ("Data-parallel", "Accumulate, clip, schedule", "Uneven ends"):
@@ -148,7 +154,9 @@ def go_on_and_resume(folder: str, strategy: str) -> tuple[list[torch.Tensor], li
 )
 def test_who_resumes_goes_on_as_if_nothing_had_been(ranks: RankPool, folder: str, zero: str, precision: str) -> None:
     for n in (1, 2):
-        for going_on, resumed in ranks(n, go_on_and_resume, folder, f'zero={zero}, precision="{precision}"'):
+        for going_on, resumed in ranks(
+            n, go_on_and_resume, made_in(folder, str(n)), f'zero={zero}, precision="{precision}"'
+        ):
             torch.testing.assert_close(resumed, going_on, rtol=0, atol=0)
 
 

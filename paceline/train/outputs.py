@@ -56,6 +56,7 @@ class Outputs:
     def __exit__(self, *error: object) -> None:
         if self.folder is not None:
             self._status_line.__exit__(*error)
+            self.folder.close()
 
     @property
     def columns(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -35,8 +36,23 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Uses `path`, which exists; see `create_run_folder`."""
+        """Uses `path`, which exists (see `create_run_folder`), until this process ends.
+
+        Raises:
+            UserError: Another process does.
+        """
         self.path = path
+        self._lock = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise UserError(
+                f"run folder {path} is in use: another process trains there. Wait for it, or stop it, to go on with it"
+            ) from None
+        except OSError:
+            # Not every file system that hosts share has locks.
+            pass
         self.problems: dict[str, str] = {}
         self._lost_lines: Counter[str] = Counter()
 
@@ -65,6 +81,10 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> bool:
         """Writes a text file, whole or not at all; False if that failed."""
         return self.write(name, lambda path: _replace_text(path, text))
+
+    def close(self) -> None:
+        """Lets others use the folder."""
+        os.close(self._lock)
 
     def describe_problems(self) -> list[str]:
         """What could not be written, a line each."""

@@ -109,6 +109,15 @@ def test_the_same_command_with_a_folder_goes_on_in_it(nano: list[str], tmp_path:
     assert status == 2 and "mine has done its 4 steps" in err
 
 
+def test_a_run_that_is_still_going_on_is_refused(nano: list[str], tmp_path: Path) -> None:
+    command = paceline("train", *nano, *FLAGS, "--steps", "100000", "--checkpoint.every", "1", "--folder", "busy")
+    with program(command, tmp_path) as started:
+        while not list(tmp_path.glob("busy/checkpoints/*/manifest.json")):
+            assert started.process.poll() is None, started.process.communicate()
+        status, _, err = called(tmp_path, "train", "--resume", "busy", "--steps", "200000")
+    assert status == 2 and "busy is in use: another process trains there" in err
+
+
 @pytest.fixture(scope="module")
 def done(ranks: RankPool, nano: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("done")
