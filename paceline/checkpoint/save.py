@@ -135,7 +135,7 @@ def save(
         model: Parallel.
         optimizer: One or several that hold its parameters.
         step: How many steps were done, for `load` to return.
-        scheduler: One or several; rank 0's is saved.
+        scheduler: One or several, a `GradScaler` among them or whatever else all ranks have alike; rank 0's is saved.
         loader: What has a `state_dict` of this rank's place in the data.
         extra: Numbers, text, lists, dictionaries and tensors; rank 0's is saved.
         background: Whether to return when all is copied in memory, and write beside training. One save is under way at

@@ -126,7 +126,7 @@ class Buffers:
 
     def _reduced(self) -> Iterator[Buffer]:
         place = self.placement
-        if not self.beside:
+        if not self.has_reduced:
             return
         # Replicas reduce a shard among each other where its own transport reaches it.
         stream: Stream | None = "replicate" if "replicate" in place.groups else None
@@ -143,7 +143,7 @@ class Buffers:
     # ---- where a bucket's tensors lie
 
     @cached_property
-    def beside(self) -> bool:
+    def has_reduced(self) -> bool:
         """Whether reduced gradients lie in buffers of their own, not in the whole ones."""
         place = self.placement
         return place.copies_gradients and (
@@ -207,7 +207,7 @@ class Buffers:
 
     def reduced(self, bucket: Bucket) -> Span:
         """This rank's shard of the step's reduced gradients of a bucket."""
-        if not self.beside:
+        if not self.has_reduced:
             return self.own_gradient(bucket)
         flat = self.placement.layout.flats[bucket.flat]
         dtype = flat.master if self.sums else flat.gradient

@@ -24,7 +24,7 @@ class Event:
         sent: Bytes that this rank sent.
         received: Bytes that this rank received.
         step: Optimizer step, from 0.
-        rank: Whose op it is.
+        rank: The rank that the op ran on.
         start: Seconds on the host's monotonic clock, which ranks of one host share.
         end: The same, when it was over.
         exposed: Seconds of a collective during which computing stood still for it.

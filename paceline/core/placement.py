@@ -107,7 +107,7 @@ class Placement:
     @property
     def has_server(self) -> bool:
         """Whether rank 0 alone updates, and sends the others what it updated."""
-        return self.strategy.serves(self.world_size)
+        return self.strategy.has_server(self.world_size)
 
     @property
     def gathers_updates(self) -> bool:

@@ -212,7 +212,7 @@ class Strategy:
             return self.stage >= 2 or not self.reduce_in_float32
         return self.accumulation != "defer"
 
-    def serves(self, world_size: int) -> bool:
+    def has_server(self, world_size: int) -> bool:
         """Whether rank 0, a parameter server, updates the one copy and sends it to the others."""
         return self.collective == "parameter_server" and world_size > 1
 

@@ -96,7 +96,7 @@ class Transfers(Placement):
         first: Kind = "reduce" if self.has_server else "reduce_scatter" if self.shards > 1 else "all_reduce"
         whole, result = buffers.gradient(bucket), buffers.reduced(bucket)
         reads = (whole, result) if index and self.strategy.reduces_each else (whole,)
-        writes = (whole, result) if buffers.beside else (whole,)
+        writes = (whole, result) if buffers.has_reduced else (whole,)
         ops = [
             self._communicate(
                 first,

@@ -62,7 +62,7 @@ class EarlierGradients:
         self.carried.clear()
         flat.adds.clear()
         held = [index for index in flat.trainable if self._all[index].grad is not None]
-        flat.let_go(held)
+        flat.release_dropped(held)
         if flat.each:
             own = [i for i in held if reduced or isinstance(self._all[i].grad, GradientShard)]
             # Of which this rank has no part, it cannot tell whether the loop dropped them: others can.

@@ -84,13 +84,13 @@ class FlatGradients:
 
     def destination(self, bucket: Bucket) -> Tensor | None:
         """Where a reduction stores this rank's shard, if neither in place nor added to what is there."""
-        stores = self._buffers.beside and not self._is_added(bucket)
+        stores = self._buffers.has_reduced and not self._is_added(bucket)
         return self.reduced(bucket) if stores and self._shards > 1 else None
 
     def after_reduction(self, bucket: Bucket) -> Callable[[], None] | None:
         """What is left to do when this micro-batch's reduction is through, be that in a later one."""
         adds = self._is_added(bucket)
-        if not self._buffers.beside or (self._shards > 1 and not adds):
+        if not self._buffers.has_reduced or (self._shards > 1 and not adds):
             return None
         total, own = self.reduced(bucket), self.own(bucket, self.whole(bucket))
 
@@ -135,10 +135,10 @@ class FlatGradients:
         bucket = self.bucket_of[index]
         return self._handed_out.view(f"{bucket.name}, reduced", self.reduced(bucket), place)
 
-    def let_go(self, held: Iterable[int]) -> None:
+    def release_dropped(self, held: Iterable[int]) -> None:
         """Buckets are about to be written again; what a loop keeps of those that it dropped `p.grad` of stays."""
         added_to = {self.bucket_of[index].name for index in held}
         for bucket in self.buckets:
             if bucket.name not in added_to:
-                self._handed_out.let_go(f"{bucket.name}, whole")
-                self._handed_out.let_go(f"{bucket.name}, reduced")
+                self._handed_out.release(f"{bucket.name}, whole")
+                self._handed_out.release(f"{bucket.name}, reduced")

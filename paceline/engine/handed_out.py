@@ -44,7 +44,7 @@ class HandedOut:
         found = self._memory.get(name)
         return _uses(found[0]) - found[2] if found is not None else 0
 
-    def let_go(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """A buffer is about to be written: what a loop still has of it moves elsewhere."""
         found = self._memory.get(name)
         if found is not None and _uses(found[0]) > found[2]:

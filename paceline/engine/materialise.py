@@ -94,7 +94,7 @@ class Materialiser:
         """Buffers as they were and what took their place, by the former's `id()`."""
         self._fresh: dict[int, int] = {}
         """The version that a parameter's or buffer's new memory began with, by its `id()`."""
-        self._let_go: list[tuple[str, nn.Parameter, int]] = []
+        self._done: list[tuple[str, nn.Parameter, int]] = []
 
     def _open(self, module: nn.Module, path: str | Path, rank: int) -> StoredWeights | None:
         found, problem = None, ""
@@ -173,7 +173,7 @@ class Materialiser:
             yield [parameter for _, parameter in done.values()]
             for name, parameter in done.values():
                 parameter.data = placeholder(parameter.data)
-                self._let_go.append((name, parameter, parameter._version))
+                self._done.append((name, parameter, parameter._version))
         self._require_untouched()
 
     def _lent(self, turn: int) -> int:
@@ -244,7 +244,7 @@ class Materialiser:
                 )
 
     def _require_untouched(self) -> None:
-        for name, parameter, version in self._let_go:
+        for name, parameter, version in self._done:
             value = parameter.data.as_strided((), ())
             if parameter._version != version or (value.is_floating_point() and not value.float().isnan()):
                 raise UserError(

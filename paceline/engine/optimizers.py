@@ -196,7 +196,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _watching(optimizer: Optimizer, step: FrameType) -> list[Watcher]:
-    """Whose parameters an optimizer holds, but for those that are in a step already, of which this one is a part.
+    """The watchers of an optimizer's parameters, but for those that are in a step already, of which this one is a part.
 
     Args:
         optimizer: Is about to step, or has stepped.

@@ -86,14 +86,14 @@ def test_kept_gradients_stay_and_others_take_their_place(ranks: RankPool, name: 
 def ordinary(strategy: Strategy) -> int:
     """How often memory that a loop kept is moved, where it keeps none."""
     moved = []
-    forget = HandedOut.let_go
+    forget = HandedOut.release
 
     def watched(self: HandedOut, name: str) -> None:
         before = name in self._memory
         forget(self, name)
         moved.append(before and name not in self._memory)
 
-    HandedOut.let_go = watched  # type: ignore[method-assign]
+    HandedOut.release = watched  # type: ignore[method-assign]
     try:
         world = pl.init()
         model = pl.parallelize(build().float(), strategy)
@@ -108,7 +108,7 @@ def ordinary(strategy: Strategy) -> int:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         pl.release(model)
     finally:
-        HandedOut.let_go = forget  # type: ignore[method-assign]
+        HandedOut.release = forget  # type: ignore[method-assign]
     assert moved
     return sum(moved)
 

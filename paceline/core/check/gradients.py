@@ -98,7 +98,7 @@ class Gradients:
                 )
             result = op.writes[-1] if op.writes else wanted
             # In place, the rank's own part of the whole is what holds the result.
-            if result not in (wanted, op.reads[0] if scatters and not facts.buffers.beside else wanted):
+            if result not in (wanted, op.reads[0] if scatters and not facts.buffers.has_reduced else wanted):
                 message = f"{words(op)} leaves its result in {in_words(result)}, not {in_words(wanted)}"
                 return self._state.add(rank, op, message, "gradients")
             if result in op.reads[1:]:
