@@ -145,6 +145,17 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     assert status == 2 and "nowhere is no run's folder and no checkpoint of one" in err
 
 
+def test_workers_go_on_in_a_folder_that_the_run_was_given(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr("paceline.launch.workers.launch", lambda _, workers, threads: started.append(workers) or 0)
+    for resume in (str(done), "auto"):
+        flags = ("--folder", str(done), "--steps", "4", "--workers", "2", "--resume", resume)
+        assert called(tmp_path, "train", *flags) == (0, "", "")
+    assert started == [2, 2], "the folder is the run's own"
+
+
 def test_text_that_has_changed_is_refused(ranks: RankPool, text: Path, nano: list[str], tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for path in text.iterdir():
