@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.folder import checkpoints_in, is_complete
+from paceline.checkpoint.folder import checkpoints_in, read_manifest
 from paceline.core.errors import UserError
 from paceline.train.config import AUTO, TrainConfig
 from paceline.train.run_folder import CHECKPOINTS, CONFIG, LATEST, RUNS, run_of
@@ -55,16 +55,20 @@ def find_resume(config: TrainConfig) -> Resume | None:
         run = Path(config.folder).expanduser() if config.folder is not None else Path(RUNS, LATEST)
         if not (run / CONFIG).is_file() or not (found := _checkpoints(run / CHECKPOINTS)):
             return None
-        step = int(found[0].name.removeprefix("step-"))
-        if config.folder is None and (step >= config.steps or _changed(run, config)):
+        step = _step(found[0])
+        if config.folder is None and (step >= config.steps or _changed(_begun(run, config), config)):
             return None
         chosen = run / CHECKPOINTS
     else:
         run, path = run_of(config.resume), Path(config.resume).expanduser()
-        chosen = path if is_complete(path) else run / CHECKPOINTS
-        found = checkpoints_in(chosen)
-        step = int(found[0].name.removeprefix("step-"))
-    if changed := _changed(run, config):
+        chosen = run / CHECKPOINTS if path.resolve() == run.resolve() else path
+        step = _step(checkpoints_in(chosen)[0])
+    begun = _begun(run, config)
+    if config.folder not in (None, begun.folder) and Path(config.folder).expanduser().resolve() != run.resolve():
+        raise UserError(
+            f"folder: a run goes on in its own folder, {run}, and not in {config.folder}: leave --folder out"
+        )
+    if changed := _changed(begun, config):
         raise UserError(
             f"resume: {run} was begun with other settings, which decide what is trained on what:\n"
             + "\n".join(f"  {name}: {before}, now {now}" for name, before, now in changed)
@@ -83,11 +87,21 @@ def _checkpoints(path: Path) -> list[Path]:
         return []
 
 
-def _changed(run: Path, config: TrainConfig) -> list[tuple[str, Any, Any]]:
-    """Settings that differ from the run's and may not: (name, the run's, now)."""
+def _step(path: Path) -> int:
+    """By its name; of a checkpoint that was given another, by what is in it."""
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else read_manifest(path).step
+
+
+def _begun(run: Path, config: TrainConfig) -> TrainConfig:
+    """The run's own settings."""
     path = str(run / CONFIG)
     node = read_yaml(path)
-    begun = config if node is None else overlay(replace(TrainConfig(), workers=config.workers), node, path)
+    return config if node is None else overlay(replace(TrainConfig(), workers=config.workers), node, path)
+
+
+def _changed(begun: TrainConfig, config: TrainConfig) -> list[tuple[str, Any, Any]]:
+    """Settings that differ from the run's and may not: (name, the run's, now)."""
     before, now = _flat(begun.to_dict()), _flat(config.to_dict())
     return [
         (name, value, now.get(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -130,6 +131,7 @@ REFUSED = {
     "another model": (("--steps", "4", "--model.width", "32"), "model.width: 64, now 32"),
     "other samples": (("--steps", "4", "--seed", "1"), "seed: 0, now 1"),
     "another batch": (("--steps", "4", "--batch", "4"), "batch: 8, now 4"),
+    "another folder": (("--steps", "4", "--folder", "elsewhere"), "goes on in its own folder"),
 }
 
 
@@ -143,6 +145,19 @@ def test_what_cannot_go_on_is_said_with_what_differs(done: Path, tmp_path: Path,
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     status, _, err = called(tmp_path, "train", "--resume", "nowhere")
     assert status == 2 and "nowhere is no run's folder and no checkpoint of one" in err
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step-00000001", "model.safetensors"])
+def test_what_is_no_checkpoint_of_a_run_is_said(done: Path, tmp_path: Path, name: str) -> None:
+    status, _, err = called(tmp_path, "train", "--resume", str(done / name), "--steps", "4")
+    assert status == 2 and f"{done / name} is not there" in err, "and the latest is not taken in its place"
+
+
+def test_a_checkpoint_may_have_another_name(done: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(done, tmp_path / "run")
+    (run / "checkpoints" / "step-00000002").rename(run / "best")
+    status, out, err = called(tmp_path, "train", "--resume", "run/best", "--steps", "3")
+    assert (status, err) == (0, "") and "going on after step 2" in out
 
 
 def test_workers_go_on_in_a_folder_that_the_run_was_given(
