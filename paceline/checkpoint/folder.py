@@ -87,7 +87,7 @@ def checkpoints_in(path: Path) -> list[Path]:
         return [path]
     found = _steps(path)
     if not found:
-        what = "holds no complete checkpoint" if path.is_dir() else "is not there"
+        what = "holds no complete checkpoint named step-<number>" if path.is_dir() else "is not there"
         raise UserError(f"{path} {what}: name a checkpoint that pl.save wrote, or a folder of them")
     return [folder for _, folder in sorted(found, reverse=True)]
 

@@ -65,7 +65,7 @@ def load(
     differently; random numbers go on only with as many ranks.
 
     Args:
-        path: A checkpoint, or a folder of them: then the latest that is complete and undamaged.
+        path: A checkpoint, or a folder of those named `step-<number>`: then the latest that is complete and undamaged.
         model: Parallel, of the same parameters.
         optimizer: Those that were saved, with the same groups of parameters; left out, weights alone are loaded.
             Their settings, such as lr, become those that were saved.

@@ -196,5 +196,5 @@ def _kind(stored: Stored) -> str:
 
 
 def _canonical(value: Any) -> bytes:
-    """The same bytes for the same values, so that a checksum can be made again from what was read."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    """The same bytes for what was read as for what was written, in its order, so that a checksum can be made again."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.manifest import ITEM_BYTES
 from paceline.core.errors import UserError
 
 _TAG = "$"
@@ -28,7 +29,7 @@ def encode(value: Any, put: Callable[[Tensor], str], where: str) -> Any:
         where: What the value is, for messages, such as "extra".
 
     Raises:
-        UserError: There is something else in it; says where.
+        UserError: There is something else in it, or a tensor without elements of its own; says where.
     """
     match value:
         case None | bool() | str():
@@ -41,6 +42,8 @@ def encode(value: Any, put: Callable[[Tensor], str], where: str) -> Any:
             return float(value) if math.isfinite(value) else {"$float": str(float(value))}
         case bytes():
             return {"$bytes": base64.b85encode(value).decode()}
+        case Tensor() if (lack := _lack(value)) is not None:
+            raise UserError(f"{where} is a tensor {lack}, which a checkpoint cannot hold: give a dense one with values")
         case Tensor() if not value.dim():
             return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(value.item(), put, where)]}
         case Tensor():
@@ -62,6 +65,15 @@ def encode(value: Any, put: Callable[[Tensor], str], where: str) -> Any:
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold without code that would run when it is "
         "loaded: give numbers, text, lists, dictionaries and tensors, such as what its state_dict() returns"
     )
+
+
+def _lack(tensor: Tensor) -> str | None:
+    """Why a tensor's elements cannot be written one after another; None where they can."""
+    if tensor.is_meta:
+        return "on the device meta"
+    if tensor.layout is not torch.strided:
+        return f"of layout {tensor.layout}"
+    return None if str(tensor.dtype).removeprefix("torch.") in ITEM_BYTES else f"of {tensor.dtype}"
 
 
 def decode(value: Any, get: Callable[[str], Tensor]) -> Any:

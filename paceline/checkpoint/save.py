@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import platform
 import threading
 import warnings
@@ -134,7 +135,7 @@ def save(
         path: Its folder, which all ranks share and which must be new; such as `checkpoints/step-00000100`.
         model: Parallel.
         optimizer: One or several that hold its parameters.
-        step: How many steps were done, for `load` to return.
+        step: How many steps were done, for `load` to return: the same on every rank.
         scheduler: One or several, a `GradScaler` among them or whatever else all ranks have alike; rank 0's is saved.
         loader: What has a `state_dict` of this rank's place in the data.
         extra: Numbers, text, lists, dictionaries and tensors; rank 0's is saved.
@@ -146,6 +147,7 @@ def save(
 
     Raises:
         UserError: The folder is not new or cannot be written to, or something cannot be saved; the same on every rank.
+        CommunicationError: Ranks gave different paths or steps.
         EngineError: A step is under way.
 
     Example:
@@ -162,6 +164,7 @@ def save(
     refused: Exception | None = None
     try:
         engine.require_between_steps("pl.save")
+        step = _whole(step)
         ranges = Ranges(engine)
         states = OptimizerStates(ranges, engine.program.parameters.all, as_sequence(optimizer))
         _add_values(part, engine, states, as_sequence(scheduler), loader, extra)
@@ -169,7 +172,7 @@ def save(
             make_folder(path)
     except Exception as error:
         refused = error
-    _raise_first(refused, f"pl.save to {path}", "")
+    _raise_first(refused, f"pl.save of step {step} to {path}", "")
     engine.settle()
     _add_tensors(part, engine, ranges, states)
     saving = Saving(path, step)
@@ -189,6 +192,21 @@ def versions() -> dict[str, str]:
     from paceline import __version__
 
     return {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def _whole(step: Any) -> int:
+    """A number of steps, as `load` reads it.
+
+    Raises:
+        UserError: It is none.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**63:
+        raise UserError(f"step: expected how many steps were done, a whole number from 0 up, got {step!r}")
+    return number
 
 
 def _finish_earlier(world: World) -> None:

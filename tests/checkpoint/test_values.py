@@ -1,0 +1,55 @@
+"""Values beside the model come back as they were given, or are refused before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+
+
+def parallel() -> nn.Module:
+    return pl.parallelize(nn.Linear(2, 2))
+
+
+def test_dictionaries_keep_their_order(tmp_path: Path) -> None:
+    model, given = parallel(), {"b": 1, "a": {"z": 2, "y": 3}, 3: 4}
+    pl.save(tmp_path / "at 0", model, step=0, extra=given)
+    assert repr(pl.load(tmp_path / "at 0", model).extra) == repr(given)
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta"), torch.ones(2).cdouble()])
+def test_tensors_that_cannot_be_written_are_named(tmp_path: Path, tensor: torch.Tensor) -> None:
+    with pytest.raises(pl.UserError, match=r"extra\['here'\] is a tensor o.*(meta|sparse|complex128)"):
+        pl.save(tmp_path / "at 0", parallel(), step=0, extra={"here": tensor})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, torch.tensor(2.0), None, 2**64])
+def test_a_step_that_could_not_be_read_again_is_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(pl.UserError, match="a whole number from 0 up, got"):
+        pl.save(tmp_path / "at 0", parallel(), step=step)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3)])
+def test_a_step_may_be_any_whole_number(tmp_path: Path, step: Any) -> None:
+    model = parallel()
+    pl.save(tmp_path / "at 3", model, step=step)
+    assert pl.load(tmp_path / "at 3", model).step == 3
+
+
+def of_other_steps(folder: Path) -> str:
+    with pytest.raises(pl.CommunicationError) as caught:
+        pl.save(folder / "x", parallel(), step=pl.init().rank)
+    return str(caught.value)
+
+
+def test_ranks_that_count_otherwise_are_told(ranks, tmp_path: Path) -> None:
+    for message in ranks(2, of_other_steps, tmp_path):
+        assert "pl.save of step 0" in message and "pl.save of step 1" in message
