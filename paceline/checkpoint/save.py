@@ -224,7 +224,7 @@ def _finish_earlier(world: World) -> None:
 
 def _raise_first(error: Exception | None, label: str, what: str) -> None:
     """Raises on every rank what went wrong on any. A collective call."""
-    found = all_gather_json(None if error is None else str(error), label)
+    found = all_gather_json(None if error is None else _told(error), label)
     if not any(found):
         return
     if error is not None and not what:
@@ -232,6 +232,11 @@ def _raise_first(error: Exception | None, label: str, what: str) -> None:
     rank = next(rank for rank, message in enumerate(found) if message)
     who = "" if len(found) == 1 or found[rank].startswith("rank ") else f"rank {rank}: "
     raise UserError(f"{what}: {who}{found[rank]}".removeprefix(": ")) from error
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, never empty: many errors say no more than what they are."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _add_values(

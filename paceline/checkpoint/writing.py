@@ -67,7 +67,7 @@ def write_part(folder: Path, part: OwnPart) -> None:
     except Exception as error:
         # A disk that is full may have no room for that either.
         with contextlib.suppress(OSError):
-            _write(_failed(folder, part.rank), getattr(error, "strerror", None) or str(error))
+            _write(_failed(folder, part.rank), getattr(error, "strerror", None) or str(error) or repr(error))
         raise
 
 

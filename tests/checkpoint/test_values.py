@@ -53,3 +53,37 @@ def of_other_steps(folder: Path) -> str:
 def test_ranks_that_count_otherwise_are_told(ranks, tmp_path: Path) -> None:
     for message in ranks(2, of_other_steps, tmp_path):
         assert "pl.save of step 0" in message and "pl.save of step 1" in message
+
+
+class Silent:
+    """Fails on the last rank, and says nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if pl.init().rank == pl.init().world_size - 1:
+            raise NotImplementedError
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Never called."""
+
+
+def of_a_silent_loader(folder: Path) -> str:
+    with pytest.raises((NotImplementedError, pl.UserError)) as caught:
+        pl.save(folder / "x", parallel(), step=1, loader=Silent())
+    return repr(caught.value)
+
+
+def test_an_error_without_words_is_one(ranks, tmp_path: Path) -> None:
+    first, last = ranks(2, of_a_silent_loader, tmp_path)
+    assert "rank 1: NotImplementedError" in first and last == "NotImplementedError()"
+    assert not (tmp_path / "x" / "manifest.json").exists()
+
+
+def test_memory_that_runs_out_while_writing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("paceline.checkpoint.writing.write_rank_file", fail)
+    saving = pl.save(tmp_path / "x", parallel(), step=1, background=True)
+    with pytest.raises(pl.UserError, match="x was not saved: MemoryError"):
+        saving.wait()
