@@ -21,7 +21,7 @@ from paceline.checkpoint.plain import decode
 from paceline.checkpoint.random_states import set_random_states
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.rank_file import DamagedError, Reader
-from paceline.checkpoint.save import Stateful, as_sequence
+from paceline.checkpoint.save import Stateful, as_sequence, finish_earlier
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
 from paceline.engine.api import engine_of
@@ -86,8 +86,10 @@ def load(
     engine = engine_of(model)
     engine.require_between_steps("pl.load")
     optimizers, schedulers = as_sequence(optimizer), as_sequence(scheduler)
+    # A checkpoint that is being written in the background may be the one that is meant.
+    finish_earlier(engine.world)
     # What a folder holds may change meanwhile: rank 0's list is everybody's.
-    found, error = _attempt(lambda: checkpoints_in(Path(path)), engine.world.rank == 0)
+    found, error = _attempt(lambda: checkpoints_in(Path(path).expanduser()), engine.world.rank == 0)
     folders = [Path(name) for name in _agree(list(map(str, found or ())), error, f"pl.load from {path}")[0]]
     for number, folder in enumerate(folders):
         try:
@@ -199,8 +201,9 @@ def _place_in_data(manifest: Manifest, engine: Engine) -> Any:
         UserError: None was saved, or other ranks' cannot be shared out.
     """
     states = [rank["loader"] for rank in manifest.ranks]
-    if all(state is None for state in states):
-        raise UserError("the checkpoint was saved without a loader: leave it out, and skip what was seen")
+    if lacking := [rank for rank, state in enumerate(states) if state is None]:
+        where = "" if len(lacking) == len(states) else f" on rank {lacking[0]}"
+        raise UserError(f"the checkpoint was saved without a loader{where}: leave it out, and skip what was seen")
     if manifest.world_size == engine.world.world_size:
         return states[engine.world.rank]
     if any(state != states[0] for state in states):

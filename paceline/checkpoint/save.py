@@ -140,7 +140,7 @@ def save(
         loader: What has a `state_dict` of this rank's place in the data.
         extra: Numbers, text, lists, dictionaries and tensors; rank 0's is saved.
         background: Whether to return when all is copied in memory, and write beside training. One save is under way at
-            a time: the next waits for it, and warns if it failed.
+            a time: the next waits for it, as `load` does, and warns if it failed.
 
     Returns:
         The checkpoint's path, and in the background how far it is.
@@ -158,9 +158,9 @@ def save(
         100
     """
     global _in_flight
-    engine, path = engine_of(model), Path(path)
+    engine, path = engine_of(model), Path(path).expanduser()
     world, part = engine.world, OwnPart(engine.world.rank)
-    _finish_earlier(world)
+    finish_earlier(world)
     refused: Exception | None = None
     try:
         engine.require_between_steps("pl.save")
@@ -209,8 +209,8 @@ def _whole(step: Any) -> int:
     return number
 
 
-def _finish_earlier(world: World) -> None:
-    """Waits for the save that is under way. A collective call."""
+def finish_earlier(world: World) -> None:
+    """Waits for the save that is under way, and warns if it failed. A collective call."""
     global _in_flight
     earlier, _in_flight = _in_flight, None
     if earlier is not None and earlier[0] is world:

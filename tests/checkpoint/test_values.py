@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.checkpoint import folder, writing
 
 
 def parallel() -> nn.Module:
@@ -44,9 +46,9 @@ def test_a_step_may_be_any_whole_number(tmp_path: Path, step: Any) -> None:
     assert pl.load(tmp_path / "at 3", model).step == 3
 
 
-def of_other_steps(folder: Path) -> str:
+def of_other_steps(path: Path) -> str:
     with pytest.raises(pl.CommunicationError) as caught:
-        pl.save(folder / "x", parallel(), step=pl.init().rank)
+        pl.save(path / "x", parallel(), step=pl.init().rank)
     return str(caught.value)
 
 
@@ -67,9 +69,9 @@ class Silent:
         """Never called."""
 
 
-def of_a_silent_loader(folder: Path) -> str:
+def of_a_silent_loader(path: Path) -> str:
     with pytest.raises((NotImplementedError, pl.UserError)) as caught:
-        pl.save(folder / "x", parallel(), step=1, loader=Silent())
+        pl.save(path / "x", parallel(), step=1, loader=Silent())
     return repr(caught.value)
 
 
@@ -87,3 +89,56 @@ def test_memory_that_runs_out_while_writing_is_told(tmp_path: Path, monkeypatch:
     saving = pl.save(tmp_path / "x", parallel(), step=1, background=True)
     with pytest.raises(pl.UserError, match="x was not saved: MemoryError"):
         saving.wait()
+
+
+def gone_back(path: Path) -> int:
+    model = parallel()
+    pl.save(path / "step-00000001", model, step=1)
+    if pl.init().rank == 0:
+        # Takes its time, as a large one does.
+        writing.complete, real = _later, writing.complete
+    try:
+        pl.save(path / "step-00000002", model, step=2, background=True)
+        return pl.load(path, model).step
+    finally:
+        if pl.init().rank == 0:
+            writing.complete = real
+
+
+def _later(path: Path, manifest: Any) -> None:
+    time.sleep(0.3)
+    folder.complete(path, manifest)
+
+
+def test_load_waits_for_what_is_being_saved(ranks, tmp_path: Path) -> None:
+    assert ranks(2, gone_back, tmp_path) == [2, 2]
+
+
+def test_a_home_folder_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = parallel()
+    assert pl.save("~/x", model, step=1).path == tmp_path / "x"
+    assert pl.load("~/x", model).step == 1
+
+
+class Place:
+    """A loader's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == self.state_dict()
+
+
+def with_one_loader(path: Path) -> str:
+    model = parallel()
+    pl.save(path / "x", model, step=1, loader=Place() if pl.init().rank == 0 else None)
+    with pytest.raises(pl.UserError) as caught:
+        pl.load(path / "x", model, loader=Place())
+    return str(caught.value)
+
+
+def test_a_loader_that_one_rank_had_is_said(ranks, tmp_path: Path) -> None:
+    for message in ranks(2, with_one_loader, tmp_path):
+        assert "saved without a loader on rank 1" in message
