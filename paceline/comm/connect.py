@@ -17,7 +17,7 @@ from paceline.comm.cpu import tcp_connect, unix_sockets
 from paceline.comm.cpu.codecs import Wire
 from paceline.comm.cpu.signals import MOST_RANKS
 from paceline.comm.cpu.transport import CpuTransport
-from paceline.comm.nccl import NcclTransport
+from paceline.comm.nccl import NcclTransport, last_words
 from paceline.comm.streams import CommStream, CudaClock, CudaStream, HostClock, ThreadStream
 from paceline.comm.transport import Transport
 from paceline.comm.world import World
@@ -25,7 +25,11 @@ from paceline.core.errors import UserError
 
 
 def open_transport(
-    world: World, groups: Sequence[Sequence[int]] | None = None, kind: str | None = None, wire: Wire = "full"
+    world: World,
+    groups: Sequence[Sequence[int]] | None = None,
+    kind: str | None = None,
+    wire: Wire = "full",
+    rare: bool = False,
 ) -> Transport:
     """A transport between the ranks of a group, the fastest that their hosts and devices allow. A collective call.
 
@@ -36,6 +40,8 @@ def open_transport(
         kind: "auto": shared memory inside a host, sockets between hosts; "tcp": sockets between all ranks. By default
             what PACELINE_TRANSPORT says, else "auto".
         wire: What fp32 elements are sent as between hosts where they are summed.
+        rare: Whether little is sent, which between GPUs needs no communicator of its own: each takes memory, and the
+            job has one already.
 
     Raises:
         UserError: There is no such kind of transport, or GPUs are asked to send fewer bytes.
@@ -45,6 +51,8 @@ def open_transport(
     if world.backend == "nccl":
         if wire != "full":
             raise UserError("strategy.wire: NCCL sends gradients as they are; leave wire at full")
+        if rare and len(groups) == 1:
+            return NcclTransport(_group_of_all(), world.device, owns=False)
         return NcclTransport(_open_groups(groups, mine, "nccl", timedelta(seconds=world.timeout)), world.device)
     kind = kind or os.environ.get("PACELINE_TRANSPORT", "auto")
     if kind not in ("auto", "tcp"):
@@ -98,8 +106,20 @@ def _open_groups(
     groups: Sequence[Sequence[int]], mine: Sequence[int], backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
     """Torch's process group of `mine`; every rank takes part in opening each."""
-    opened = [dist.new_group(list(group), timeout=timeout, backend=backend) for group in groups]
+    try:
+        opened = [dist.new_group(list(group), timeout=timeout, backend=backend) for group in groups]
+    except dist.DistBackendError as error:
+        raise UserError(
+            f"NCCL could not connect ranks {', '.join(map(str, mine))}: {last_words(error)}. Each rank needs a GPU of "
+            "its own; with NCCL_DEBUG=INFO in the environment NCCL says more"
+        ) from error
     found: dist.ProcessGroup = opened[groups.index(mine)]
+    return found
+
+
+def _group_of_all() -> dist.ProcessGroup:
+    """The group that the job was joined with, whose communicator is there in any case."""
+    found: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
     return found
 
 

@@ -1,34 +1,11 @@
-"""What the environment of a launcher says: this process's rank, its device, and where ranks meet."""
+"""What the environment of a launcher says: this process's rank, and where ranks meet."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-import torch
-
 from paceline.core.errors import UserError
-
-
-def choose_device(wanted: str | None, local_rank: int, local_world_size: int) -> torch.device:
-    """The device of a rank: "cpu", "cuda", or by default a GPU where the host has one for each of its ranks.
-
-    Raises:
-        UserError: There is no such device.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted is None:
-        wanted = "cuda" if count >= local_world_size else "cpu"
-    if wanted == "cpu":
-        return torch.device("cpu")
-    if wanted != "cuda":
-        raise UserError(f"device: expected cpu or cuda, got {wanted!r}")
-    if local_rank >= count:
-        raise UserError(
-            f"device: local rank {local_rank} needs a GPU of its own, but this host shows {count}; start at most "
-            f"{count} ranks on it or use the CPU"
-        )
-    return torch.device("cuda", local_rank)
 
 
 def read_environment(env: Mapping[str, str]) -> tuple[int, int, int, int, str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from paceline.comm.transport import Transport
 from paceline.core.collectives.algorithms import traffic
@@ -16,6 +19,24 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def is_of_nccl(error: BaseException) -> bool:
+    """Whether an error is NCCL's, and not about how ranks meet."""
+    return isinstance(error, dist.DistBackendError) or "NCCL" in str(error)
+
+
+def last_words(error: BaseException) -> str:
+    """What NCCL itself said last, such as that two ranks have the same GPU: torch puts where it was before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "Last error:" in lines[:-1]:
+        return lines[lines.index("Last error:") + 1].rstrip(".")
+    return " ".join(lines[:2]).rstrip(".") or type(error).__name__
+
+
+def abort_process_group() -> None:
+    """Ends all process groups of this rank, whatever others do. Nothing that is under way has a result."""
+    distributed_c10d._abort_process_group()
+
+
 class NcclTransport:
     """Calls the vendor's collectives on the current CUDA stream.
 
@@ -23,10 +44,16 @@ class NcclTransport:
     is also its choice.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Uses `group`, which spans every rank and serves this transport alone."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, owns: bool = True) -> None:
+        """Uses a process group between this rank and others.
+
+        Args:
+            group: Serves this transport alone, or transports whose collectives all ranks call in one order.
+            device: This rank's GPU.
+            owns: Whether the group ends with this transport.
+        """
         self.name = "nccl"
-        self._group = group
+        self._group, self._owns = group, owns
         self._device = device
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
@@ -51,8 +78,7 @@ class NcclTransport:
         """Enqueues one collective on the current stream; see `Transport.run`."""
         # Which algorithm is NCCL's to choose.
         collective = collective.partition("/")[0]
-        mean = scale == 1 / self._world_size != 1.0
-        operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        operation, factor = self._operation(scale)
         size = buffer.numel() // self._world_size
         own = buffer[self._rank * size : (self._rank + 1) * size]
         if collective == "all_gather":
@@ -61,24 +87,32 @@ class NcclTransport:
             same = shard is not None and shard.dtype == buffer.dtype
             out = shard if shard is not None and same else own
             _reduce_scatter(out, buffer, operation, group=self._group)
-            if scale != 1.0 and not mean:
-                out.mul_(scale)
+            if factor != 1.0:
+                out.mul_(factor)
             if shard is not None and not same:
                 shard.copy_(out)
         elif collective == "all_reduce":
             dist.all_reduce(buffer, operation, group=self._group)
-            if scale != 1.0 and not mean:
-                buffer.mul_(scale)
+            if factor != 1.0:
+                buffer.mul_(factor)
         elif collective == "reduce":
-            dist.reduce(buffer, group_dst=0, group=self._group)
-            if scale != 1.0 and self._rank == 0:
-                buffer.mul_(scale)
+            dist.reduce(buffer, op=operation, group_dst=0, group=self._group)
+            if factor != 1.0 and self._rank == 0:
+                buffer.mul_(factor)
         elif collective == "broadcast":
             dist.broadcast(buffer, group_src=0, group=self._group)
         else:
             raise ValueError(f"{collective} of {label}: not a collective that NCCL is asked for")
         sent, received = traffic(collective, self._rank, self._world_size, buffer.numel())
         return Traffic(sent * buffer.itemsize, received * buffer.itemsize)
+
+    def _operation(self, scale: float) -> tuple[Any, float]:
+        """How to sum, and what to multiply the sum by. Each rank's part is scaled before: in fp16 sums overflow."""
+        if scale == 1.0:
+            return dist.ReduceOp.SUM, 1.0
+        if scale == 1 / self._world_size:
+            return dist.ReduceOp.AVG, 1.0
+        return dist._make_nccl_premul_sum(scale), 1.0  # type: ignore[attr-defined]
 
     def inherit(self, other: Transport) -> None:
         """See `Transport.inherit`: buffers belong to this process alone."""
@@ -87,6 +121,6 @@ class NcclTransport:
         """Not possible: a wait for a peer ends with the group's time limit."""
 
     def close(self) -> None:
-        """Ends the process group."""
-        if dist.is_initialized():
+        """Ends the process group, if it is this transport's. Between GPUs a collective call."""
+        if self._owns and dist.is_initialized():
             dist.destroy_process_group(self._group)

@@ -52,6 +52,10 @@ class CommStream(Protocol):
         """Ends the stream; returns whether it has ended."""
         ...
 
+    def let_go(self) -> None:
+        """Nobody uses the stream any more; returns at once."""
+        ...
+
 
 _Item = tuple[Callable[[], Traffic], Pending, Sequence[Pending]]
 
@@ -129,6 +133,11 @@ class ThreadStream:
         self._thread.join(_CLOSING_SECONDS)
         return not self._thread.is_alive()
 
+    def let_go(self) -> None:
+        """Lets the thread finish what was submitted, then end."""
+        self._closed = True
+        self._queue.put(None)
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             self._carry_out(*item)
@@ -162,7 +171,9 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         """Creates a CUDA stream of high priority on `device`, so that collectives are not queued behind kernels."""
+        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
+        _gpu_streams.add(self)
 
     def submit(self, work: Callable[[], Traffic], label: str, behind: Sequence[Pending] = ()) -> Pending:
         """Enqueues `work` behind everything on the current stream."""
@@ -184,6 +195,35 @@ class CudaStream:
         """Waits until the GPU has finished what was submitted."""
         self._stream.synchronize()
         return True
+
+    def let_go(self) -> None:
+        """What was submitted is of no more use: the GPU, not the host, ends it before what is computed next.
+
+        So memory that it uses may be given to somebody else.
+        """
+        for other in (torch.cuda.current_stream(self._device), torch.cuda.default_stream(self._device)):
+            other.wait_stream(self._stream)
+
+    def is_idle(self) -> bool:
+        """Whether the GPU has finished what was submitted, and what it has failed at counts as that."""
+        try:
+            return self._stream.query()
+        except RuntimeError:
+            return True
+
+
+_gpu_streams: weakref.WeakSet[CudaStream] = weakref.WeakSet()
+_LOOK_SECONDS = 0.01
+
+
+def let_end(seconds: float) -> bool:
+    """Lets this process's GPU end what was submitted to any stream, for so long at most; whether it has ended."""
+    deadline = time.monotonic() + seconds
+    while not all(stream.is_idle() for stream in list(_gpu_streams)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
 
 
 def _record() -> torch.cuda.Event:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +20,12 @@ import torch.distributed as dist
 # Its functions' defaults hold the process group of the time it is imported, which torch's optimizers do late. A group
 # that is held is not ended with the job, and its threads may then abort the interpreter's exit.
 import torch.distributed.nn.functional
+from torch.distributed.rendezvous import rendezvous
 
-from paceline.comm.environment import choose_device, read_environment
+from paceline.comm.devices import choose, index_of, look, tell_all
+from paceline.comm.environment import read_environment
+from paceline.comm.nccl import abort_process_group, is_of_nccl, last_words
+from paceline.comm.streams import let_end
 from paceline.core.errors import UserError
 
 
@@ -55,6 +65,10 @@ class World:
 _world: World | None = None
 _FILE = "file://"
 _LETTING_GO_SECONDS = 0.005
+_ENDING_SECONDS = 10.0
+_joined: Counter[tuple[str | None, ...]] = Counter()
+"""How often this process has joined a job, by where its ranks meet."""
+_failed = False
 
 
 def init(device: str | None = None, timeout: float = 600.0) -> World:
@@ -64,7 +78,8 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     MASTER_PORT) and Slurm's. Calling it again returns the same world.
 
     Args:
-        device: "cpu" or "cuda"; by default a GPU for each local rank where the host has enough, else the CPU.
+        device: "cpu" or "cuda", the same on every rank; by default a GPU for each rank where all have one of their
+            own, else the CPU. A process that is shown one GPU alone takes that.
         timeout: Seconds after which a silent peer is given up.
 
     Returns:
@@ -82,37 +97,71 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     if _world is not None:
         return _world
     rank, world_size, local_rank, local_world_size, method = read_environment(os.environ)
-    chosen = choose_device(device, local_rank, local_world_size)
+    sight, store = look(device, local_rank), None
+    if world_size > 1:
+        with _joining(rank, world_size, method):
+            store = _open_store(rank, world_size, method, timedelta(seconds=timeout))
+            sights = tell_all(sight, _prefixed("devices", store), rank, world_size)
+    else:
+        sights = [sight]
+    kind, idle = choose(sights)
+    if idle and rank == 0:
+        warnings.warn(idle, stacklevel=2)
+    chosen = torch.device("cuda", index_of(local_rank, sight.gpus)) if kind == "cuda" else torch.device("cpu")
     world = World(rank, world_size, local_rank, local_world_size, chosen, timeout)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    if world_size > 1:
-        store = None
-        if method.startswith(_FILE):
-            # All ranks are on this host; its name need not resolve.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            # Opened here, as torch would take the path for an address, which ends at a question mark.
-            store = dist.FileStore(method.removeprefix(_FILE), world_size)  # type: ignore[attr-defined]
-            store.set_timeout(timedelta(seconds=timeout))
-        try:
+    if store is not None:
+        with _joining(rank, world_size, method):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo",
-                init_method=method if store is None else None,
-                store=store,
+                store=_prefixed("default_pg", store),
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
                 device_id=world.device if world.backend == "nccl" else None,
             )
-        except dist.DistError as error:
-            raise UserError(
-                f"rank {rank} could not join the job at {method}: {str(error).splitlines()[0]}. If the port is in "
-                "use by another job, set MASTER_PORT to a free one on every rank (torchrun: --master-port); if ranks "
-                f"are missing, see that all {world_size} were started and reach that address"
-            ) from error
-    atexit.register(shutdown)
+    atexit.register(_leave_at_exit)
     _world = world
     return world
+
+
+def _open_store(rank: int, world_size: int, method: str, timeout: timedelta) -> Any:
+    """Where the ranks of a job meet, with keys of its own for each time that this process joins one."""
+    store: Any
+    if method.startswith(_FILE):
+        # All ranks are on this host; its name need not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Opened here, as torch would take the path for an address, which ends at a question mark.
+        store = dist.FileStore(method.removeprefix(_FILE), world_size)  # type: ignore[attr-defined]
+    else:
+        store, _, _ = next(rendezvous(method, rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    place = (method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    _joined[place] += 1
+    return _prefixed(f"paceline {_joined[place]}", store)
+
+
+def _prefixed(prefix: str, store: Any) -> Any:
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _joining(rank: int, world_size: int, method: str) -> Iterator[None]:
+    """Says what to do where ranks cannot be joined."""
+    try:
+        yield
+    except dist.DistError as error:
+        if is_of_nccl(error):
+            raise UserError(
+                f"rank {rank} could not join the other {world_size - 1} by NCCL: {last_words(error)}. Each rank needs "
+                "a GPU of its own; with NCCL_DEBUG=INFO in the environment NCCL says more"
+            ) from error
+        raise UserError(
+            f"rank {rank} could not join the job at {method}: {str(error).splitlines()[0]}. If the port is in "
+            "use by another job, set MASTER_PORT to a free one on every rank (torchrun: --master-port); if ranks "
+            f"are missing, see that all {world_size} were started and reach that address"
+        ) from error
 
 
 def current_world() -> World:
@@ -124,12 +173,40 @@ def shutdown() -> None:
     """Leaves the job; `pl.init()` may then join another. Safe to call twice.
 
     A process that ends leaves by itself. Call it where it goes on without the others, such as in a notebook or a test.
-    Models that are still parallel are of no more use: `pl.release` them first.
+    Models that are still parallel are of no more use: `pl.release` them first. On GPUs every rank calls it, and a rank
+    that leaves because of an exception does so without the others.
     """
     global _world
     if dist.is_initialized():
+        if _world is not None and _world.backend == "nccl" and (_failed or sys.exc_info()[0] is not None):
+            _abort()
+            return
         # A thread of Gloo's lets go of the last collective's tensors under the interpreter's lock. Some holders of a
         # process group, such as DDP, end it with that lock held and wait for the thread: it gets the lock before.
         time.sleep(_LETTING_GO_SECONDS)
         dist.destroy_process_group()
     _world = None
+
+
+def note_failure() -> None:
+    """On GPUs, other ranks may from now on wait for this one in vain: it leaves without asking them."""
+    global _failed
+    _failed = True
+
+
+def _leave_at_exit() -> None:
+    """As `shutdown`, but on GPUs waits for no other rank, which may have failed or be elsewhere."""
+    if _world is None or _world.backend != "nccl" or not dist.is_initialized():
+        shutdown()
+        return
+    # What the interpreter keeps of an exception that ends the program.
+    if not (_failed or getattr(sys, "last_value", None) is not None):
+        let_end(_ENDING_SECONDS)
+    _abort()
+
+
+def _abort() -> None:
+    """Leaves the job without the other ranks."""
+    global _world, _failed
+    abort_process_group()
+    _world, _failed = None, False

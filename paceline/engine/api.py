@@ -249,6 +249,10 @@ def reset(model: nn.Module) -> None:
 
     Every rank calls it. Weights are what they were before the step.
 
+    Raises:
+        EngineError: Several ranks hold a GPU each. Others have queued the update behind the failed step's reductions by
+            then, so the job is to be started again from a checkpoint.
+
     Example:
         >>> model = pl.parallelize(torch.nn.Linear(4, 2))
         >>> try:

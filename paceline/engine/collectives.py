@@ -13,8 +13,9 @@ from paceline.comm.connect import open_stream, open_transport
 from paceline.comm.control import new_generation
 from paceline.comm.streams import CommStream
 from paceline.comm.transport import CommunicationError, Transport, explain
-from paceline.comm.world import World
+from paceline.comm.world import World, note_failure
 from paceline.core.collectives.rounds import Traffic
+from paceline.core.errors import EngineError
 from paceline.core.ops import Op
 from paceline.core.placement import Placement
 from paceline.engine.advice import advised
@@ -38,6 +39,22 @@ class Collectives:
         self._groups = {stream: placement.ranks_of(group) for stream, group in placement.groups.items()}
         self._open({})
 
+    def require_reopens(self, call: str) -> None:
+        """Refuses to go on after a failure where that cannot be done.
+
+        On GPUs the hosts of other ranks are ahead: they have queued the update behind reductions that this rank never
+        joined. To abort these would let it run, on whatever is there.
+
+        Raises:
+            EngineError: These ranks are on GPUs.
+        """
+        if self._world.backend == "nccl":
+            raise EngineError(
+                f"{call}: between GPUs a step that failed on a rank cannot be taken back, as other ranks have queued "
+                "the update behind it already. Let every rank end, and start the job again from a checkpoint "
+                "(torchrun --max-restarts does)"
+            )
+
     def reopen(self) -> None:
         """Gives up what is under way and opens new connections. Buffers stay. A collective call."""
         self.close()
@@ -46,19 +63,39 @@ class Collectives:
 
     def _open(self, before: Mapping[str, Transport]) -> None:
         self.transports: dict[str, Transport] = {
-            name: open_transport(self._world, groups, wire=self._wire if name in ("reduce", "replicate") else "full")
+            name: open_transport(
+                self._world,
+                groups,
+                wire=self._wire if name in ("reduce", "replicate") else "full",
+                rare=name == "statistics",
+            )
             for name, groups in self._groups.items()
         }
         for name, transport in before.items():
             self.transports[name].inherit(transport)
         self.has_given_up = False
         self.streams: dict[str, CommStream] = {name: open_stream(self._world, name) for name in self._groups}
-        # Closes once: when asked to, or with the engine.
-        self.close = weakref.finalize(self, _close, list(self.streams.values()), list(self.transports.values()))
+        streams, transports = list(self.streams.values()), list(self.transports.values())
+        self._finalizer: weakref.finalize[..., Collectives]
+        if self._world.backend == "nccl":
+            # An engine is collected when it happens to be, on each rank at another time, and no other rank waits then.
+            self._finalizer = weakref.finalize(self, _let_go, streams)
+            self._finalizer.atexit = False
+        else:
+            self._finalizer = weakref.finalize(self, _close, streams, transports)
+
+    def close(self) -> None:
+        """Ends streams and connections; safe to call twice. Between GPUs a collective call, but after a failure."""
+        if self._finalizer.detach() is None:
+            return
+        if self._world.backend != "nccl" or not self.has_given_up:
+            _close(list(self.streams.values()), list(self.transports.values()))
 
     def give_up(self, error: BaseException, besides: str = "") -> None:
         """Wakes every rank that waits for this one in some stream but one, as it is about to raise."""
         self.has_given_up = True
+        if self._world.backend == "nccl":
+            note_failure()
         for name, transport in self.transports.items():
             if name != besides:
                 transport.abort(explain(error))
@@ -167,6 +204,11 @@ class Collectives:
             self.give_up(error)
             raise
         return traffic
+
+
+def _let_go(streams: Sequence[CommStream]) -> None:
+    for stream in streams:
+        stream.let_go()
 
 
 def _close(streams: Sequence[CommStream], transports: Sequence[Transport]) -> None:

@@ -35,8 +35,13 @@ def reset(engine: Engine) -> None:
 
     A collective call. Ranks may have failed in different places: collectives that some began and others did not end
     with their connections, and new ones are opened. Weights are what they were before the step.
+
+    Raises:
+        EngineError: Several ranks hold a GPU each, where other ranks' updates cannot be held back.
     """
     program = engine.program
+    if program.collectives is not None:
+        program.collectives.require_reopens("pl.reset")
     engine.update.abandon()
     engine.state.reset()
     engine.forward.reset()

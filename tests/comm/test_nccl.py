@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import paceline as pl
-from paceline.comm.nccl import NcclTransport
+from paceline.comm import nccl
+from paceline.comm.nccl import NcclTransport, is_of_nccl, last_words
 from paceline.core.errors import UserError
 
 SCALES = (1.0, 0.25)
-"""With two ranks neither is a mean, which NCCL is asked for by a name that Gloo does not know."""
+
+
+class OverGloo(NcclTransport):
+    """Gloo knows neither averages nor sums of scaled parts."""
+
+    def _operation(self, scale: float) -> tuple[Any, float]:
+        return dist.ReduceOp.SUM, scale
 
 
 def open_on_the_cpu() -> tuple[NcclTransport, int]:
     world = pl.init()
-    return NcclTransport(dist.new_group(backend="gloo"), world.device), world.rank
+    return OverGloo(dist.new_group(backend="gloo"), world.device), world.rank
 
 
 def of(rank: int) -> torch.Tensor:
@@ -118,3 +128,63 @@ def test_it_counts_the_bytes_of_a_ring(ranks) -> None:
     first, second = ranks(2, moved_bytes)
     assert first == [(48, 48), (24, 24), (24, 24), (48, 0), (0, 48)]
     assert second == [(48, 48), (24, 24), (24, 24), (0, 48), (48, 0)]
+
+
+# ---- what only NCCL understands
+
+
+def operations() -> list[tuple[str, float]]:
+    transport = NcclTransport(dist.new_group(backend="gloo"), pl.init().device)
+    with patch.object(dist, "_make_nccl_premul_sum", lambda factor: f"each part times {factor}", create=True):
+        found = [transport._operation(scale) for scale in (1.0, 0.5, 0.125)]
+    transport.close()
+    return [(str(operation), left) for operation, left in found]
+
+
+def test_parts_are_scaled_before_they_are_summed(ranks) -> None:
+    for found in ranks(2, operations):
+        # In fp16 the sum of what has yet to be scaled may be beyond its range.
+        assert [left for _, left in found] == [1.0, 1.0, 1.0]
+        names = [name for name, _ in found]
+        assert "SUM" in names[0] and "AVG" in names[1] and names[2] == "each part times 0.125"
+
+
+def test_torch_has_what_nccl_is_asked_for() -> None:
+    assert callable(dist._make_nccl_premul_sum)  # type: ignore[attr-defined]
+    calls = (
+        (nccl._all_gather, ("output", "input"), {"group": None}),
+        (nccl._reduce_scatter, ("output", "input", dist.ReduceOp.SUM), {"group": None}),
+        (dist.all_reduce, ("tensor", dist.ReduceOp.SUM), {"group": None}),
+        (dist.reduce, ("tensor",), {"op": dist.ReduceOp.SUM, "group_dst": 0, "group": None}),
+        (dist.broadcast, ("tensor",), {"group_src": 0, "group": None}),
+        (torch.cuda.Stream, (0,), {"priority": -1}),
+        (torch.cuda.Event, (), {"enable_timing": True}),
+        (torch.cuda.current_stream, (0,), {}),
+        (torch.cuda.default_stream, (0,), {}),
+        (torch.cuda.get_device_properties, (0,), {}),
+        (torch.accelerator.current_accelerator, (), {"check_available": True}),
+    )
+    for function, args, named in calls:
+        made = function.__new__ if inspect.isclass(function) else function
+        inspect.signature(made).bind(*((function,) if inspect.isclass(function) else ()), *args, **named)
+    for method in ("wait_stream", "wait_event", "synchronize", "query"):
+        assert callable(getattr(torch.cuda.Stream, method))
+
+
+DUPLICATE = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with \
+NCCL_DEBUG=WARN for details), NCCL version 2.27.5
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000
+Exception raised from create at /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94 (most recent call first):
+frame #0: c10::Error::Error"""
+
+
+def test_what_nccl_said_last_is_told() -> None:
+    error = dist.DistBackendError(DUPLICATE)
+    assert is_of_nccl(error)
+    assert last_words(error) == "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000"
+    assert last_words(dist.DistBackendError("NCCL error in: here\nunhandled system error")) == (
+        "NCCL error in: here unhandled system error"
+    )
+    assert not is_of_nccl(dist.DistNetworkError("The server socket has failed to listen"))

@@ -1,0 +1,128 @@
+"""Which device each rank computes on: ranks tell each other what they see, and all choose the same kind.
+
+A launcher shows each process all GPUs of its host (torchrun), of which it takes that of its local rank, or only its own
+(Slurm's `--gpus-per-task=1`, Kubernetes), which is then number 0. What tells them apart is a GPU's UUID.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from paceline.core.errors import UserError
+
+KINDS = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one rank sees of its host.
+
+    Attributes:
+        local_rank: Its number among its host's ranks.
+        wanted: The kind of device that its program asks for; None: whatever fits.
+        gpus: How many GPUs it sees.
+        uuid: Of the one that it would take; empty where there is none.
+        other: Another accelerator that torch sees, such as "mps"; empty where there is none.
+    """
+
+    local_rank: int
+    wanted: str | None
+    gpus: int
+    uuid: str
+    other: str
+
+
+def look(wanted: str | None, local_rank: int) -> Sight:
+    """What this process sees.
+
+    Raises:
+        UserError: `wanted` is no kind of device.
+    """
+    if wanted is not None and wanted not in KINDS:
+        raise UserError(f"device: expected cpu or cuda, got {wanted!r}")
+    if wanted == "cpu":
+        return Sight(local_rank, wanted, 0, "", "")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = index_of(local_rank, gpus)
+    uuid = _uuid(index) if index < gpus else ""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    other = accelerator.type if accelerator is not None and accelerator.type not in KINDS else ""
+    return Sight(local_rank, wanted, gpus, uuid, other)
+
+
+def index_of(local_rank: int, gpus: int) -> int:
+    """Which of the GPUs that it sees is a rank's: the only one, if there is but one."""
+    return 0 if gpus == 1 else local_rank
+
+
+def _uuid(index: int) -> str:
+    found = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    if found is not None:
+        return str(found)
+    return f"{socket.gethostname()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')} {index}"
+
+
+def tell_all(sight: Sight, store: Any, rank: int, world_size: int) -> list[Sight]:
+    """Every rank's sight, in rank order. A collective call, before there is a process group.
+
+    Args:
+        sight: This rank's.
+        store: Where ranks meet; nothing else uses its keys.
+        rank: Of this process.
+        world_size: Number of ranks.
+    """
+    # Rank 0 alone reads them all: a thousand ranks would ask the store a million times.
+    store.set(f"rank {rank}", json.dumps(asdict(sight)))
+    if rank == 0:
+        store.set("all", json.dumps([json.loads(store.get(f"rank {other}")) for other in range(world_size)]))
+    return [Sight(**values) for values in json.loads(store.get("all"))]
+
+
+def choose(sights: Sequence[Sight]) -> tuple[str, str]:
+    """The kind of device that all ranks compute on, from what each of them sees.
+
+    Returns:
+        "cpu" or "cuda", and what is to be said about devices that stay idle; empty where nothing is.
+
+    Raises:
+        UserError: Ranks ask for different kinds, or for GPUs that not every rank has.
+    """
+    wanted = [sight.wanted for sight in sights]
+    if len(set(wanted)) > 1:
+        other = next(rank for rank, kind in enumerate(wanted) if kind != wanted[0])
+        raise UserError(
+            f"device: rank 0 asks for {wanted[0] or 'any'} and rank {other} for {wanted[other] or 'any'}; call "
+            "pl.init with the same device on every rank"
+        )
+    if wanted[0] == "cpu":
+        return "cpu", ""
+    missing = _missing(sights)
+    if not missing:
+        return "cuda", ""
+    if wanted[0] == "cuda":
+        raise UserError(f"device: {missing}; start fewer ranks, give each a GPU of its own, or use the CPU")
+    if any(sight.gpus for sight in sights):
+        return "cpu", f"GPUs stay idle, all ranks compute on the CPU: {missing}"
+    others = sorted({sight.other for sight in sights if sight.other})
+    if others:
+        return "cpu", f"torch sees {', '.join(others)}, which paceline does not compute on: it uses the CPU"
+    return "cpu", ""
+
+
+def _missing(sights: Sequence[Sight]) -> str:
+    """Why not every rank has a GPU of its own; empty if it has."""
+    for rank, sight in enumerate(sights):
+        if not sight.uuid:
+            return f"rank {rank}, local rank {sight.local_rank}, needs a GPU of its own, but sees {sight.gpus}"
+    owners: dict[str, int] = {}
+    for rank, sight in enumerate(sights):
+        if (first := owners.setdefault(sight.uuid, rank)) != rank:
+            return f"ranks {first} and {rank} see the same GPU ({sight.uuid}) as theirs"
+    return ""

@@ -1,0 +1,119 @@
+"""Between GPUs: N ranks equal one process, and what a failure, a dropped model and an exit do there."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline.core.errors import EngineError
+from paceline.core.strategy import Strategy
+from tests.engine.as_on_gpus import as_on_gpus
+from tests.engine.models import HYBRID, STAGES, assert_all_same, loss_on, make, train
+from tests.quick import some
+
+
+def trained(strategy: Strategy) -> tuple[list[dict], int]:
+    with as_on_gpus() as calls:
+        model = pl.parallelize(make(), strategy)
+        found = train(model)
+        pl.release(model)
+    return found, len(calls.groups)
+
+
+CASES = {name: strategy for name, strategy in {**STAGES, **HYBRID}.items() if not strategy.share_parameters}
+
+
+@pytest.mark.parametrize("name", some(CASES, ["zero 0", "zero 3"]))
+def test_ranks_between_gpus_equal_one_process(ranks, name: str) -> None:
+    strategy = CASES[name]
+    expected = train(make())
+    for found, _ in ranks(4 if strategy.shard else 2, trained, strategy):
+        assert_all_same(found, expected)
+
+
+# ---- communicators
+
+
+@pytest.mark.parametrize(("name", "groups"), [("zero 0", 1), ("zero 3", 2)])
+def test_the_few_statistics_take_no_communicator_of_their_own(ranks, name: str, groups: int) -> None:
+    assert [opened for _, opened in ranks(2, trained, STAGES[name])] == [groups, groups]
+
+
+# ---- what a failure leaves
+
+
+def reset_and_release(strategy: Strategy) -> list[str]:
+    said = []
+    with as_on_gpus() as calls:
+        model = pl.parallelize(make(), strategy)
+        loss_on(model, 0).backward()
+        before = [p.grad is None for p in model.parameters()]
+        with pytest.raises(EngineError) as refused:
+            pl.reset(model)
+        said.append(str(refused.value))
+        # Refused before anything changed.
+        assert [p.grad is None for p in model.parameters()] == before
+        pl.engine_of(model).program.collectives.give_up(RuntimeError("a failure"))  # type: ignore[union-attr]
+        if strategy.zero:
+            with pytest.raises(EngineError) as refused:
+                pl.release(model)
+            said.append(str(refused.value))
+        else:
+            pl.release(model)
+        assert (calls.waited, calls.ended) == (0, 0)
+    return said
+
+
+@pytest.mark.parametrize("name", ["zero 0", "zero 3"])
+def test_a_failed_step_cannot_be_taken_back(ranks, name: str) -> None:
+    for said in ranks(2, reset_and_release, STAGES[name]):
+        assert all("start the job again from a checkpoint" in line for line in said)
+        assert [line.partition(":")[0] for line in said] == ["pl.reset", "pl.release"][: len(said)]
+        assert len(said) == (2 if name == "zero 3" else 1)
+
+
+def reset_alone() -> bool:
+    model = pl.parallelize(make())
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, 5, dtype=torch.float64))
+    pl.reset(model)
+    loss_on(model, 0).backward()
+    return True
+
+
+def test_one_rank_resets_as_ever(ranks) -> None:
+    with as_on_gpus():
+        assert reset_alone()
+
+
+# ---- what a dropped model leaves
+
+
+def dropped(strategy: Strategy) -> tuple[int, int, bool]:
+    with as_on_gpus() as calls:
+        model = pl.parallelize(make(), strategy)
+        loss_on(model, 0).backward()
+        streams = len(pl.engine_of(model).program.collectives.streams)  # type: ignore[union-attr]
+        del model
+        gc.collect()
+        return calls.waited, calls.ended, calls.let_go == streams
+
+
+def released(strategy: Strategy) -> tuple[int, int, int]:
+    with as_on_gpus() as calls:
+        model = pl.parallelize(make(), strategy)
+        pl.release(model)
+        return calls.waited, calls.ended, calls.let_go
+
+
+def test_a_dropped_model_waits_for_nobody_when_it_is_collected(ranks) -> None:
+    assert ranks(2, dropped, STAGES["zero 2"]) == [(0, 0, True)] * 2
+
+
+def test_a_released_one_ends_its_streams_with_the_other_ranks(ranks) -> None:
+    found: list[Any] = ranks(2, released, STAGES["zero 2"])
+    assert all(waited == ended == 3 and let_go == 0 for waited, ended, let_go in found)
