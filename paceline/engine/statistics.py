@@ -24,6 +24,7 @@ class Statistics:
 
     Attributes:
         buffer: What is reduced: (`length(parameters)`,), fp64.
+        asks_later: Whether the host learns one step later whether ranks saw a step alike, as on a GPU.
     """
 
     def __init__(self, parameters: int, world_size: int, buffer: Tensor) -> None:
@@ -35,6 +36,8 @@ class Statistics:
             buffer: Of `length(parameters)` elements.
         """
         self.buffer = buffer
+        self.asks_later = buffer.is_cuda
+        self._asked: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._parameters, self._world_size = parameters, world_size
         self._carries = False
         self._values: list[float | Tensor] = []
@@ -94,15 +97,30 @@ class Statistics:
                 self.buffer[own + place] = number
 
     def require_alike(self) -> None:
-        """Refuses a step that ranks see differently.
+        """Refuses a step that ranks see differently; on a GPU when the next one is about to be published.
 
         Raises:
             EngineError: They do.
         """
-        if self.buffer.is_cuda:
-            # The host does not wait for the others' answer.
+        checks = self.buffer[-2 * _CHECKS :]
+        if not self.asks_later:
+            self._judge(checks.tolist())
             return
-        sums = self.buffer[-2 * _CHECKS :].tolist()
+        asked = self._asked
+        host = torch.empty(checks.shape, dtype=checks.dtype, pin_memory=checks.is_cuda)
+        host.copy_(checks, non_blocking=True)
+        copied = torch.cuda.Event() if checks.is_cuda else None
+        if copied is not None:
+            copied.record()
+        self._asked = host, copied
+        if asked is not None:
+            earlier, arrived = asked
+            if arrived is not None:
+                # The host is a step ahead by now, so it hardly waits.
+                arrived.synchronize()
+            self._judge(earlier.tolist())
+
+    def _judge(self, sums: Sequence[float]) -> None:
         causes = (
             "ranks had different numbers of micro-batches in this step, so their gradients would be of different "
             "sizes: give every rank as many, or let pl.accumulate(model, batches, uneven=True) count them over ranks",

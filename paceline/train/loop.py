@@ -114,7 +114,11 @@ def _build(config: TrainConfig, corpus: Corpus, world: World) -> Transformer:
     torch.manual_seed(config.seed)
     with torch.device(world.device):
         model = Transformer(config.model.shape(corpus.facts.vocabulary))
-    return pl.parallelize(model, config.strategy)
+    model = pl.parallelize(model, config.strategy)
+    if world.device.type == "cuda":
+        # What steps hold is what counts; whole parameters were there before they were cut.
+        torch.cuda.reset_peak_memory_stats(world.device)
+    return model
 
 
 def _run_folder(config: TrainConfig, resume: Resume | None) -> RunFolder:
