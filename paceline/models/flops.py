@@ -49,15 +49,16 @@ def flops_per_token(config: ModelConfig, context: int, causal: bool = False) -> 
     return 6 * matrix_parameters(config) + (attention // 2 if causal else attention)
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 peak of a GPU in FLOP/s, by the name `torch.cuda.get_device_name` gives.
+def peak_flops(device_name: str, precision: str = "bfloat16") -> float | None:
+    """Dense peak of a GPU in FLOP/s in a precision, by the name `torch.cuda.get_device_name` gives.
 
     From the makers' data sheets (dense, without sparsity). The V100 has no bf16 units: its figure is for
     fp16. None where the peak is not known, as for a MIG slice or the H100 variants between PCIe and SXM.
     """
     if "MIG" in device_name:
         return None
-    return next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name, re.IGNORECASE)), None)
+    peaks = _PEAKS_FP32 if precision == "float32" else _PEAKS
+    return next((peak for pattern, peak in peaks if re.search(pattern, device_name, re.IGNORECASE)), None)
 
 
 _PEAKS: tuple[tuple[str, float], ...] = (
@@ -73,6 +74,17 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bL40S\b", 362.05e12),
     (r"\bRTX 4090$", 165.2e12),
 )
+
+
+_PEAKS_FP32: tuple[tuple[str, float], ...] = (
+    (r"\bA100\b", 19.5e12),
+    (r"\bH100 80GB HBM3\b|\bH100 SXM", 67e12),
+    (r"\bH200\b(?! NVL)", 67e12),
+    (r"\bMI300X\b", 163.4e12),
+    (r"\bL40S\b", 91.6e12),
+    (r"\bRTX 4090$", 82.6e12),
+)
+"""Without TF32, which torch leaves off."""
 
 
 def _qkv_outputs(c: ModelConfig) -> int:

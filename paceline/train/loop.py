@@ -208,7 +208,8 @@ def _steps(
     engine, world, log = pl.engine_of(model), outputs.world, config.log
     low = config.strategy.precision == "float16"
     readback = Readback()
-    peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    on_gpu = world.device.type == "cuda"
+    peak = peak_flops(torch.cuda.get_device_name(world.device), config.strategy.precision) if on_gpu else None
     meter = Meter(engine, config.steps, flops_per_token(model.config, model.config.context), peak)
     events_due, skipped = first + log.events_every, int(update.skips[0])
     patience = StepPatience(given=config.timeout is not None)

@@ -119,3 +119,10 @@ def test_peak_is_known_by_the_drivers_device_name(name: str, tera: float) -> Non
 )
 def test_peak_of_an_unlisted_device_is_none(name: str) -> None:
     assert peak_flops(name) is None
+
+
+def test_the_peak_is_that_of_the_precision_computed_in() -> None:
+    name = "NVIDIA H100 80GB HBM3"
+    assert peak_flops(name) == peak_flops(name, "float16") == 989.4e12
+    assert peak_flops(name, "float32") == 67e12
+    assert peak_flops("NVIDIA H100 PCIe", "float32") is None
