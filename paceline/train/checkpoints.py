@@ -82,18 +82,20 @@ class Checkpoints:
         due = time.monotonic() - self._last > self._config.seconds
         return float(due and self._world.rank == 0 and (self._saving is None or self._saving.done))
 
-    def save_if_due(self, step: int, asked: bool, say: Callable[[str], None]) -> None:
+    def save_if_due(self, step: int, asked: bool, say: Callable[[str], None], pause: Callable[[], None]) -> None:
         """Begins a checkpoint when it is time, and tells how the last one went. A collective call when it is.
 
         Args:
             step: How many steps were done.
             asked: Whether rank 0's clock asked for one: the same on every rank.
             say: Shows a line on rank 0.
+            pause: Called before one begins, which waits for the one before: on a slow disk longer than a step takes.
         """
         self.tell(say)
         # On GPUs the answer comes a step late, when rank 0 may have asked once more.
         asked = asked and step - self._last_step > 2
         if asked or (self._config.steps and step % self._config.steps == 0):
+            pause()
             failed = _failure(lambda: self._begin(step, background=True))
             if failed is not None:
                 say(f"WARNING: no checkpoint of step {step}: {failed}. Training goes on")

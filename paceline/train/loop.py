@@ -257,7 +257,7 @@ def _steps(
         if last:
             patience.pause()
             return step, status
-        checkpoints.save_if_due(step, bool(due), outputs.say)
+        checkpoints.save_if_due(step, bool(due), outputs.say, patience.pause)
         if log.validate_every and step % log.validate_every == 0:
             patience.pause()
             with meter.paused():
