@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -72,7 +73,9 @@ def save_weights(model_state: Mapping[str, Tensor], path: str | Path, config: Mo
             f"Cannot write the weights to {path}: {error}. Free space there or choose another folder."
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        # A disk that is read-only refuses that, too.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def load_weights(path: str | Path) -> tuple[dict[str, Tensor], ModelConfig]:

@@ -39,9 +39,11 @@ class RunFolder:
         """Uses `path`, which exists (see `create_run_folder`), until this process ends.
 
         Raises:
-            UserError: Another process does.
+            UserError: Another process does, or nothing can be written there.
         """
         self.path = path
+        if not os.access(path, os.W_OK):
+            raise UserError(f"run folder {path} cannot be written to: make it writable, or train in a copy of it")
         self._lock = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -160,6 +160,14 @@ def test_a_checkpoint_may_have_another_name(done: Path, tmp_path: Path) -> None:
     assert (status, err) == (0, "") and "going on after step 2" in out
 
 
+def test_a_folder_that_is_read_only_is_said_before_training(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: Path(path) != done)
+    status, _, err = called(tmp_path, "train", "--resume", str(done), "--steps", "4")
+    assert status == 2 and f"run folder {done} cannot be written to" in err
+
+
 def test_workers_go_on_in_a_folder_that_the_run_was_given(
     done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
