@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.world import World
+from paceline.core.errors import EngineError
 from paceline.core.events import Event
 from paceline.core.layout import Layout
 from paceline.core.schedule import Schedule
@@ -154,7 +155,12 @@ class Engine:
         self.forward.wait_for_updates()
 
     def require_between_steps(self, what: str) -> None:
-        """Refuses what would forget gradients that no update has used: see `StepState`."""
+        """Refuses what would forget gradients that no update has used (see `StepState`), or edits on their way."""
+        if self.forward.whole.is_full:
+            raise EngineError(
+                f"{what} inside `with pl.full_parameters(model):`: what is edited there counts when it ends. Call it "
+                "after that, on every rank"
+            )
         self.state.require_between_steps(what, any(p.grad is not None for p in self.program.parameters.all))
 
     def weights_replaced(self) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.checkpoint import folder, writing
+from tests.quick import full
 
 
 def parallel() -> nn.Module:
@@ -142,3 +143,23 @@ def with_one_loader(path: Path) -> str:
 def test_a_loader_that_one_rank_had_is_said(ranks, tmp_path: Path) -> None:
     for message in ranks(2, with_one_loader, tmp_path):
         assert "saved without a loader on rank 1" in message
+
+
+def edited(path: Path, strategy: pl.Strategy) -> list[float]:
+    model = pl.parallelize(nn.Linear(4, 4), strategy)
+    with pl.full_parameters(model):
+        nn.init.constant_(model.weight, 7)
+        with pytest.raises(pl.EngineError, match="inside `with"):
+            pl.save(path / "x", model, step=1)
+    pl.save(path / "x", model, step=1)
+    with pl.full_parameters(model), pytest.raises(pl.EngineError, match="inside `with"):
+        pl.load(path / "x", model)
+    pl.load(path / "x", model)
+    return model.state_dict()["weight"].unique().tolist()
+
+
+@pytest.mark.parametrize(
+    "strategy", [pl.Strategy(zero=1, precision="bfloat16"), full(pl.Strategy(zero=3)), full(pl.Strategy())]
+)
+def test_what_is_edited_is_saved_when_it_counts(ranks, tmp_path: Path, strategy: pl.Strategy) -> None:
+    assert ranks(2, edited, tmp_path, strategy) == [[7.0], [7.0]]
