@@ -42,6 +42,12 @@ def make_folder(path: Path) -> None:
         raise UserError(f"{path} cannot be made: {error.strerror}; name a folder on another disk") from error
 
 
+def discard(path: Path) -> None:
+    """Removes what a checkpoint that failed has written, so that it takes no room."""
+    if not is_complete(path):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def is_complete(path: Path) -> bool:
     """Whether all of a checkpoint was written."""
     return (path / NAME).is_file()

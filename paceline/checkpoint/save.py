@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.folder import make_folder
+from paceline.checkpoint.folder import discard, make_folder
 from paceline.checkpoint.module_states import extra_states, persistent_buffers
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.plain import encode
@@ -57,7 +57,7 @@ class Saving:
         self.path, self.step = path, step
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._is_seen = False
+        self._is_seen = self._is_first = False
 
     @property
     def done(self) -> bool:
@@ -79,10 +79,15 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
         self._is_seen = True
-        _raise_first(self._error, "pl.save: how it ended", f"{self.path} was not saved")
+        try:
+            _raise_first(self._error, "pl.save: how it ended", f"{self.path} was not saved")
+        except UserError:
+            if self._is_first:
+                discard(self.path)
+            raise
 
     def _begin(self, part: OwnPart, world: World, strategy: dict[str, Any], background: bool) -> None:
-        main = threading.current_thread()
+        main, self._is_first = threading.current_thread(), world.rank == 0
 
         def write() -> None:
             try:

@@ -167,8 +167,9 @@ def _run(
     if last is not None:
         outputs.log(_figures(last, corpus), step)
     with outputs.showing(SAVING):
-        failure = outputs.save_at_end(model)
+        # Of a checkpoint that fails nothing is left, which makes room.
         checkpoint = checkpoints.save_at_end(step, outputs.say)
+        failure = outputs.save_at_end(model)
     for tracker in outputs.trackers:
         tracker.finish()
     # Lets rank 0 alone write a sample: no other rank may be needed for it.
