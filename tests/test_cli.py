@@ -80,6 +80,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["xyzzy"], "known: train, sample"),
         (["train", "--workers", "0"], "at least 1 worker"),
         (["train", "--workers", "two"], "--workers: expected a whole number or none, got 'two'"),
+        (["train", "--threads", "100000"], "threads: expected 0 (share the cores out) to 4096, got 100000"),
+        (["train", "--timeout", "1e300"], "timeout: expected more than 0 and less than 1e8 seconds, got 1e+300"),
         (["train", "--lr", "1"], "did you mean --optim.lr?"),
         (["train", "medium.txt"], "to train on this text: --data.path medium.txt"),
         (["train", "--strategy.zero", "3", "--strategy.shard", "2", "--workers", "3"], "cannot form groups of 2"),

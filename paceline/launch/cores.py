@@ -7,7 +7,11 @@ import math
 import os
 from pathlib import Path
 
+from paceline.core.errors import UserError
+
 CGROUPS = Path("/sys/fs/cgroup")
+MOST_THREADS = 4096
+"""More threads than hosts have cores. With some tens of thousands OpenMP's runtime ends the process without a word."""
 
 
 def available_cores() -> int:
@@ -20,13 +24,18 @@ def threads_per_rank(threads: int, local_ranks: int) -> int:
     """`threads`; with 0 what OMP_NUM_THREADS says, else the cores shared out among the ranks of this host.
 
     At least one each.
+
+    Raises:
+        UserError: OMP_NUM_THREADS asks for more threads than any host could run.
     """
     if threads:
         return threads
     # A list is for nested parallelism, its first entry for the outermost.
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
+    if given.isdecimal() and (wanted := int(given[:20])) > 0:
+        if wanted > MOST_THREADS:
+            raise UserError(f"OMP_NUM_THREADS: expected at most {MOST_THREADS}, got {wanted}; set fewer, or unset it")
+        return wanted
     return max(1, available_cores() // local_ranks)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.data.config import DataConfig
+from paceline.launch.cores import MOST_THREADS
 from paceline.models.config import ModelConfig
 
 AUTO = "auto"
@@ -209,8 +210,8 @@ class TrainConfig:
         _check("steps", self.steps, 1 <= self.steps < 2**63, "at least 1 and less than 2**63")
         _check("batch", self.batch, self.batch >= 1, "at least 1 sample")
         _check("micro_batch", self.micro_batch, self.micro_batch >= 1, "at least 1 sample")
-        _check("threads", self.threads, self.threads >= 0, "0 (share the cores out) or more")
-        _check("timeout", self.timeout, self.timeout is None or 0 < self.timeout < 1e8, "more than 0 seconds")
+        _check("threads", self.threads, 0 <= self.threads <= MOST_THREADS, f"0 (share the cores out) to {MOST_THREADS}")
+        _check("timeout", self.timeout, self.timeout is None or 0 < self.timeout < 1e8, "more than 0 and less than 1e8 seconds")
         _check("resume", self.resume, self.resume is None or bool(self.resume.strip()), "auto, a run or a checkpoint")
         _check("folder", self.folder, self.folder is None or bool(self.folder.strip()), "a name")
         if self.workers is not None and self.workers < 1:

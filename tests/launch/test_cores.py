@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import UserError
 from paceline.launch import cores
 from paceline.launch.cores import available_cores, threads_per_rank, waited_for_a_core
 
@@ -64,3 +65,9 @@ def test_openmps_own_variable_counts_unless_threads_are_given(
 def test_the_time_that_a_process_waits_for_a_core_only_grows() -> None:
     before = waited_for_a_core()
     assert 0 <= before <= waited_for_a_core()
+
+
+def test_more_threads_than_openmp_survives_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "100000")
+    with pytest.raises(UserError, match="OMP_NUM_THREADS: expected at most 4096, got 100000"):
+        threads_per_rank(0, 1)
