@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -65,8 +66,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         # Python flushes stdout once more when it ends, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        mistake = _mistake_with_a_file(error, given)
+        if mistake is None:
+            raise
+        show(f"paceline: error: {mistake}", warning=True)
+        if error.filename is None:
+            _drop_output()
+        return 2
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _mistake_with_a_file(error: OSError, given: Sequence[str]) -> str | None:
+    """What to tell of a file that the system refuses, if it is one that the user named or a full disk; else None."""
+    if error.filename is None:
+        # Writing to a file that is open, stdout above all, does not say to which.
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return f"what this command prints or writes finds no room: {error.strerror}; free some" if full else None
+    path = Path(os.fsdecode(error.filename)).absolute()
+    here = Path.cwd()
+    for word in given:
+        named = Path(word.partition("=")[2] if word.startswith("--") else word).expanduser().absolute()
+        # Everything lies in / and much in ".", so these name but themselves.
+        if path == named or (named in path.parents and named != here and named not in here.parents):
+            return f"{error.filename}: {error.strerror}; choose another file or folder"
+    return None
 
 
 def _open_closed_streams() -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from paceline import cli
 from paceline.cli import main
 from paceline.command_line.options import options
 from paceline.train.command_line import MOST_USED
 from paceline.train.config import TrainConfig
+from tests.quick import full
 from tests.train.processes import finished, paceline, program
 
 
@@ -73,6 +75,21 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("paceline 0.")
 
 
+def test_other_failures_of_files_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_run", lambda _: Path("no-such-file-of-paceline's-own").read_text())
+    with pytest.raises(FileNotFoundError):
+        main(["sample", "run", "."])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
+def test_output_that_finds_no_room_is_one_line(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as out:
+        command = [sys.executable, "-m", "paceline", "plan", "--model", "nano", "--devices", "2"]
+        done = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("paceline: error: ") and "No space left" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -87,6 +104,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--strategy.zero", "3", "--strategy.shard", "2", "--workers", "3"], "cannot form groups of 2"),
         (["sample", "run", "--temperature", "-1"], "--temperature: expected 0 (the likeliest token) or above, got -1"),
         (["sample", "run", "--tokens", "-3"], "--tokens: expected 0 or more tokens, got -3"),
+        (["sample", "run", "--prompt", "a\udcff"], "--prompt: expected UTF-8 text, got other bytes at character 1"),
+        (["sample", "a" * 300], "aaa: File name too long; choose another"),
+        (["train", "--folder", "a" * 300], "aaa: File name too long; choose another"),
+        full(["train", "--resume=" + "a" * 300], "File name too long; choose another"),
+        full(["plan", "--model", "a" * 300, "--devices", "2"], "aaa: File name too long; choose another"),
         (["bench", "strateges"], "did you mean strategies?"),
         (["train", "no-such.yaml"], "no-such.yaml: cannot be read"),
         (["trace", "no-such-run"], "there is no run folder no-such-run"),

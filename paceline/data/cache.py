@@ -130,11 +130,20 @@ def explain_failed_writes(folder: Path, needed: Callable[[], int]) -> Iterator[N
                 f"{size_text(free)} are free there. Free some space, or choose another folder with "
                 "data.cache or PACELINE_CACHE"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        impossible = (errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP)
+        # Of other files these say that the text is gone, not that the cache cannot be made.
+        own = isinstance(error.filename, (str, Path)) and _on_the_way(Path(error.filename), folder)
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST) or (
+            own and error.errno in impossible
+        ):
             raise UserError(
                 f"cannot write to the cache folder {folder}: {error}. Choose another with data.cache or PACELINE_CACHE"
             ) from error
         raise
+
+
+def _on_the_way(path: Path, folder: Path) -> bool:
+    return path == folder or path in folder.parents or folder in path.parents
 
 
 def _existing(folder: Path) -> Path:

@@ -100,9 +100,10 @@ def _hugging_face(path: Path) -> nn.Module:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         else:
             model = kind(config).to(config.dtype or torch.get_default_dtype())
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a class raises that is given values of another type or range
+        said = " ".join(str(error).split())
         raise UserError(
-            f"--model {path}: transformers makes no model of it ({error}); a file that names no class in "
+            f"--model {path}: transformers makes no model of it ({said}); a file that names no class in "
             "architectures is taken for a causal language model's"
         ) from error
     return model

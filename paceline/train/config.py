@@ -211,7 +211,12 @@ class TrainConfig:
         _check("batch", self.batch, self.batch >= 1, "at least 1 sample")
         _check("micro_batch", self.micro_batch, self.micro_batch >= 1, "at least 1 sample")
         _check("threads", self.threads, 0 <= self.threads <= MOST_THREADS, f"0 (share the cores out) to {MOST_THREADS}")
-        _check("timeout", self.timeout, self.timeout is None or 0 < self.timeout < 1e8, "more than 0 and less than 1e8 seconds")
+        _check(
+            "timeout",
+            self.timeout,
+            self.timeout is None or 0 < self.timeout < 1e8,
+            "more than 0 and less than 1e8 seconds",
+        )
         _check("resume", self.resume, self.resume is None or bool(self.resume.strip()), "auto, a run or a checkpoint")
         _check("folder", self.folder, self.folder is None or bool(self.folder.strip()), "a name")
         if self.workers is not None and self.workers < 1:

@@ -46,6 +46,10 @@ class SampleArguments:
         ):
             if not good:
                 raise UserError(f"--{name}: expected {expected}, got {value}")
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"--prompt: expected UTF-8 text, got other bytes at character {error.start}") from None
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -225,6 +225,11 @@ def test_cache_that_cannot_be_a_folder_is_refused(folder: Path, configure: Confi
         prepare(configure(folder, cache=str(tmp_path / "file")))
 
 
+def test_cache_in_a_place_that_cannot_be_is_refused(folder: Path, configure: Configure, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot write to the cache folder"):
+        prepare(configure(folder, cache=str(tmp_path / ("a" * 300) / "cache")))
+
+
 def test_failed_block_leaves_the_old_entry(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     key = "0" * 32

@@ -85,7 +85,12 @@ def test_a_file_may_name_a_class_that_is_no_causal_language_model(
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{}", "model_type"), ("no json", "not a valid JSON"), (json.dumps({"model_type": "vit"}), "ViTConfig")],
+    [
+        ("{}", "model_type"),
+        ("no json", "not a valid JSON"),
+        (json.dumps({"model_type": "vit"}), "ViTConfig"),
+        (json.dumps({"model_type": "gpt2", "n_embd": "wide"}), "n_embd"),
+    ],
 )
 def test_a_file_that_describes_no_model_says_why(tmp_path: Path, text: str, words: str) -> None:
     pytest.importorskip("transformers")
