@@ -24,18 +24,25 @@ def read_environment(env: Mapping[str, str]) -> tuple[int, int, int, int, str]:
                 f"WORLD_SIZE={size} but MASTER_ADDR and MASTER_PORT are not both set; start the job with torchrun, "
                 "with `paceline train --workers N`, or set them on every rank"
             )
+        if size > 1 and method == "env://":
+            _port(env)
     elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and "SLURM_STEP_NODELIST" in env:
         rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
         local_rank = _number(env, "SLURM_LOCALID", 0)
         local_size = int(re.split(r"[(,]", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0])
         # A port from the job's number, as several jobs may share a host.
-        port = env.get("MASTER_PORT", str(20000 + _number(env, "SLURM_JOB_ID", 0) % 20000))
+        port = _port(env) if "MASTER_PORT" in env else 20000 + _number(env, "SLURM_JOB_ID", 0) % 20000
         address = env.get("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
         method = f"tcp://{address}:{port}"
     else:
         return 0, 1, 0, 1, ""
     if not 0 <= rank < size:
         raise UserError(f"rank {rank} of {size}: expected 0 <= rank < world size; check RANK and WORLD_SIZE")
+    if local_rank < 0 or local_size < 1:
+        raise UserError(
+            f"local rank {local_rank} of {local_size}: expected 0 <= local rank and at least 1 rank on this host; "
+            "check LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
     return rank, size, local_rank, local_size, method
 
 
@@ -45,6 +52,13 @@ def first_host(nodes: str) -> str:
     if not bracket or "," in head:
         return nodes.split(",")[0]
     return head + re.split(r"[-,\]]", rest)[0]
+
+
+def _port(env: Mapping[str, str]) -> int:
+    port = _number(env, "MASTER_PORT")
+    if not 0 <= port < 2**16:
+        raise UserError(f"MASTER_PORT: expected a port from 0 to 65535, got {port}")
+    return port
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
