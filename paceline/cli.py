@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import io
 import os
 import signal
 import sys
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     _open_closed_streams()
+    _show_what_has_no_code()
     try:
         status = run_worker(lambda: _run(given))
         sys.stdout.flush()
@@ -108,6 +110,12 @@ def _open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def _show_what_has_no_code() -> None:
+    """Lets a character that stdout's encoding lacks be shown escaped, as on stderr, and not end a training."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(arguments: list[str]) -> int:

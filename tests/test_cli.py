@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import yaml
 from paceline import cli
 from paceline.cli import main
 from paceline.command_line.options import options
+from paceline.launch.screen import show
 from paceline.train.command_line import MOST_USED
 from paceline.train.config import TrainConfig
 from tests.quick import full
@@ -79,6 +81,19 @@ def test_other_failures_of_files_keep_their_traceback(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cli, "_run", lambda _: Path("no-such-file-of-paceline's-own").read_text())
     with pytest.raises(FileNotFoundError):
         main(["sample", "run", "."])
+
+
+def test_what_the_outputs_encoding_lacks_is_shown_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+
+    def run(_: list[str]) -> int:
+        show("loss \u20ac")
+        return 0
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert main(["train"]) == 0
+    assert written.getvalue() == b"loss \\u20ac\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
