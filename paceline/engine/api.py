@@ -201,6 +201,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     Raises:
         EngineError: The gradients are not reduced yet.
+        UserError: `max_norm` is a number below 0, which would turn gradients round, or NaN.
 
     Example:
         >>> model = pl.parallelize(torch.nn.Linear(4, 2), pl.Strategy(zero=3))
@@ -210,6 +211,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         >>> print(f"{pl.clip_grad_norm_(model, 1.0):.3f}")
         1.000
     """
+    if isinstance(max_norm, (int, float)) and not max_norm >= 0:  # a tensor may be on a device that is not waited for
+        raise UserError(f"clip_grad_norm_: expected the highest norm as a number from 0 up, got {max_norm!r}")
     norm = engine_of(model).grad_norm()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     with torch._C.DisableTorchFunctionSubclass():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.core.errors import EngineError
+from paceline.core.errors import EngineError, UserError
 from tests.engine.models import (
     Stack,
     assert_all_same,
@@ -20,7 +20,7 @@ from tests.engine.models import (
     several_ranks,
     train,
 )
-from tests.ranks import RankError
+from tests.ranks import RankError, RankPool
 
 
 def step_between(model: nn.Module) -> tuple[str, dict]:
@@ -130,3 +130,15 @@ def test_what_is_no_model_or_no_strategy_is_told_what_to_write(model: object, st
     with pytest.raises(pl.UserError) as caught:
         pl.parallelize(model, strategy)
     assert words in str(caught.value)
+
+
+def clipped_to(max_norm: float) -> None:
+    model = pl.parallelize(nn.Linear(2, 2))
+    model(torch.ones(2, 2)).sum().backward()
+    pl.clip_grad_norm_(model, max_norm)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, pytest.param(float("nan"), marks=pytest.mark.full)])
+def test_a_norm_that_would_turn_gradients_round_is_refused(ranks: RankPool, max_norm: float) -> None:
+    with pytest.raises((RankError, UserError), match="expected the highest norm as a number from 0 up"):
+        ranks(1, clipped_to, max_norm)
