@@ -36,8 +36,8 @@ class Pending:
 class CommStream(Protocol):
     """Runs collectives one after another, concurrently with the caller."""
 
-    def submit(self, work: Callable[[], Traffic], label: str, behind: Sequence[Pending] = ()) -> Pending:
-        """Enqueues `work`, which starts when all submitted before it, and `behind` on other streams, has finished."""
+    def submit(self, work: Callable[[], Traffic], label: str, after: Sequence[Pending] = ()) -> Pending:
+        """Enqueues `work`, which starts when all submitted before it, and `after` on other streams, has finished."""
         ...
 
     def wait(self, pending: Pending) -> None:
@@ -52,7 +52,7 @@ class CommStream(Protocol):
         """Ends the stream; returns whether it has ended."""
         ...
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Nobody uses the stream any more; returns at once."""
         ...
 
@@ -103,13 +103,13 @@ class ThreadStream:
         _threads.add(self._thread)
         self._thread.start()
 
-    def submit(self, work: Callable[[], Traffic], label: str, behind: Sequence[Pending] = ()) -> Pending:
+    def submit(self, work: Callable[[], Traffic], label: str, after: Sequence[Pending] = ()) -> Pending:
         """Hands `work` to the thread."""
         pending = Pending(label)
         if self._closed:
             raise CommunicationError(f"{label}: the stream that would carry it is closed")
         self._thread.is_idle = False
-        self._queue.put((work, pending, behind))
+        self._queue.put((work, pending, after))
         return pending
 
     def wait(self, pending: Pending) -> None:
@@ -133,7 +133,7 @@ class ThreadStream:
         self._thread.join(_CLOSING_SECONDS)
         return not self._thread.is_alive()
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Lets the thread finish what was submitted, then end."""
         self._closed = True
         self._queue.put(None)
@@ -145,15 +145,15 @@ class ThreadStream:
             del item
             self._thread.is_idle = self._queue.empty()
 
-    def _carry_out(self, work: Callable[[], Traffic], pending: Pending, behind: Sequence[Pending]) -> None:
-        for other in behind:
+    def _carry_out(self, work: Callable[[], Traffic], pending: Pending, after: Sequence[Pending]) -> None:
+        for other in after:
             other.done.wait()
         pending.start = time.perf_counter()
         try:
             # The ranks no longer agree on what comes next; going on would mix data.
             if self._failure is not None:
                 raise CommunicationError(self._failure)
-            for other in behind:
+            for other in after:
                 if other.error is not None:
                     raise other.error
             pending.traffic = work()
@@ -175,11 +175,11 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device, priority=-1)
         _gpu_streams.add(self)
 
-    def submit(self, work: Callable[[], Traffic], label: str, behind: Sequence[Pending] = ()) -> Pending:
+    def submit(self, work: Callable[[], Traffic], label: str, after: Sequence[Pending] = ()) -> Pending:
         """Enqueues `work` behind everything on the current stream."""
         pending = Pending(label)
         self._stream.wait_stream(torch.cuda.current_stream())
-        for other in behind:
+        for other in after:
             self._stream.wait_event(other.end)
         with torch.cuda.stream(self._stream):
             pending.start = _record()
@@ -196,7 +196,7 @@ class CudaStream:
         self._stream.synchronize()
         return True
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """What was submitted is of no more use: the GPU, not the host, ends it before what is computed next.
 
         So memory that it uses may be given to somebody else.

@@ -79,7 +79,7 @@ class Collectives:
         self._finalizer: weakref.finalize[..., Collectives]
         if self._world.backend == "nccl":
             # An engine is collected when it happens to be, on each rank at another time, and no other rank waits then.
-            self._finalizer = weakref.finalize(self, _let_go, streams)
+            self._finalizer = weakref.finalize(self, _abandon, streams)
             self._finalizer.atexit = False
         else:
             self._finalizer = weakref.finalize(self, _close, streams, transports)
@@ -206,9 +206,9 @@ class Collectives:
         return traffic
 
 
-def _let_go(streams: Sequence[CommStream]) -> None:
+def _abandon(streams: Sequence[CommStream]) -> None:
     for stream in streams:
-        stream.let_go()
+        stream.abandon()
 
 
 def _close(streams: Sequence[CommStream], transports: Sequence[Transport]) -> None:

@@ -266,10 +266,10 @@ class Executor:
     def _launch_op(self, op: Op) -> None:
         self._launch(op, self._work(op), [self._outstanding[key] for key in op.after if key in self._outstanding])
 
-    def _launch(self, op: Op, work: Callable[[], Traffic], behind: Sequence[_Record] = ()) -> None:
+    def _launch(self, op: Op, work: Callable[[], Traffic], after: Sequence[_Record] = ()) -> None:
         record = _Record(op, self.step)
         stream = self._streams[op.stream]
-        before = [other.pending for other in behind if other.pending is not None]
+        before = [other.pending for other in after if other.pending is not None]
         record.pending = stream.submit(work, op.target, before)
         self._outstanding[op.key] = record
         self._records.append(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,18 +12,17 @@ import torch
 import paceline as pl
 from paceline.checkpoint.folder import set_aside
 from paceline.comm.patience import StepPatience
-from paceline.comm.world import World
 from paceline.core.errors import UserError
-from paceline.data import Corpus, prepare
+from paceline.data import Corpus
 from paceline.data.loader import Loader
 from paceline.launch.cores import threads_per_rank
 from paceline.launch.screen import show
 from paceline.launch.stop import StopRequest, ended_at_once, exit_status
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.models.transformer import Transformer
+from paceline.train.build import build_model, make_update, open_loader, prepare_text
 from paceline.train.checkpoints import Checkpoints, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
-from paceline.train.dynamic_loss_scale import DynamicLossScale
 from paceline.train.meter import Meter, Readback
 from paceline.train.metrics import check_trackers
 from paceline.train.not_finite import describe_losses, marks
@@ -47,9 +46,35 @@ from paceline.train.summary import (
 from paceline.train.validate import Validation, validate
 
 MOST_SKIPS_IN_A_ROW = 10
-HEAD_START_SECONDS = 0.2
 CROWDED = 0.25
 """From this share of the time in which other work has the cores, the run says so."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one rank trains with.
+
+    Attributes:
+        config: All settings.
+        corpus: The text.
+        model: Parallel.
+        update: Its optimizer.
+        loader: Its batches, from step `first` on.
+        first: The step that the training goes on from; 0 for a new one.
+        outputs: Where results go.
+        stop: Whether a stop was asked for.
+        checkpoints: What a run that stops goes on from.
+    """
+
+    config: TrainConfig
+    corpus: Corpus
+    model: Transformer
+    update: Update
+    loader: Loader
+    first: int
+    outputs: Outputs
+    stop: StopRequest
+    checkpoints: Checkpoints
 
 
 def train(config: TrainConfig) -> int:
@@ -77,12 +102,12 @@ def train(config: TrainConfig) -> int:
         if resume is None:
             check_run_folder(config.folder)
         check_trackers(config.log)
-    corpus = _prepare(config, world)
+    corpus = prepare_text(config, world)
     text = {"tokens": corpus.facts.train.tokens, "tokenizer": zlib.crc32(corpus.definition.encode())}
-    model = _build(config, corpus, world)
-    update = _make_update(config, model, world)
+    model = build_model(config, corpus, world)
+    update = make_update(config, model, world)
     first = 0 if resume is None else load_checkpoint(resume.checkpoint, model, update, text).step
-    with _open_loader(config, corpus, model, world, first) as loader:
+    with open_loader(config, corpus, model, world, first) as loader:
         # The folder comes last of what may fail, so that a mistake leaves none behind.
         folder = _run_folder(config, resume) if world.rank == 0 else None
         outputs = Outputs(world, folder, Progress(config.steps))
@@ -96,79 +121,33 @@ def train(config: TrainConfig) -> int:
         (path, *_) = pl.all_gather_json(None if folder is None else str(folder.path.resolve()), "the run's folder")
         checkpoints = Checkpoints(Path(path), config.checkpoint, model, update, world, text, first)
         with StopRequest() as stop, outputs:
-            status = _run(config, corpus, model, update, outputs, stop, loader, checkpoints, first)
+            status = _run(Training(config, corpus, model, update, loader, first, outputs, stop, checkpoints))
     pl.release(model)
     pl.shutdown()
     return status
-
-
-def _prepare(config: TrainConfig, world: World) -> Corpus:
-    if world.rank == 0:
-        return prepare(config.data, report=show)
-    # One process prepares while the others wait for its lock; it should be the one with the screen.
-    time.sleep(HEAD_START_SECONDS)
-    return prepare(config.data)
-
-
-def _build(config: TrainConfig, corpus: Corpus, world: World) -> Transformer:
-    torch.manual_seed(config.seed)
-    with torch.device(world.device):
-        model = Transformer(config.model.shape(corpus.facts.vocabulary))
-    model = pl.parallelize(model, config.strategy)
-    if world.device.type == "cuda":
-        # What steps hold is what counts; whole parameters were there before they were cut.
-        torch.cuda.reset_peak_memory_stats(world.device)
-    return model
 
 
 def _run_folder(config: TrainConfig, resume: Resume | None) -> RunFolder:
     return create_run_folder(config.folder, config.model.preset) if resume is None else RunFolder(resume.run)
 
 
-def _make_update(config: TrainConfig, model: Transformer, world: World) -> Update:
-    low, largest = config.strategy.precision == "float16", config.micro_batch * model.config.context
-    loss_scale = DynamicLossScale(largest, world.device) if low else None
-    return Update(model, config.optim, config.steps, world.device, loss_scale)
-
-
-def _open_loader(config: TrainConfig, corpus: Corpus, model: Transformer, world: World, first: int) -> Loader:
-    return Loader(
-        corpus.train,
-        context=model.config.context,
-        batch_size=config.batch,
-        micro_batch=config.micro_batch,
-        rank=world.rank,
-        world_size=world.world_size,
-        seed=config.seed,
-        first_step=first,
-        device=world.device,
-    )
-
-
-def _run(
-    config: TrainConfig,
-    corpus: Corpus,
-    model: Transformer,
-    update: Update,
-    outputs: Outputs,
-    stop: StopRequest,
-    loader: Loader,
-    checkpoints: Checkpoints,
-    first: int,
-) -> int:
+def _run(training: Training) -> int:
     """Trains, validates, saves and sums up; returns the exit status."""
+    config, corpus, model, outputs, first = (
+        training.config, training.corpus, training.model, training.outputs, training.first
+    )  # fmt: skip
     began = time.perf_counter()
-    step, status = _steps(config, corpus, model, update, outputs, stop, loader, checkpoints, first)
+    step, status = _steps(training)
     seconds = time.perf_counter() - began - sum(outputs.seconds.values())
     last = None
     if not status:
-        last = _validate(config, corpus, model, outputs, stop, config.log.batches_at_end(config.steps))
-        status = exit_status(*map(sum, zip(*pl.all_gather_json(stop.flags(), "whether to stop"), strict=True)))
+        last = _validate(training, config.log.batches_at_end(config.steps))
+        status = exit_status(*map(sum, zip(*pl.all_gather_json(training.stop.flags(), "whether to stop"), strict=True)))
     if last is not None:
         outputs.log(_figures(last, corpus), step)
     with outputs.showing(SAVING):
         # Of a checkpoint that fails nothing is left, which makes room.
-        checkpoint = checkpoints.save_at_end(step, outputs.say)
+        checkpoint = training.checkpoints.save_at_end(step, outputs.say)
         failure = outputs.save_at_end(model)
     for tracker in outputs.trackers:
         tracker.finish()
@@ -194,18 +173,12 @@ def _run(
     return status
 
 
-def _steps(
-    config: TrainConfig,
-    corpus: Corpus,
-    model: Transformer,
-    update: Update,
-    outputs: Outputs,
-    stop: StopRequest,
-    loader: Loader,
-    checkpoints: Checkpoints,
-    first: int,
-) -> tuple[int, int]:
+def _steps(training: Training) -> tuple[int, int]:
     """Trains; returns the number of the last step, and the exit status if a stop was asked for."""
+    config, corpus, model, outputs, first = (
+        training.config, training.corpus, training.model, training.outputs, training.first
+    )  # fmt: skip
+    update, loader, checkpoints = training.update, training.loader, training.checkpoints
     engine, world, log = pl.engine_of(model), outputs.world, config.log
     low = config.strategy.precision == "float16"
     readback = Readback()
@@ -217,7 +190,7 @@ def _steps(
     for step, batches in zip(range(first + 1, config.steps + 1), loader, strict=False):
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
-            engine.count(batch.tokens, loss, *stop.flags(), checkpoints.asked(), *marks(loss, world.rank))
+            engine.count(batch.tokens, loss, *training.stop.flags(), checkpoints.asked(), *marks(loss, world.rank))
             loss.backward(update.scale)
         counts = engine.counts()
         norm = update(step - 1, counts[0], engine.reduced_norm())
@@ -263,7 +236,7 @@ def _steps(
             patience.pause()
             with meter.paused():
                 outputs.progress.pause()
-                result = _validate(config, corpus, model, outputs, stop, log.validate_batches)
+                result = _validate(training, log.validate_batches)
                 if result is not None:
                     outputs.say(validation_line(result, corpus, step))
                     outputs.log(_figures(result, corpus), step)
@@ -272,10 +245,9 @@ def _steps(
     return first, 0
 
 
-def _validate(
-    config: TrainConfig, corpus: Corpus, model: Transformer, outputs: Outputs, stop: StopRequest, batches: int
-) -> Validation | None:
+def _validate(training: Training, batches: int) -> Validation | None:
     """On so many global batches of held-out text; None if a stop was asked for meanwhile."""
+    config, model, outputs = training.config, training.model, training.outputs
     progress = ValidationProgress()
 
     def advance(done: int, total: int) -> None:
@@ -285,11 +257,11 @@ def _validate(
     with outputs.showing(VALIDATING, progress.text):
         return validate(
             model,
-            corpus.validation,
+            training.corpus.validation,
             context=model.config.context,
             micro_batch=config.micro_batch,
             samples=batches * config.batch,
-            stopped=lambda: bool(stop.received),
+            stopped=lambda: bool(training.stop.received),
             progress=advance,
         )
 

@@ -23,14 +23,14 @@ class Calls:
         submitted: Labels of collectives, over all streams in the order in which they were launched.
         groups: Ranks of every group that was opened.
         waited: How often the host waited for a stream to end.
-        let_go: How often a stream was given up without waiting.
+        abandon: How often a stream was given up without waiting.
         ended: How often a process group was ended with the other ranks.
     """
 
     def __init__(self) -> None:
         self.submitted: list[str] = []
         self.groups: list[list[int]] = []
-        self.waited = self.let_go = self.ended = 0
+        self.waited = self.abandon = self.ended = 0
 
 
 @contextmanager
@@ -47,17 +47,17 @@ def as_on_gpus() -> Iterator[Calls]:
         def __init__(self, device: torch.device) -> None:
             super().__init__("as of a GPU")
 
-        def submit(self, work: Callable[[], Traffic], label: str, behind: Sequence[Pending] = ()) -> Pending:
+        def submit(self, work: Callable[[], Traffic], label: str, after: Sequence[Pending] = ()) -> Pending:
             calls.submitted.append(label)
-            return super().submit(work, label, behind)
+            return super().submit(work, label, after)
 
         def close(self) -> bool:
             calls.waited += 1
             return super().close()
 
-        def let_go(self) -> None:
-            calls.let_go += 1
-            super().let_go()
+        def abandon(self) -> None:
+            calls.abandon += 1
+            super().abandon()
 
     class Transport(NcclTransport):
         def _operation(self, scale: float) -> tuple[Any, float]:

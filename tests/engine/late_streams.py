@@ -63,10 +63,10 @@ class LateStream(ThreadStream):
         self._random = random.Random(f"{name} {seed}")
         self._last: Pending | None = None
 
-    def submit(self, work: Callable[[], Traffic], label: str, behind: Sequence[Pending] = ()) -> Pending:
+    def submit(self, work: Callable[[], Traffic], label: str, after: Sequence[Pending] = ()) -> Pending:
         held = work if isinstance(work, Held) else None
         before, after = (self._least + self._random.choice((0.0, self._random.uniform(0, LATEST))) for _ in range(2))
-        earlier = behind if self._last is None else (*behind, self._last)
+        earlier = after if self._last is None else (*after, self._last)
         at_once = all(pending.done.is_set() for pending in earlier)
         if held is not None and at_once:
             held.may_begin()
@@ -79,7 +79,7 @@ class LateStream(ThreadStream):
             time.sleep(after)
             return traffic
 
-        self._last = super().submit(late, label, behind)
+        self._last = super().submit(late, label, after)
         return self._last
 
 

@@ -60,7 +60,7 @@ def ungated(stack: ExitStack) -> None:
 def not_behind(stack: ExitStack) -> None:
     """Collectives do not wait for those on other streams."""
     launch = Executor._launch
-    stack.enter_context(patch.object(Executor, "_launch", lambda self, op, work, behind=(): launch(self, op, work)))
+    stack.enter_context(patch.object(Executor, "_launch", lambda self, op, work, after=(): launch(self, op, work)))
 
 
 def gathers_out_of_turn_unwaited(stack: ExitStack) -> None:

@@ -100,14 +100,14 @@ def dropped(strategy: Strategy) -> tuple[int, int, bool]:
         streams = len(pl.engine_of(model).program.collectives.streams)  # type: ignore[union-attr]
         del model
         gc.collect()
-        return calls.waited, calls.ended, calls.let_go == streams
+        return calls.waited, calls.ended, calls.abandon == streams
 
 
 def released(strategy: Strategy) -> tuple[int, int, int]:
     with as_on_gpus() as calls:
         model = pl.parallelize(make(), strategy)
         pl.release(model)
-        return calls.waited, calls.ended, calls.let_go
+        return calls.waited, calls.ended, calls.abandon
 
 
 def test_a_dropped_model_waits_for_nobody_when_it_is_collected(ranks) -> None:
@@ -116,4 +116,4 @@ def test_a_dropped_model_waits_for_nobody_when_it_is_collected(ranks) -> None:
 
 def test_a_released_one_ends_its_streams_with_the_other_ranks(ranks) -> None:
     found: list[Any] = ranks(2, released, STAGES["zero 2"])
-    assert all(waited == ended == 3 and let_go == 0 for waited, ended, let_go in found)
+    assert all(waited == ended == 3 and abandon == 0 for waited, ended, abandon in found)

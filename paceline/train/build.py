@@ -1,0 +1,62 @@
+"""What a run is built from: its text, model, optimizer and batches."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+import paceline as pl
+from paceline.comm.world import World
+from paceline.data import Corpus, prepare
+from paceline.data.loader import Loader
+from paceline.launch.screen import show
+from paceline.models.transformer import Transformer
+from paceline.train.config import TrainConfig
+from paceline.train.dynamic_loss_scale import DynamicLossScale
+from paceline.train.optim import Update
+
+HEAD_START_SECONDS = 0.2
+
+
+def prepare_text(config: TrainConfig, world: World) -> Corpus:
+    """The run's text, tokenised, or as it lies in the cache."""
+    if world.rank == 0:
+        return prepare(config.data, report=show)
+    # One process prepares while the others wait for its lock; it should be the one with the screen.
+    time.sleep(HEAD_START_SECONDS)
+    return prepare(config.data)
+
+
+def build_model(config: TrainConfig, corpus: Corpus, world: World) -> Transformer:
+    """The model, parallel. A collective call."""
+    torch.manual_seed(config.seed)
+    with torch.device(world.device):
+        model = Transformer(config.model.shape(corpus.facts.vocabulary))
+    model = pl.parallelize(model, config.strategy)
+    if world.device.type == "cuda":
+        # What steps hold is what counts; whole parameters were there before they were cut.
+        torch.cuda.reset_peak_memory_stats(world.device)
+    return model
+
+
+def make_update(config: TrainConfig, model: Transformer, world: World) -> Update:
+    """The optimizer, with a loss scale where the precision needs one."""
+    low, largest = config.strategy.precision == "float16", config.micro_batch * model.config.context
+    loss_scale = DynamicLossScale(largest, world.device) if low else None
+    return Update(model, config.optim, config.steps, world.device, loss_scale)
+
+
+def open_loader(config: TrainConfig, corpus: Corpus, model: Transformer, world: World, first: int) -> Loader:
+    """This rank's batches, from step `first` on."""
+    return Loader(
+        corpus.train,
+        context=model.config.context,
+        batch_size=config.batch,
+        micro_batch=config.micro_batch,
+        rank=world.rank,
+        world_size=world.world_size,
+        seed=config.seed,
+        first_step=first,
+        device=world.device,
+    )
