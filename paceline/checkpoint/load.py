@@ -134,11 +134,7 @@ def _load(
     held, error = _attempt(partial(_read, reader, manifest, engine, ranges, states, optimizers, place))
     _agree(None, error, f"pl.load: what {folder} holds")
     engine.weights_replaced()
-    set_extra_states(engine.module, held["modules"])
-    for scheduler, saved in zip(schedulers, held["schedulers"], strict=False):
-        scheduler.load_state_dict(saved)
-    if loader is not None:
-        loader.load_state_dict(held["place"])
+    _agree(None, _taken_up(engine, schedulers, loader, held), "pl.load: schedulers and loaders")
     if same_random:
         set_random_states(held["random"], engine.world.device)
     return Loaded(folder, manifest.step, held["extra"], manifest.world_size, same_random)
@@ -164,6 +160,22 @@ def _read(
     own = manifest.ranks[engine.world.rank % manifest.world_size]
     held = {**manifest.values, "random": own["random"], "place": place}
     return {key: decode(held[key], reader.read) for key in ("extra", "modules", "schedulers", "random", "place")}
+
+
+def _taken_up(
+    engine: Engine, schedulers: Sequence[Stateful], loader: Stateful | None, held: dict[str, Any]
+) -> UserError | None:
+    """Gives everybody else their states; what they raise, such as for another version of theirs."""
+    try:
+        set_extra_states(engine.module, held["modules"])
+        for scheduler, saved in zip(schedulers, held["schedulers"], strict=False):
+            scheduler.load_state_dict(saved)
+        if loader is not None:
+            loader.load_state_dict(held["place"])
+    except Exception as error:
+        # A user's class raises what it likes; other ranks must not go on without this one.
+        return UserError(f"a module, scheduler or loader does not take its state: {type(error).__name__}: {error}")
+    return None
 
 
 def _require_fit(manifest: Manifest, engine: Engine, ranges: Ranges) -> None:

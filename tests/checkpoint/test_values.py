@@ -163,3 +163,27 @@ def edited(path: Path, strategy: pl.Strategy) -> list[float]:
 )
 def test_what_is_edited_is_saved_when_it_counts(ranks, tmp_path: Path, strategy: pl.Strategy) -> None:
     assert ranks(2, edited, tmp_path, strategy) == [[7.0], [7.0]]
+
+
+class Moody:
+    """A scheduler that takes its state on some ranks only."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": pl.init().rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if pl.init().rank == 0:
+            raise KeyError("pace")
+
+
+def taken_up_by_some(path: Path) -> str:
+    model = parallel()
+    pl.save(path / "at 0", model, step=0, scheduler=Moody())
+    with pytest.raises(pl.UserError) as caught:
+        pl.load(path / "at 0", model, scheduler=Moody())
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_take_up_ends_the_load_on_all(ranks, tmp_path: Path) -> None:
+    for message in ranks(2, taken_up_by_some, tmp_path):
+        assert message == "rank 0: a module, scheduler or loader does not take its state: KeyError: 'pace'"
