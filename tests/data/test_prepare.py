@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,16 +8,12 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import UserError
-from paceline.data import Corpus, DataConfig, Tokenizer, preparation, prepare, scan, unreadable
-from paceline.data import corpus as corpus_module
-from paceline.data.checksums import BLOCK, Blocks, block_count, checksums
+from paceline.data import Corpus, Tokenizer, preparation, prepare, scan, unreadable
 from paceline.data.documents import read
-from paceline.data.loader import Loader
 from paceline.data.sources import find
 from paceline.data.split import hash_document, is_validation, nominal_threshold
+from tests.data.caches import Configure, entries
 from tests.data.prose import prose
-
-Configure = Callable[..., DataConfig]
 
 
 def decoded(corpus: Corpus) -> tuple[list[str], list[str]]:
@@ -31,12 +26,6 @@ def decoded(corpus: Corpus) -> tuple[list[str], list[str]]:
         parts = zip(ends[:-1] + 1, ends[1:], strict=True)
         sides.append([tokenizer.decode(file.tokens[start:end].tolist()) for start, end in parts])
     return sides[0], sides[1]
-
-
-def entries(cache: Path) -> dict[str, bytes]:
-    """Every file of every cache entry with its content."""
-    root = cache / "corpora"
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 class Counter:
@@ -171,79 +160,6 @@ def test_given_tokenizer_is_used_as_it_is(folder: Path, configure: Configure, tm
     assert corpus.tokenizer.read_bytes() == trained.tokenizer.read_bytes()
     assert corpus.facts.vocabulary == 270
     assert sum(map(len, decoded(corpus))) == 60
-
-
-FILES = "train.bin", "validation.bin", "tokenizer.json", "facts.json", "checksums.bin"
-
-
-def flip(path: Path, at: int) -> None:
-    """Turns one bit over, as a disk may."""
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["truncate", "remove", "flip"])
-def test_damaged_entries_are_named_and_rebuilt(folder: Path, configure: Configure, name: str, damage: str) -> None:
-    config = configure(folder)
-    corpus = prepare(config)
-    whole = entries(config.cache_folder)
-    mapped = corpus.train.tokens.copy()
-    path = corpus.folder / name
-    if damage == "truncate":
-        path.write_bytes(path.read_bytes()[:-7])
-    elif damage == "flip":
-        flip(path, path.stat().st_size // 2)
-    else:
-        path.unlink()
-    lines: list[str] = []
-    assert np.array_equal(prepare(config, report=lines.append).train.tokens, mapped)
-    assert entries(config.cache_folder) == whole
-    told = [line for line in lines if f"{corpus.folder} is damaged" in line]
-    assert len(told) == 1 and "prepared anew" in told[0] and "\n" not in told[0]
-
-
-def test_damage_that_is_met_in_a_run_ends_it_and_is_mended_by_the_next(
-    folder: Path, configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(corpus_module, "CHECKED_AT_ONCE", 0)
-    config = configure(folder)
-    whole = prepare(config)
-    tokens = whole.train.tokens.copy()
-    flip(whole.folder / "train.bin", 999)
-    opened = prepare(config)
-    with (
-        pytest.raises(UserError, match=r"train.bin is damaged: from byte 0 on.* Start again"),
-        Loader(opened.train, context=8, batch_size=2, micro_batch=2) as loader,
-    ):
-        for _ in range(len(tokens)):
-            next(loader)
-    assert np.array_equal(prepare(config).train.tokens, tokens)
-
-
-def test_only_what_is_used_is_checked_and_only_once(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"a" * (3 * BLOCK + 5))
-    sums = checksums(path)
-    assert len(sums) == block_count(path.stat().st_size) == 4
-    flip(path, 2 * BLOCK + 7)
-    data = np.fromfile(path, np.uint8)
-    blocks = Blocks(data, sums)
-    assert blocks.damaged(0, 2 * BLOCK) is None
-    assert blocks.damaged(3 * BLOCK, 3 * BLOCK + 5) is None
-    assert blocks.damaged(BLOCK, 2 * BLOCK + 1) == 2 * BLOCK
-    data[0] = 0
-    assert blocks.damaged(0, 1) is None
-
-
-def test_a_cache_that_vanishes_leaves_an_open_corpus_whole(folder: Path, configure: Configure) -> None:
-    config = configure(folder)
-    corpus = prepare(config)
-    definition = corpus.tokenizer.read_text(encoding="utf-8")
-    shutil.rmtree(config.cache_folder)
-    corpus.train.check(0, len(corpus.train))
-    assert corpus.definition == definition
 
 
 def test_text_that_changes_while_it_is_read_is_refused(

@@ -1,0 +1,97 @@
+"""States of optimizers, made from whole parameters or from shards."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import paceline as pl
+from paceline.core.strategy import Strategy
+from tests.engine.models import assert_same, data, make, sharded, shares, snapshot
+
+
+def made_before(strategy: Strategy | None, before: bool) -> dict:
+    model = make()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5) if before else None
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    if optimizer is None:
+        # Shapes are the model's own when groups are made from them.
+        matrices = [p for p in model.parameters() if p.dim() >= 2]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+        optimizer = torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.5)
+    for step in range(3):
+        x, y = data(step, 8) if strategy is None else map(shares, data(step, 8))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@sharded
+def test_states_and_groups_made_from_whole_parameters_serve_shards(ranks, strategy, before) -> None:
+    expected = made_before(None, before)
+    for state in ranks(2, made_before, strategy, before):
+        assert_same(state, expected)
+
+
+def saved_and_loaded(strategy: Strategy, states: list[dict] | None) -> dict | str:
+    """States after a step; or what is said where they are loaded on the other rank."""
+    model = pl.parallelize(make(), strategy)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x, y = (shares(part) for part in data(0, 8))
+    F.mse_loss(model(x), y).backward()
+    if states is None:
+        optimizer.step()
+        found = copy.deepcopy(optimizer.state_dict())
+        pl.release(model)
+        return found
+    optimizer.load_state_dict(copy.deepcopy(states[1 - pl.init().rank]))
+    with pytest.raises(pl.UserError) as caught:
+        optimizer.step()
+    pl.release(model)
+    return str(caught.value)
+
+
+@sharded
+def test_states_of_another_ranks_shards_are_refused(ranks, strategy) -> None:
+    states = ranks(2, saved_and_loaded, strategy, None)
+    first, second = ranks(2, saved_and_loaded, strategy, states)
+    assert "Adam holds states of shard 1 of 2, but this rank updates shard 0 of 2" in first
+    assert "Adam holds states of shard 0 of 2, but this rank updates shard 1 of 2" in second
+    assert "load on each rank what that rank saved" in first
+
+
+def stepped_elsewhere(released: bool) -> str:
+    """What is said of states of shards where parameters are whole."""
+    model = pl.parallelize(make(), Strategy(zero=2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x, y = (shares(part) for part in data(0, 8))
+    for again in (False, True):
+        if again:
+            states = optimizer.state_dict()
+            model = pl.release(model)
+            if not released:
+                model = pl.parallelize(model, Strategy())
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+                optimizer.load_state_dict(states)
+        F.mse_loss(model(x), y).backward()
+        if not again:
+            optimizer.step()
+    with pytest.raises(pl.UserError) as caught:
+        optimizer.step()
+    if not released:
+        pl.release(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_states_of_shards_are_refused_where_parameters_are_whole(ranks, released: bool) -> None:
+    for rank, told in enumerate(ranks(2, stepped_elsewhere, released)):
+        assert told.startswith(f"Adam holds states of shard {rank} of 2, but parameters are whole now: load")
+        assert told.endswith("or make a new optimizer")
