@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.cpu.registry import find_deadlock
+from paceline.comm.cpu.registry import find_deadlock, stopped_peers
 from paceline.comm.patience import Silence, limit
 from paceline.comm.transport import CommunicationError
 from paceline.comm.world import World, current_world
@@ -215,6 +215,6 @@ def _started(start: Callable[[], dist.Work | None], label: str) -> dist.Work:
 
 def _lost(label: str, why: str = "") -> CommunicationError:
     return CommunicationError(
-        f"a rank is gone or did not answer in {label}{why}: every rank must call it, equally often. If a rank failed, "
-        "what it raised says more"
+        "; ".join([f"a rank is gone or did not answer{why} in {label}", *stopped_peers()])
+        + ". Every rank must call it, equally often; if a rank failed, what it raised says more"
     )

@@ -158,11 +158,23 @@ def edited(path: Path, strategy: pl.Strategy) -> list[float]:
     return model.state_dict()["weight"].unique().tolist()
 
 
-@pytest.mark.parametrize(
-    "strategy", [pl.Strategy(zero=1, precision="bfloat16"), full(pl.Strategy(zero=3)), full(pl.Strategy())]
-)
+@pytest.mark.parametrize("strategy", [pl.Strategy(zero=1, precision="bfloat16"), full(pl.Strategy(zero=3))])
 def test_what_is_edited_is_saved_when_it_counts(ranks, tmp_path: Path, strategy: pl.Strategy) -> None:
     assert ranks(2, edited, tmp_path, strategy) == [[7.0], [7.0]]
+
+
+def edited_in_place(path: Path) -> list[float]:
+    model = pl.parallelize(nn.Linear(4, 4), pl.Strategy())
+    with pl.full_parameters(model):
+        nn.init.constant_(model.weight, 7)
+        pl.save(path / "x", model, step=1)
+        nn.init.constant_(model.weight, 8)
+        pl.load(path / "x", model)
+    return model.state_dict()["weight"].unique().tolist()
+
+
+def test_what_is_edited_where_nothing_is_ever_hidden_counts_at_once(ranks, tmp_path: Path) -> None:
+    assert ranks(2, edited_in_place, tmp_path) == [[7.0], [7.0]]
 
 
 class Moody:

@@ -82,7 +82,7 @@ def die_in_a_message() -> None:
         pl.barrier()
         os._exit(0)
     pl.barrier()
-    with pytest.raises(CommunicationError, match="a rank is gone or did not answer in order of units: "):
+    with pytest.raises(CommunicationError, match=r"a rank is gone or did not answer in order of units\. "):
         pl.all_gather_json(1, "order of units")
     raise AssertionError("noticed")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -21,17 +23,23 @@ def be_silent_between_steps(how: str, transport_kind: str) -> str:
     transport = open_transport(world, kind=transport_kind)
     buffer = transport.allocate(64, torch.float32)
     patience.SHORTEST_SECONDS = 0.5
+    pids = all_gather_json(os.getpid())
     steps = StepPatience()
     steps.step()
     steps.step()
     try:
+        if world.rank == 1 and how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return ""
         if world.rank == 1:
             time.sleep(2)
             return ""
         with pytest.raises(CommunicationError) as caught:
-            all_gather_json(0, "the end") if how == "message" else transport.run("all_reduce", buffer, "bucket 7")
-        return str(caught.value)
+            transport.run("all_reduce", buffer, "bucket 7") if how == "collective" else all_gather_json(0, "the end")
+        return str(caught.value).replace(str(pids[1]), "PID")
     finally:
+        if world.rank == 0 and how == "stopped":
+            os.kill(pids[1], signal.SIGCONT)
         steps.pause()
         transport.close()
 
@@ -41,7 +49,12 @@ def be_silent_between_steps(how: str, transport_kind: str) -> str:
     [
         ("collective", "auto", "rank 1 did not answer within 0.5 s: rank 0 waited for it in all_reduce"),
         full("collective", "tcp", "rank 1 did not answer within 0.5 s: rank 0 waited for it in all_reduce"),
-        ("message", "auto", "a rank is gone or did not answer in the end within 0.5 s: every rank must call it"),
+        (
+            "stopped",
+            "auto",
+            "; rank 1's process PID is stopped: `kill -CONT PID` lets it go on. Every rank must call it",
+        ),
+        ("message", "auto", "a rank is gone or did not answer within 0.5 s in the end. Every rank must call it"),
     ],
 )
 def test_short_steps_shorten_the_wait_for_a_silent_rank(ranks, how: str, kind: str, told: str) -> None:  # type: ignore[no-untyped-def]

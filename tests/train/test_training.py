@@ -261,11 +261,13 @@ def test_a_stopped_worker_is_named_within_the_limit_with_what_lets_it_go_on(nano
     command = paceline("train", *nano, *LONG, "--workers", "2", "--folder", "halted", "--timeout", "3")
     with program(command, tmp_path) as started:
         wait_for_step(started, tmp_path / "halted", 3)
-        os.kill(started.rank(1), signal.SIGSTOP)
+        stopped = started.rank(1)
+        os.kill(stopped, signal.SIGSTOP)
         status, _, err = started.finish(40)
         assert not started.alive()
     assert status == 1
-    assert "rank 1 did not answer within 3 s" in err and "is stopped: `kill -CONT" in err
+    # In a collective or in a control message: both name it.
+    assert "did not answer" in err and f"process {stopped} is stopped: `kill -CONT {stopped}`" in err
 
 
 @pytest.mark.full

@@ -16,6 +16,8 @@ from paceline.comm.transport import explain
 class _Registered(Protocol):
     def blocked_peers(self) -> Iterable[tuple[int, str]]: ...
 
+    def stopped_peers(self) -> Iterable[str]: ...
+
     def abort(self, reason: str = "") -> None: ...
 
     def close_sockets(self) -> None: ...
@@ -59,6 +61,11 @@ def find_deadlock(waiting: str, peer: int | None = None) -> Deadlock | None:
                     "calls in the same order",
                 )
     return None
+
+
+def stopped_peers() -> list[str]:
+    """Which ranks of this host were stopped, as by SIGSTOP, and what lets each go on."""
+    return sorted({text for transport in list(_transports) for text in transport.stopped_peers()})
 
 
 def _tell_of_exception() -> None:

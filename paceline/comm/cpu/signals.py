@@ -154,6 +154,12 @@ class Signals:
         for wake_socket in self._wake_sockets.values():
             wake_socket.close()
 
+    def stopped_peers(self) -> Iterator[str]:
+        """Which of the others' processes were stopped, in words."""
+        for peer, pid in self._pids.items():
+            if text := _stopped(pid):
+                yield f"rank {self._name(peer)}'s {text}"
+
     def _wake(self, peer: int) -> None:
         # A full socket wakes as well; one that is gone is noticed by whoever waits for it.
         with contextlib.suppress(OSError):
@@ -243,11 +249,8 @@ class Signals:
     def _silent(self, peer: int) -> CommunicationError:
         return CommunicationError(
             f"rank {self._name(peer)} did not answer within {limit(self._timeout):g} s: rank {self._name(self._rank)} "
-            f"waited for it in {plain(self._text)}"
             # It may itself be waiting for another.
-            + "".join(
-                f"; rank {self._name(other)}'s {text}" for other, pid in self._pids.items() if (text := _stopped(pid))
-            )
+            + "; ".join([f"waited for it in {plain(self._text)}", *self.stopped_peers()])
         )
 
 

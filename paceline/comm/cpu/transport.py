@@ -187,6 +187,10 @@ class CpuTransport:
         """See `Signals.blocked_peers`; none where ranks are connected by sockets alone."""
         return self._signals.blocked_peers() if self._signals is not None and self._failure is None else ()
 
+    def stopped_peers(self) -> Iterable[str]:
+        """See `Signals.stopped_peers`; none where ranks are connected by sockets alone."""
+        return self._signals.stopped_peers() if self._signals is not None else ()
+
     @property
     def sent_bytes(self) -> int:
         """Bytes handed to sockets so far, headers included."""
