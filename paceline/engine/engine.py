@@ -28,11 +28,12 @@ from paceline.engine.hooks import install, open_for_states, watch_parameters
 from paceline.engine.materialise import Init, materialiser
 from paceline.engine.optimizers import leave_optimizers, watch_optimizers
 from paceline.engine.outputs import Leftovers, own_copies, require_seen
+from paceline.engine.own_memory import require_own_parameters
 from paceline.engine.program import Program
 from paceline.engine.recompute import recompute
 from paceline.engine.recovery import gives_up, reset, weights_replaced
 from paceline.engine.state import StepState
-from paceline.engine.units import find_blocks, find_units, require_own_parameters
+from paceline.engine.units import find_blocks, find_units
 from paceline.engine.update import Update
 
 

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paceline.core.errors import UserError
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
 from paceline.engine.assigned_gradient import set_gradient
@@ -92,15 +91,15 @@ class Gradients:
         self.earlier.begin(alone, reduced)
 
     def accumulated(self, index: int) -> None:
-        """Autograd has added to a parameter's gradient."""
+        """Autograd has added to a parameter's gradient, which is dense from now on: flat buffers hold no other."""
         self.fired.add(index)
+        parameter = self._all[index]
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
 
     def copy_in(self, indices: Iterable[int]) -> None:
-        """Copies the gradients of some parameters into their buckets, zero where one has none.
-
-        Raises:
-            UserError: One is sparse.
-        """
+        """Copies the gradients of some parameters into their buckets, zero where one has none."""
         views: list[Tensor] = []
         fresh: list[Tensor] = []
         added: list[tuple[Tensor, Tensor]] = []
@@ -119,11 +118,6 @@ class Gradients:
                         view.zero_()
                     continue
                 self.used.add(index)
-                if gradient.is_sparse:
-                    raise UserError(
-                        f"{self.flat.schedule.layout.slots[index].spec.name} has a sparse gradient; flat buffers "
-                        "hold dense ones: build the embedding with sparse=False"
-                    )
                 if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
                     if index in self.earlier.filled:
                         added.append((view, gradient))

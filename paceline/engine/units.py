@@ -11,7 +11,6 @@ from torch import nn
 
 from paceline.core.errors import UserError
 from paceline.core.layout import ROOT, ParameterSpec
-from paceline.engine.sharded_parameter import is_owned
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -55,29 +54,6 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.M
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     """The repeated units, such as a Transformer's layers, or those that `patterns` name; see `find_units`."""
     return _named_blocks(model, patterns) if patterns else _repeated_blocks(model)
-
-
-def require_own_parameters(model: nn.Module) -> None:
-    """Refuses parameters that lie in the same memory without being the same, or belong to another parallel model.
-
-    Raises:
-        UserError: There are such.
-    """
-    places: dict[tuple[int, int], str] = {}
-    for name, parameter in model.named_parameters():
-        if is_owned(parameter):
-            raise UserError(
-                f"parallelize: {name} belongs to another parallel model already: parallelize the outermost model "
-                "alone, or call pl.release on the other"
-            )
-        if parameter.numel() and not parameter.is_meta:
-            place = (parameter.untyped_storage().data_ptr(), int(parameter.storage_offset()))
-            if place in places:
-                raise UserError(
-                    f"parallelize: {name} and {places[place]} are two parameters in the same memory, which would come "
-                    "apart: tie them as one (model.b.weight = model.a.weight)"
-                )
-            places[place] = name
 
 
 def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpec]:

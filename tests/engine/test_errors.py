@@ -98,25 +98,6 @@ def test_ranks_whose_elements_lie_in_another_order_are_named(ranks) -> None:
         assert "[27, 9, 3, 1]" in message and "[27, 1, 9, 3]" in message
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 3, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table(x)
-
-
-def sparse_gradients() -> None:
-    model = pl.parallelize(Sparse())
-    model(torch.tensor([1, 2])).sum().backward()
-
-
-def test_sparse_gradients_are_refused_by_name(ranks) -> None:
-    with pytest.raises(RankError, match=r"table\.weight has a sparse gradient.*sparse=False"):
-        ranks(2, sparse_gradients)
-
-
 @pytest.mark.parametrize(
     ("model", "strategy", "words"),
     [
