@@ -203,14 +203,25 @@ class Parameters:
                 parameter.data = self.flat.local[index]
 
     def take_given(self) -> None:
-        """Takes values of parameters that a loop gave other data outside of `full`, where that counts."""
+        """Takes values of parameters that a loop gave other data outside of `full`, where that counts.
+
+        Raises:
+            EngineError: They are of another dtype.
+        """
         if self.loses_edits:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in self.flat.managed:
                 data, whole = self.all[index].data, self.flat.views[index]
-                if data.data_ptr() != whole.data_ptr():
-                    whole.copy_(data)
+                if data.data_ptr() == whole.data_ptr():
+                    continue
+                if data.dtype != whole.dtype:
+                    raise EngineError(
+                        f"{self.flat.layout.slots[index].spec.name} is {str(data.dtype).removeprefix('torch.')} since "
+                        "pl.parallelize: call pl.release(model), change it, pl.parallelize(model) again, and make a "
+                        "new optimizer; for mixed precision leave the model as it is and set strategy.precision"
+                    )
+                whole.copy_(data)
 
     def updated(self) -> None:
         """The masters have changed: what was gathered is stale, and what is computed with follows them."""

@@ -27,8 +27,8 @@ class Structure:
         self._parameters, self._layout = parameters, layout
         self._identities = {id(parameter) for parameter in parameters}
         self._places = [
-            (held, name, member)
-            for submodule in module.modules()
+            (held, name, member, f"{path}.{name}" if path else name)
+            for path, submodule in module.named_modules()
             for held in (submodule._parameters, submodule._modules)
             for name, member in held.items()
         ]
@@ -53,10 +53,10 @@ class Structure:
                     f"{slot.spec.name} changed its shape from {tuple(slot.spec.shape)} to {tuple(parameter.shape)} "
                     "after pl.parallelize: call pl.release(model), change it, and pl.parallelize(model) again"
                 )
-        for held, name, member in self._places:
+        for held, name, member, path in self._places:
             if held.get(name) is not member:
                 raise EngineError(
-                    f"{name} was replaced in the model after pl.parallelize, so its gradients would not be reduced: "
+                    f"{path} was replaced in the model after pl.parallelize, so its gradients would not be reduced: "
                     "call pl.release(model) and pl.parallelize(model) again (load weights without assign=True)"
                 )
         for held, known in self._members:

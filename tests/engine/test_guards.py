@@ -20,6 +20,7 @@ from tests.engine.models import (
     in_parallel,
     make,
     rows_of,
+    sharded,
     shares,
     snapshot,
     stages,
@@ -103,6 +104,23 @@ KINDS = ["unfrozen", "replaced", "added module", "added parameter", "assigned", 
 def test_parameters_that_change_after_parallelize_are_an_error(ranks, strategy, kind) -> None:
     words = "was edited" if kind == "reshaped" and strategy.zero == 3 else "after pl.parallelize"
     assert all(words in message for message in ranks(2, changed_after, strategy, kind))
+
+
+def converted(strategy: Strategy) -> str:
+    model = pl.parallelize(make(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (shares(part) for part in data(0, 8))
+    F.mse_loss(model(x), y).backward()
+    with pytest.raises(EngineError) as caught:
+        model.float()
+        optimizer.step()
+    return str(caught.value)
+
+
+@sharded
+def test_a_model_that_is_converted_after_parallelize_is_an_error(ranks, strategy) -> None:
+    words = "outside of forward and backward" if strategy.zero == 3 else "is float32 since pl.parallelize"
+    assert all(words in message for message in ranks(2, converted, strategy))
 
 
 def different_strategies() -> str:
