@@ -65,7 +65,9 @@ class LateStream(ThreadStream):
 
     def submit(self, work: Callable[[], Traffic], label: str, after: Sequence[Pending] = ()) -> Pending:
         held = work if isinstance(work, Held) else None
-        before, after = (self._least + self._random.choice((0.0, self._random.uniform(0, LATEST))) for _ in range(2))
+        starts_late, ends_late = (
+            self._least + self._random.choice((0.0, self._random.uniform(0, LATEST))) for _ in range(2)
+        )
         earlier = after if self._last is None else (*after, self._last)
         at_once = all(pending.done.is_set() for pending in earlier)
         if held is not None and at_once:
@@ -74,9 +76,9 @@ class LateStream(ThreadStream):
         def late() -> Traffic:
             if held is not None:
                 held.may_begin()
-                time.sleep(before)
+                time.sleep(starts_late)
             traffic = work()
-            time.sleep(after)
+            time.sleep(ends_late)
             return traffic
 
         self._last = super().submit(late, label, after)
