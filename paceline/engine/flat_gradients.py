@@ -47,7 +47,7 @@ class FlatGradients:
         self._buffers: Buffers = schedule.buffers(micro_batches)
         self._tensors.allocate(self._buffers, "gradients", "slots", "reduced")
         self._handed_out = HandedOut()
-        self._view_whole()
+        self._view()
 
     @property
     def sums(self) -> bool:
@@ -61,17 +61,21 @@ class FlatGradients:
             self._tensors.allocate(self._buffers, "reduced")
         else:
             self._tensors.allocate(self._buffers, "gradients", "reduced")
-            self._view_whole()
+        self._view()
 
-    def _view_whole(self) -> None:
+    def _view(self) -> None:
+        # Once, as every step asks for all of them.
+        self._whole = {bucket.name: self._tensors[self._buffers.gradient(bucket)] for bucket in self.buckets}
+        self._reduced = {bucket.name: self._tensors[self._buffers.reduced(bucket)] for bucket in self.buckets}
         self.views = {
             index: parameter_in(self.whole(bucket), self._layout.slots[index], bucket.start)
             for index, bucket in self.bucket_of.items()
         }
+        self._reduced_views = {index: self._reduced_view(index) for index in self.trainable}
 
     def whole(self, bucket: Bucket) -> Tensor:
         """The whole gradients of a bucket, flat."""
-        return self._tensors[self._buffers.gradient(bucket)]
+        return self._whole[bucket.name]
 
     def own(self, bucket: Bucket, whole: Tensor) -> Tensor:
         """This rank's shard of a bucket's whole gradients, which a reduction in place leaves there."""
@@ -80,7 +84,7 @@ class FlatGradients:
 
     def reduced(self, bucket: Bucket) -> Tensor:
         """This rank's shard of the step's reduced gradients of a bucket, flat."""
-        return self._tensors[self._buffers.reduced(bucket)]
+        return self._reduced[bucket.name]
 
     def destination(self, bucket: Bucket) -> Tensor | None:
         """Where a reduction stores this rank's shard, if neither in place nor added to what is there."""
@@ -117,6 +121,9 @@ class FlatGradients:
 
     def reduced_of(self, index: int) -> Tensor | None:
         """The reduced gradient of a parameter, of this rank's shard where it has one; None where that is empty."""
+        return self._reduced_views[index]
+
+    def _reduced_view(self, index: int) -> Tensor | None:
         slot, bucket = self._layout.slots[index], self.bucket_of[index]
         reduced = self.reduced(bucket)
         if self._shards == 1:
