@@ -186,11 +186,11 @@ class BackwardPass:
             self._program.parameters.reshard((unit,))
             self._program.executor.mark(key)
 
-    def _copy_in_order(self) -> None:
-        """Copies units in, in the order of the schedule, as far as their gradients are complete."""
+    def _copy_in_order(self, at_end: bool = False) -> None:
+        """Copies units in, in the order of the schedule, as far as their gradients are complete: all are at the end."""
         early = self._program.schedule.copied_early
         while self._uncopied and (unit := self._uncopied[0]) in early:
-            if unit not in self._over or not self._is_complete(unit):
+            if unit not in self._over or not (at_end or self._is_complete(unit)):
                 break
             self._copy_in(unit)
 
@@ -224,7 +224,10 @@ class BackwardPass:
         executor.end()
         for unit in reversed(program.schedule.order):
             if unit not in self._over:
+                self._over.add(unit)
                 self._reshard(unit)
+            # In turn, so that a rank without this micro-batch launches in the order of those that have it.
+            self._copy_in_order(at_end=gradients is not None)
         # For units that this rank did not run and others may still have to, before it waits for their gradients.
         executor.launch_left("gather")
         if gradients is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,35 @@ def test_ranks_between_gpus_equal_one_process(ranks, name: str) -> None:
     expected = train(make())
     for found, _ in ranks(4 if strategy.shard else 2, trained, strategy):
         assert_all_same(found, expected)
+
+
+def launched(strategy: Strategy, counts: tuple[int, ...]) -> list[str]:
+    with as_on_gpus() as calls:
+        model = pl.parallelize(make(), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            for seed in pl.accumulate(model, range(counts[pl.init().rank]), uneven=True):
+                loss_on(model, 10 * step + seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pl.release(model)
+    return calls.submitted
+
+
+UNEVEN = {
+    f"{name}, {policy}": replace(strategy, accumulation=policy)
+    for name, strategy in CASES.items()
+    for policy in ("auto", "each", "defer", "hold")
+    if policy != "hold" or strategy.gathers
+}
+
+
+@pytest.mark.parametrize("name", some(UNEVEN, ["zero 0, each", "zero 3, auto"]))
+def test_a_rank_with_fewer_micro_batches_launches_in_the_order_of_the_others(ranks, name: str) -> None:
+    strategy = UNEVEN[name]
+    for counts in [(2, 1, 3, 0), (1, 2, 0, 3)] if strategy.shard else [(2, 1), (0, 3)]:
+        first, *others = ranks(len(counts), launched, strategy, counts)
+        assert first and all(order == first for order in others)
 
 
 # ---- communicators
