@@ -211,14 +211,9 @@ class TrainConfig:
         _check("batch", self.batch, self.batch >= 1, "at least 1 sample")
         _check("micro_batch", self.micro_batch, self.micro_batch >= 1, "at least 1 sample")
         _check("threads", self.threads, 0 <= self.threads <= MOST_THREADS, f"0 (share the cores out) to {MOST_THREADS}")
-        _check(
-            "timeout",
-            self.timeout,
-            self.timeout is None or 0 < self.timeout < 1e8,
-            "more than 0 and less than 1e8 seconds",
-        )
+        _check("timeout", self.timeout, self.timeout is None or 1 <= self.timeout < 1e8, "1 to 1e8 seconds")
         _check("resume", self.resume, self.resume is None or bool(self.resume.strip()), "auto, a run or a checkpoint")
-        _check("folder", self.folder, self.folder is None or bool(self.folder.strip()), "a name")
+        _check("folder", self.folder, self.folder is None or _is_name(self.folder), "a name, in UTF-8")
         if self.workers is not None and self.workers < 1:
             raise UserError(f"workers: expected at least 1 worker process, got {self.workers}; leave it out for one")
         if self.strategy.gradients != "sum":
@@ -251,9 +246,18 @@ def check_ranks(config: TrainConfig, ranks: int) -> None:
     config.strategy.shards(ranks)
 
 
+def _is_name(folder: str) -> bool:
+    """Whether a folder can be called so: safetensors opens no file whose path is not UTF-8."""
+    try:
+        folder.encode()
+    except UnicodeEncodeError:
+        return False
+    return bool(folder.strip())
+
+
 def _check(name: str, value: object, good: bool, expected: str) -> None:
     if not good or (isinstance(value, float) and not math.isfinite(value)):
-        raise UserError(f"{name}: expected {expected}, got {value}")
+        raise UserError(f"{name}: expected {expected}, got {repr(value) if isinstance(value, str) else value}")
 
 
 def _plain(value: Any) -> Any:
