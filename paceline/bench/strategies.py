@@ -6,9 +6,10 @@ import importlib
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from paceline.bench.cases import CASES, GROUPS, Case, Precision, System, Trainin
 from paceline.bench.loops import one_process, parallel
 from paceline.bench.meters import held_bytes, sent_bytes, sent_since, watching_memory
 from paceline.bench.peers import peers
+from paceline.bench.progress import progress
 from paceline.bench.ranks import run_ranks
 from paceline.bench.results import Row, make_row, print_rows, write_json
 from paceline.command_line.json_file import JsonFile
@@ -82,15 +84,14 @@ def main(options: StrategiesBench) -> list[Row]:
     """
     rows: list[Row] = []
     failures: Failures = []
-    for ranks in options.ranks:
-        for precision in options.precision:
+    cases = [case for case in CASES if case.name in options.cases]
+    with progress() as report:
+        for ranks, precision, case in product(options.ranks, options.precision, cases):
             everywhere = [system for each in options.precision for system in systems(each)]
             chosen = choose(systems(precision), options.systems, everywhere)
-            for case in CASES:
-                if case.name in options.cases:
-                    rows += run_case(case, ranks, precision, chosen, options.rounds, options.steps, failures)
-                    if options.json:  # each time, so that a run of hours that is cut short leaves what it has
-                        write_json(options.json, rows, {"failures": failures} if failures else None)
+            rows += run_case(case, ranks, precision, chosen, options.rounds, options.steps, failures, report)
+            if options.json:  # each time, so that a run of hours that is cut short leaves what it has
+                write_json(options.json, rows, {"failures": failures} if failures else None)
     return rows
 
 
@@ -138,6 +139,7 @@ def run_case(
     rounds: int,
     steps: int,
     failures: Failures,
+    report: Callable[[str], None],
 ) -> list[Row]:
     """Measures and prints one case: a table for each group, a ratio being to the group's fastest peer.
 
@@ -152,19 +154,24 @@ def run_case(
         rounds: Timed rounds.
         steps: Steps of a system in one round.
         failures: Gets what could not run, with the reason.
+        report: Is told what is being measured.
     """
+    subject = f"{case.name}, {ranks} ranks, {precision}"
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     measured: dict[str, Measured] = {}
-    for system in chosen:
+    for number, system in enumerate(chosen, 1):
+        report(f"{subject}: {system.label} alone ({number} of {len(chosen)})")
         try:
             measured[system.label] = run_ranks(ranks, _measure, case, precision, system, threads=threads)[0]
         except (RanksFailed, UserError) as error:
             reason = error.summary if isinstance(error, RanksFailed) else str(error)
-            print(f"{case.name}, {ranks} ranks, {precision}: {system.label} did not run: {reason}")
+            report("")
+            print(f"{subject}: {system.label} did not run: {reason}")
             where = {"case": case.name, "ranks": ranks, "precision": precision}
             failures.append({**where, "system": system.name, "setting": system.setting, "reason": reason})
     rows: list[Row] = []
     for group, members in compared([system for system in chosen if system.label in measured]):
+        report(f"{subject}: {group}, {len(members)} systems by turns, {rounds} rounds")
         seconds = run_ranks(ranks, _time_systems, case, precision, members, rounds, steps, threads=threads)[0]
         rivals = [system for system in members if system.name not in ("paceline", "one process")] or members
         # By the median: one slow round makes nobody slow.
@@ -173,6 +180,7 @@ def run_case(
             need, times, reference = measured[system.label], seconds[system.label], seconds[best.label]
             row = make_row(case.name, system.name, system.setting, ranks, times, reference, need.peak, need.sent)
             rows.append(replace(row, precision=precision, group=group, base_bytes=need.base))
+        report("")
         print_rows([row for row in rows if row.group == group], best.label)
     return rows
 

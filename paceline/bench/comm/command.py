@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +26,7 @@ from paceline.bench.comm.rows import (
     make_rows,
 )
 from paceline.bench.comm.sizes import element_counts, parse_size, size_text
+from paceline.bench.progress import progress
 from paceline.bench.results import machine, write_json
 from paceline.comm.profile import Copy, Cost, HardwareProfile, Host, write_profile
 from paceline.command_line.json_file import JsonFile
@@ -82,7 +83,7 @@ def main(options: CommBench) -> list[CommRow]:
     rows: list[CommRow] = []
     copies: list[CopyRow] = []
     failures: dict[str, str] = {}
-    with contextlib.ExitStack() as stack, _progress() as report:
+    with contextlib.ExitStack() as stack, progress() as report:
         groups: list[Group] = []
         stack.callback(_close, groups)
         report("starting the ranks")
@@ -213,27 +214,3 @@ def _write(options: CommBench, rows: Sequence[CommRow], copies: Sequence[CopyRow
         "fits": [asdict(row) for row in fit_rows(rows)],
     }
     write_json(options.json, rows, extra)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows what is being done on stderr: in one line on a terminal, else a line whenever the subject changes.
-
-    Yields:
-        A function to call with "subject: detail", or with "" to clear the line.
-    """
-    terminal = sys.stderr.isatty()
-    last = ""
-
-    def report(text: str) -> None:
-        nonlocal last
-        if terminal:
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-        elif text and text.split(":")[0] != last:
-            last = text.split(":")[0]
-            print(last, file=sys.stderr, flush=True)
-
-    try:
-        yield report
-    finally:
-        report("")
