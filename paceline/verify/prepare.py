@@ -125,7 +125,8 @@ def _runnable(
         model, narrowed = make_model(narrow), [_converted(batch) for batch in batches]
         if _problem(narrow, model, share(narrowed[0], 0, parts)) is None:
             return narrow, model, narrowed, [f"in float32, as the model cannot do float64: {_last_line(problem)}"]
-    raise UserError(f"one process alone cannot train the model on a part of the first batch:\n{problem}")
+    called = f" ({spec.loss} is called with what the model returns, and the whole batch)" if spec.loss else ""
+    raise UserError(f"one process alone cannot train the model on a part of the first batch{called}:\n{problem}")
 
 
 def _problem(spec: ModelSpec, model: nn.Module, part: Batch) -> str | None:
