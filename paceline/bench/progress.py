@@ -6,21 +6,26 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+from paceline.launch.screen import CLEAR, columns
+from paceline.launch.status_line import FREE_COLUMNS
+
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """Shows what is being done on stderr: in one line on a terminal, else a line whenever the subject changes.
 
+    Nothing is drawn in between: a thread that did would take part in what is measured.
+
     Yields:
         A function to call with "subject: detail", or with "" to clear the line.
     """
-    terminal = sys.stderr.isatty()
     last = ""
 
     def report(text: str) -> None:
         nonlocal last
-        if terminal:
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        width = columns(sys.stderr)
+        if width is not None:
+            print(CLEAR + text[: width - FREE_COLUMNS], end="", file=sys.stderr, flush=True)
         elif text and text.split(":")[0] != last:
             last = text.split(":")[0]
             print(last, file=sys.stderr, flush=True)

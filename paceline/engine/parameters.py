@@ -191,8 +191,14 @@ class Parameters:
     # ---- updates
 
     def show_local(self) -> None:
-        """Lets parameters be this rank's shards as they are updated, for an optimizer."""
+        """Lets parameters be this rank's shards as they are updated, for an optimizer.
+
+        Raises:
+            EngineError: A parameter was edited where that would be lost, or converted to another dtype.
+        """
         self.unpin()
+        if not self.loses_edits:
+            self._require_dtypes()
         self.take_given()
         for index in self.flat.managed:
             parameter = self.all[index]
@@ -202,26 +208,25 @@ class Parameters:
             if self.flat.layout.slots[index].spec.trainable:
                 parameter.data = self.flat.local[index]
 
-    def take_given(self) -> None:
-        """Takes values of parameters that a loop gave other data outside of `full`, where that counts.
+    def _require_dtypes(self) -> None:
+        for index in self.flat.managed:
+            dtype = self.all[index].dtype
+            if dtype != self.flat.views[index].dtype:
+                raise EngineError(
+                    f"{self.flat.layout.slots[index].spec.name} is {str(dtype).removeprefix('torch.')} since "
+                    "pl.parallelize: call pl.release(model), change it, pl.parallelize(model) again, and make a new "
+                    "optimizer; for mixed precision leave the model as it is and set strategy.precision"
+                )
 
-        Raises:
-            EngineError: They are of another dtype.
-        """
+    def take_given(self) -> None:
+        """Takes values of parameters that a loop gave other data outside of `full`, where that counts."""
         if self.loses_edits:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in self.flat.managed:
                 data, whole = self.all[index].data, self.flat.views[index]
-                if data.data_ptr() == whole.data_ptr():
-                    continue
-                if data.dtype != whole.dtype:
-                    raise EngineError(
-                        f"{self.flat.layout.slots[index].spec.name} is {str(data.dtype).removeprefix('torch.')} since "
-                        "pl.parallelize: call pl.release(model), change it, pl.parallelize(model) again, and make a "
-                        "new optimizer; for mixed precision leave the model as it is and set strategy.precision"
-                    )
-                whole.copy_(data)
+                if data.data_ptr() != whole.data_ptr():
+                    whole.copy_(data)
 
     def updated(self) -> None:
         """The masters have changed: what was gathered is stale, and what is computed with follows them."""

@@ -27,12 +27,14 @@ class Structure:
         self._parameters, self._layout = parameters, layout
         self._identities = {id(parameter) for parameter in parameters}
         self._places = [
-            (held, name, member, f"{path}.{name}" if path else name)
+            (held, name, member, _joined(path, name))
             for path, submodule in module.named_modules()
             for held in (submodule._parameters, submodule._modules)
             for name, member in held.items()
         ]
-        self._members = [(held, set(held)) for m in module.modules() for held in (m._parameters, m._modules)]
+        self._members = [
+            (held, set(held), path) for path, m in module.named_modules() for held in (m._parameters, m._modules)
+        ]
         self._frozen = [p for p, slot in zip(parameters, layout.slots, strict=True) if not slot.spec.trainable]
 
     def holds(self, identity: int) -> bool:
@@ -59,12 +61,12 @@ class Structure:
                     f"{path} was replaced in the model after pl.parallelize, so its gradients would not be reduced: "
                     "call pl.release(model) and pl.parallelize(model) again (load weights without assign=True)"
                 )
-        for held, known in self._members:
+        for held, known, path in self._members:
             for name in held.keys() - known if len(held) > len(known) else ():
                 if _trains(held[name]):
                     raise EngineError(
-                        f"{name} was added to the model after pl.parallelize, so its gradients would not be reduced: "
-                        "call pl.release(model) and pl.parallelize(model) again"
+                        f"{_joined(path, name)} was added to the model after pl.parallelize, so its gradients would not be "
+                        "reduced: call pl.release(model) and pl.parallelize(model) again"
                     )
         if any(parameter.requires_grad for parameter in self._frozen):
             raise EngineError(
@@ -89,6 +91,10 @@ def accumulator(parameter: nn.Parameter) -> Node:
     """Where autograd accumulates a parameter's gradient: the node of all graphs that use it as it is now."""
     with torch._C.DisableTorchFunctionSubclass():
         return get_gradient_edge(parameter).node
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _trains(member: nn.Module | nn.Parameter | None) -> bool:

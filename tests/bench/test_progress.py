@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from paceline.bench import progress as module
 from paceline.bench.progress import progress
 
 
@@ -18,9 +19,10 @@ def test_where_there_is_no_terminal_each_subject_has_a_line(capsys: pytest.Captu
     assert told(capsys) == "a case\nanother case\n"
 
 
-def test_on_a_terminal_one_line_says_what_is_measured_and_is_taken_away(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("width", "room"), [(80, 77), (20, 17)])
+def test_on_a_terminal_one_line_as_wide_as_that_says_what_is_measured_and_is_taken_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, room: int
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    lines = told(capsys).split("\r\033[K")
-    assert lines == ["", "a case: one system", "a case: another", "", "another case: one system", ""]
+    monkeypatch.setattr(module, "columns", lambda stream: width if stream is sys.stderr else None)
+    texts = ["", "a case: one system", "a case: another", "", "another case: one system", ""]
+    assert told(capsys).split("\r\033[K") == [text[:room] for text in texts]

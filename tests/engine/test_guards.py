@@ -16,6 +16,7 @@ from paceline.core.strategy import Strategy
 from tests.engine.models import (
     STAGES,
     assert_all_same,
+    assert_same,
     data,
     in_parallel,
     make,
@@ -114,6 +115,10 @@ def converted(strategy: Strategy) -> str:
     with pytest.raises(EngineError) as caught:
         model.float()
         optimizer.step()
+    if strategy.zero < 3:
+        # What the message says works.
+        assert all(p.dtype == torch.float64 for p in pl.release(model).parameters())
+        assert_same(snapshot(model), snapshot(make()), atol=1e-6)
     return str(caught.value)
 
 
