@@ -65,8 +65,8 @@ class Structure:
             for name in held.keys() - known if len(held) > len(known) else ():
                 if _trains(held[name]):
                     raise EngineError(
-                        f"{_joined(path, name)} was added to the model after pl.parallelize, so its gradients would not be "
-                        "reduced: call pl.release(model) and pl.parallelize(model) again"
+                        f"{_joined(path, name)} was added to the model after pl.parallelize, so its gradients would "
+                        "not be reduced: call pl.release(model) and pl.parallelize(model) again"
                     )
         if any(parameter.requires_grad for parameter in self._frozen):
             raise EngineError(

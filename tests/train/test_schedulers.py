@@ -110,3 +110,18 @@ def test_what_kubernetes_starts_is_a_command_that_exists(nano: list[str], tmp_pa
     found = [str(tmp_path / "run.yaml") if value == "/data/run.yaml" else value for value in settings]
     status, out, err = called(tmp_path, "train", *found, *nano, "--print-config")
     assert (status, err) == (0, "") and "steps: 7" in out and "resume: auto" in out
+
+
+@pytest.mark.full
+def test_torchrun_starts_a_job_again_that_lost_a_rank(nano: list[str], tmp_path: Path) -> None:
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    flags = [*nano, "--steps", "300", "--log.every", "1", "--log.validate-batches", "1", "--checkpoint.every", "5"]
+    run = tmp_path / "first"
+    with program([*agent, "-m", "paceline", "train", *flags, "--folder", "first", "--resume", "auto"], tmp_path) as job:
+        while not list(run.glob("checkpoints/*/manifest.json")):
+            assert job.process.poll() is None, job.process.communicate()
+        os.kill(job.rank(1), signal.SIGKILL)
+        status, out, err = job.finish(60)
+    assert status == 0, err
+    assert "going on after step" in out
+    assert sorted({int(line["step"]) for line in metrics(run) if "train/loss" in line}) == list(range(1, 301))
