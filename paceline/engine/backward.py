@@ -227,7 +227,7 @@ class BackwardPass:
                 self._over.add(unit)
                 self._reshard(unit)
             # In turn, so that a rank without this micro-batch launches in the order of those that have it.
-            self._copy_in_order(at_end=gradients is not None)
+            self._copy_in_order(at_end=True)
         # For units that this rank did not run and others may still have to, before it waits for their gradients.
         executor.launch_left("gather")
         if gradients is not None:
