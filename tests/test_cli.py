@@ -175,7 +175,7 @@ def test_ctrl_c_while_text_is_read_ends_without_a_traceback(tmp_path: Path) -> N
         # Python acts on a signal before it begins to read or when that is interrupted, but not in between.
         time.sleep(0.5)
         started.process.send_signal(signal.SIGINT)
-        status, out, err = started.finish(40)
+        status, out, err = started.finish()
     assert (status, out, err) == (130, "", "interrupted\n")
 
 

@@ -269,6 +269,6 @@ def test_torchrun_on_each_host_starts_one_job(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *words]
     with program(command, tmp_path) as other:
         status, out, err = finished(command, tmp_path, timeout=120)
-        ended, text, _ = other.finish(60)
+        ended, text, _ = other.finish()
     assert (status, ended) == (0, 0), err
     assert (out + text).count("2 ranks, loss 0.0") == 1

@@ -29,7 +29,7 @@ def test_a_stop_is_passed_on_and_workers_may_take_their_time(tmp_path: Path, sen
     with job(tmp_path, body) as started:
         wait_for(started, tmp_path / "ready-0", tmp_path / "ready-1")
         started.process.send_signal(sent)
-        assert started.finish(60)[0] == status
+        assert started.finish()[0] == status
         nothing_is_left(tmp_path, started)
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
 
@@ -50,7 +50,7 @@ def test_a_second_request_ends_at_once(tmp_path: Path, sent: signal.Signals, sta
         wait_for(started, tmp_path / "asked-0", tmp_path / "asked-1")
         time.sleep(2 * TOGETHER_SECONDS)
         started.process.send_signal(sent)
-        ended, _, err = started.finish(60)
+        ended, _, err = started.finish()
         nothing_is_left(tmp_path, started)
     assert ended == status
     assert "failed" not in err
@@ -74,7 +74,7 @@ def test_a_stop_while_workers_start_ends_them_though_one_is_deaf_and_one_stopped
         wait_for(started, *(tmp_path / f"ready-{rank}" for rank in range(3)))
         os.kill(started.rank(2), signal.SIGSTOP)
         started.process.send_signal(sent)
-        ended, _, err = started.finish(60)
+        ended, _, err = started.finish()
         nothing_is_left(tmp_path, started)
     assert ended == status
     assert "failed" not in err and "Traceback" not in err
@@ -94,7 +94,7 @@ def test_a_stop_while_a_worker_starts_lets_it_clean_up(tmp_path: Path) -> None:
     with job(tmp_path, body) as started:
         wait_for(started, tmp_path / "ready-0", tmp_path / "ready-1")
         started.process.send_signal(signal.SIGINT)
-        assert started.finish(60)[0] == 130
+        assert started.finish()[0] == 130
     assert (tmp_path / "cleaned-0").exists() and (tmp_path / "cleaned-1").exists()
 
 
@@ -111,6 +111,6 @@ def test_a_worker_that_was_stopped_goes_on_to_grant_a_stop(tmp_path: Path) -> No
         wait_for(started, tmp_path / "ready-0", tmp_path / "ready-1")
         os.kill(started.rank(1), signal.SIGSTOP)
         started.process.send_signal(signal.SIGINT)
-        assert started.finish(60)[0] == 130
+        assert started.finish()[0] == 130
         nothing_is_left(tmp_path, started)
     assert (tmp_path / "saved-1").exists()

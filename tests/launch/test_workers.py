@@ -21,7 +21,7 @@ def test_ranks_get_the_variables_of_one_job(tmp_path: Path) -> None:
     assert os.environ["PACELINE_RENDEZVOUS"].startswith("file:///")
     """
     with job(tmp_path, body, workers=3) as started:
-        status, _, _ = started.finish(60)
+        status, _, _ = started.finish()
         assert status == 0
         nothing_is_left(tmp_path, started)
     threads = threads_per_rank(0, 3)
@@ -34,7 +34,7 @@ def test_rank_0_has_the_screen_and_other_ranks_warnings_are_prefixed(tmp_path: P
     print(f"first {rank}\\nsecond {rank}", end="", file=sys.stderr)
     """
     with job(tmp_path, body) as started:
-        status, out, err = started.finish(60)
+        status, out, err = started.finish()
     assert (status, out) == (0, "out 0\n")
     assert "[rank 1] first 1\n" in err and "[rank 1] second 1\n" in err
     assert "first 0" in err and "[rank 0]" not in err
@@ -52,7 +52,7 @@ def test_the_first_traceback_stands_last_and_alone_when_a_worker_raises(tmp_path
     """
     with job(tmp_path, body) as started:
         began = time.monotonic()
-        status, _, err = started.finish(60)
+        status, _, err = started.finish()
         assert time.monotonic() - began < 30
         nothing_is_left(tmp_path, started)
     assert status == 1
@@ -76,7 +76,7 @@ def test_a_rank_that_lost_its_peer_is_not_the_first_failure_even_if_it_reports_e
     raise ZeroDivisionError("the cause")
     """
     with job(tmp_path, body) as started:
-        status, _, err = started.finish(60)
+        status, _, err = started.finish()
     assert status == 1
     assert err.rstrip().endswith("ZeroDivisionError: the cause")
 
@@ -89,7 +89,7 @@ def test_a_worker_that_exits_ends_the_job_and_is_named(tmp_path: Path) -> None:
     """
     with job(tmp_path, body) as started:
         began = time.monotonic()
-        status, _, err = started.finish(60)
+        status, _, err = started.finish()
         assert time.monotonic() - began < 30
         nothing_is_left(tmp_path, started)
     assert status == 7
@@ -106,7 +106,7 @@ def test_a_killed_worker_is_named_in_words_and_takes_deaf_ones_with_it(tmp_path:
         wait_for(started, *(tmp_path / f"ready-{rank}" for rank in range(3)))
         killed = time.monotonic()
         os.kill(started.rank(1), signal.SIGKILL)
-        status, _, err = started.finish(60)
+        status, _, err = started.finish()
         assert GRACE_SECONDS <= time.monotonic() - killed < 30
         nothing_is_left(tmp_path, started)
     assert status == 128 + signal.SIGKILL
@@ -118,7 +118,7 @@ def test_a_users_mistake_is_one_message_without_a_traceback(tmp_path: Path) -> N
     raise UserError("the file notes.txt is empty: name another one")
     """
     with job(tmp_path, body, workers=3) as started:
-        status, _, err = started.finish(60)
+        status, _, err = started.finish()
     assert status == 2
     assert [line for line in err.splitlines() if not line.startswith("warning")] == [
         "paceline: error: the file notes.txt is empty: name another one"
@@ -129,10 +129,10 @@ def test_kill_9_of_the_launcher_ends_workers_in_a_second_and_the_next_launch_cle
     with job(tmp_path, "note('ready'); time.sleep(60)") as started:
         wait_for(started, tmp_path / "ready-0", tmp_path / "ready-1")
         started.process.send_signal(signal.SIGKILL)
-        started.wait_until_gone(1)
+        started.wait_until_gone(20)
     assert len(list((tmp_path / "tmp").iterdir())) == 1
     with job(tmp_path, "pass") as again:
-        assert again.finish(60)[0] == 0
+        assert again.finish()[0] == 0
         nothing_is_left(tmp_path, again)
 
 
@@ -141,7 +141,7 @@ def test_a_running_launch_keeps_its_folder_when_another_cleans_up(tmp_path: Path
         wait_for(started, tmp_path / "ready-0", tmp_path / "ready-1")
         (folder,) = (tmp_path / "tmp").iterdir()
         with job(tmp_path, "pass") as other:
-            assert other.finish(60)[0] == 0
+            assert other.finish()[0] == 0
         assert folder.exists()
 
 
@@ -154,7 +154,7 @@ def test_what_others_put_into_the_temporary_folder_holds_nobody_up(tmp_path: Pat
     (tmp_path / "mine" / "lock").touch()
     (tmp_path / "tmp" / "paceline-job-link").symlink_to(tmp_path / "mine")
     with job(tmp_path, "pass") as started:
-        assert started.finish(60)[0] == 0
+        assert started.finish()[0] == 0
     assert (tmp_path / "mine" / "lock").exists()
 
 
@@ -165,7 +165,7 @@ def test_folders_of_other_users_are_left_alone(tmp_path: Path) -> None:
     (theirs / "lock").touch()
     os.chown(theirs, 12345, 12345)
     with job(tmp_path, "pass") as started:
-        assert started.finish(60)[0] == 0
+        assert started.finish()[0] == 0
     assert theirs.exists()
 
 
@@ -178,14 +178,14 @@ def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
     time.sleep(60)
     """
     with job(tmp_path, body) as started:
-        assert started.finish(60)[0] == 1
-        started.wait_until_gone(0.5)
+        assert started.finish()[0] == 1
+        started.wait_until_gone(20)
 
 
 def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
     workers = len(os.sched_getaffinity(0)) + 1
     with job(tmp_path, "pass", workers=workers) as started:
-        status, _, err = started.finish(60)
+        status, _, err = started.finish()
     assert status == 0
     assert f"warning: {workers} workers" in err
 

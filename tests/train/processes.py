@@ -21,6 +21,8 @@ from paceline.cli import main
 from tests.ranks import RankPool
 
 MARK = "PACELINE_TEST_MARK"
+PATIENCE = 150.0
+"""Seconds after which a program that has not ended is a failure: many times what it needs on a busy machine."""
 JOB_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -48,7 +50,7 @@ class Program:
             start_new_session=True,
         )
 
-    def finish(self, timeout: float) -> tuple[int, str, str]:
+    def finish(self, timeout: float = PATIENCE) -> tuple[int, str, str]:
         """Exit status, stdout and stderr."""
         out, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, out, err
@@ -103,7 +105,7 @@ def paceline(*arguments: str) -> list[str]:
 
 
 def finished(
-    command: list[str], folder: Path, environment: Mapping[str, str] | None = None, timeout: float = 60
+    command: list[str], folder: Path, environment: Mapping[str, str] | None = None, timeout: float = PATIENCE
 ) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a program that ends by itself."""
     with program(command, folder, environment) as started:
@@ -145,7 +147,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_for_step(started: Program, run: Path, step: int, timeout: float = 40) -> None:
+def wait_for_step(started: Program, run: Path, step: int, timeout: float = PATIENCE) -> None:
     """Returns when the run has logged `step`."""
     deadline = time.monotonic() + timeout
     while not any(line["step"] >= step for line in metrics(run)):

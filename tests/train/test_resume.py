@@ -73,7 +73,7 @@ def test_the_same_command_goes_on_after_kill_9(nano: list[str], tmp_path: Path, 
         while len(list(tmp_path.glob("runs/latest/checkpoints/*/manifest.json"))) < 2:
             assert started.process.poll() is None, started.process.communicate()
         os.kill(started.rank(0), signal.SIGKILL)
-        started.finish(40)
+        started.finish()
     (run,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
     if max(curve(run)) < 14:
         status, out, err = finished(command, tmp_path)
@@ -93,7 +93,7 @@ def test_a_stop_saves_all_that_resume_needs(nano: list[str], tmp_path: Path) -> 
         while not curve(tmp_path / "stopped"):
             assert started.process.poll() is None, started.process.communicate()
         started.process.send_signal(signal.SIGTERM)
-        status, out, _ = started.finish(40)
+        status, out, _ = started.finish()
     assert status == 143 and "paceline train --resume stopped" in out
     last = max(curve(tmp_path / "stopped"))
     status, out, err = called(tmp_path, "train", "--resume", "stopped", "--steps", str(last + 2))

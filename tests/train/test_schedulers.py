@@ -66,14 +66,14 @@ def test_a_job_that_is_out_of_time_saves_queues_again_and_goes_on(
     with program(command, tmp_path, slurm) as started:
         wait_for_step(started, run, 3)
         started.process.send_signal(signal.SIGUSR1)
-        status, out, err = started.finish(40)
+        status, out, err = started.finish()
         assert not started.alive()
     assert status == 143, err
     assert (tmp_path / "queue").read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n"
     done = max(int(line["step"]) for line in metrics(run))
     assert 3 <= done < 100
     with program(command, tmp_path, slurm) as started:
-        status, out, err = started.finish(60)
+        status, out, err = started.finish()
     assert status == 0, err
     assert f"going on after step {done}" in out
     assert [int(line["step"]) for line in metrics(run) if "train/loss" in line] == list(range(1, 101))
@@ -85,14 +85,14 @@ def test_a_job_that_fails_or_is_cancelled_is_not_queued_again(
     nano: list[str], tmp_path: Path, slurm: dict[str, str]
 ) -> None:
     with program(batch(*nano, "--strategy.zero", "5"), tmp_path, slurm) as started:
-        assert started.finish(40)[0] == 2
+        assert started.finish()[0] == 2
     with program(batch(*nano, "--steps", "100000"), tmp_path, slurm) as started:
         wait_for_step(started, tmp_path / "runs" / slurm["SLURM_JOB_ID"], 3)
         for pid, environment in started.alive().items():
             # As scancel does: the ranks, not the script.
             if "SLURM_PROCID" in environment:
                 os.kill(pid, signal.SIGTERM)
-        assert started.finish(40)[0] == 143
+        assert started.finish()[0] == 143
     assert not (tmp_path / "queue").exists()
 
 
@@ -115,13 +115,12 @@ def test_what_kubernetes_starts_is_a_command_that_exists(nano: list[str], tmp_pa
 @pytest.mark.full
 def test_torchrun_starts_a_job_again_that_lost_a_rank(nano: list[str], tmp_path: Path) -> None:
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    flags = [*nano, "--steps", "300", "--log.every", "1", "--log.validate-batches", "1", "--checkpoint.every", "5"]
+    flags = [*nano, "--steps", "150", "--log.every", "1", "--log.validate-batches", "1", "--checkpoint.every", "10"]
     run = tmp_path / "first"
     with program([*agent, "-m", "paceline", "train", *flags, "--folder", "first", "--resume", "auto"], tmp_path) as job:
-        while not list(run.glob("checkpoints/*/manifest.json")):
-            assert job.process.poll() is None, job.process.communicate()
+        wait_for_step(job, run, 21)
         os.kill(job.rank(1), signal.SIGKILL)
-        status, out, err = job.finish(60)
+        status, out, err = job.finish()
     assert status == 0, err
     assert "going on after step" in out
-    assert sorted({int(line["step"]) for line in metrics(run) if "train/loss" in line}) == list(range(1, 301))
+    assert sorted({int(line["step"]) for line in metrics(run) if "train/loss" in line}) == list(range(1, 151))

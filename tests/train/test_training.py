@@ -225,7 +225,7 @@ def test_a_stop_saves_the_weights_says_where_and_they_can_be_sampled(
     with program(paceline("train", *nano, *LONG, "--workers", workers, "--folder", "stopped"), tmp_path) as started:
         wait_for_step(started, tmp_path / "stopped", 3)
         started.process.send_signal(sent)
-        code, out, err = started.finish(40)
+        code, out, err = started.finish()
         assert not started.alive()
     assert code == status, err
     assert "Traceback" not in err
@@ -246,7 +246,7 @@ def test_a_worker_killed_while_training_ends_everything(nano: list[str], tmp_pat
         wait_for_step(started, tmp_path / "killed", 3)
         killed = time.monotonic()
         os.kill(started.rank(1), signal.SIGKILL)
-        status, _, err = started.finish(40)
+        status, _, err = started.finish()
         assert time.monotonic() - killed < 30
         assert not started.alive()
     assert status == 137
@@ -263,7 +263,7 @@ def test_a_stopped_worker_is_named_within_the_limit_with_what_lets_it_go_on(nano
         wait_for_step(started, tmp_path / "halted", 3)
         stopped = started.rank(1)
         os.kill(stopped, signal.SIGSTOP)
-        status, _, err = started.finish(40)
+        status, _, err = started.finish()
         assert not started.alive()
     assert status == 1
     # In a collective or in a control message: both name it.
@@ -284,7 +284,7 @@ def test_a_stop_while_ranks_meet_ends_them_all(
         os.kill(started.rank(1), signal.SIGSTOP)
         time.sleep(6)
         started.process.send_signal(sent)
-        ended, _, err = started.finish(40)
+        ended, _, err = started.finish()
         assert not started.alive()
     assert ended == status
     assert "failed" not in err and "Traceback" not in err
@@ -297,8 +297,8 @@ def test_ctrl_c_under_torchrun_saves_the_weights(nano: list[str], tmp_path: Path
         wait_for_step(started, tmp_path / "stopped", 2)
         # A terminal interrupts the whole group: torchrun and its workers.
         os.killpg(started.process.pid, signal.SIGINT)
-        _, out, _ = started.finish(20)
-        started.wait_until_gone(5)
+        _, out, _ = started.finish()
+        started.wait_until_gone(20)
     assert "the weights are in stopped" in out
     assert (tmp_path / "stopped" / "model.safetensors").exists()
 

@@ -145,7 +145,7 @@ def test_interrupted_it_leaves_neither_processes_nor_files(folder: Path, number:
             os.killpg(started.process.pid, number)
         else:
             started.process.send_signal(number)
-        status, _, err = started.finish(20)
+        status, _, err = started.finish()
         started.wait_until_gone(20)
     assert status == expected and "Traceback" not in err
     assert list((folder / "temporary").glob("paceline-*")) == []
