@@ -2,7 +2,8 @@
 
 They go through Gloo's process group, where the n-th message of one rank meets the n-th of every other, whatever they
 are about. So each carries a label and its generation, which `new_generation` counts on: ranks whose messages differ in
-either are told so, instead of taking one value for another.
+either are told so, instead of taking one value for another. Gloo does not know who speaks: each message is signed with
+the job's secret.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.cpu.registry import find_deadlock, stopped_peers
+from paceline.comm import whereabouts
+from paceline.comm.authentication import TAG, is_signed, sign
 from paceline.comm.patience import Silence, limit
-from paceline.comm.transport import CommunicationError
+from paceline.comm.transport import CommunicationError, SilenceError
+from paceline.comm.watch import with_whereabouts
 from paceline.comm.world import World, current_world
 
-_LENGTHS = struct.Struct("<II")
-"""Bytes of the subject and of the value that follow it."""
+_LENGTHS = struct.Struct("<QQ")
+"""Bytes of the subject and of the value that follow it, and the tag."""
+_MOST_BYTES = 64 << 20
+"""Of a message: more is no control message."""
 _AT_FIRST = 1024
 """Bytes of a message that are gathered before its length is known; most messages end there."""
 _LABEL = 200
@@ -67,18 +73,30 @@ class _Control:
         """Every rank's subject and, where all are the same, its value, in rank order."""
         subject = json.dumps(_Subject(self.generation, label[:_LABEL])).encode()
         text = json.dumps(value).encode()
-        message = _LENGTHS.pack(len(subject), len(text)) + subject + text
+        said = _LENGTHS.pack(len(subject), len(text)) + subject + text
+        message = said + sign(self.world.secret, *_signed(self.world.rank, said))
         rows = self._gather(message, _AT_FIRST, label)
         lengths = [_LENGTHS.unpack_from(row) for row in rows]
         start = _LENGTHS.size
+        for rank, length in enumerate(map(sum, lengths)):
+            if length > _MOST_BYTES:
+                # All ranks see it, and none goes on to gather it.
+                raise CommunicationError(
+                    f"{label}: rank {rank} tells {length} bytes; at most {_MOST_BYTES} are a control message. Send "
+                    "tensors by torch.distributed, or write a file"
+                )
         subjects = [
             _Subject(*json.loads(row[start : start + length])) for row, (length, _) in zip(rows, lengths, strict=True)
         ]
         if len(set(subjects)) > 1:
             return subjects, []
-        longest = start + max(map(sum, lengths))
+        longest = start + max(map(sum, lengths)) + TAG
         if longest > _AT_FIRST:
             rows = self._gather(message, longest, label)
+        for rank, (row, length) in enumerate(zip(rows, map(sum, lengths), strict=True)):
+            end = start + length
+            if not is_signed(row[end : end + TAG], self.world.secret, *_signed(rank, row[:end])):
+                raise CommunicationError(f"{label}: what came for rank {rank}'s message was not signed by this job")
         start += len(subject)
         return subjects, [json.loads(row[start : start + size]) for row, (_, size) in zip(rows, lengths, strict=True)]
 
@@ -89,6 +107,7 @@ class _Control:
         if sent is None or sent.message != padded:
             own = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
             rows = [torch.empty_like(own) for _ in range(self.world.world_size)]
+            whereabouts.messages += 1
             sent = _Sent(padded, rows, _started(lambda: dist.all_gather(rows, own, async_op=True), label))
         suspicion, silence = "", Silence(self.world.timeout)
         while not self._arrived(sent, label):
@@ -100,7 +119,9 @@ class _Control:
                 raise CommunicationError(suspicion)
             suspicion = found.reason if found is not None else ""
             if silence.left() <= 0:
-                raise _lost(label, f" within {limit(self.world.timeout):g} s")
+                silence_error = SilenceError(_lost(label, f" within {limit(self.world.timeout):g} s"))
+                ranks = range(self.world.world_size)
+                raise with_whereabouts(silence_error, whereabouts.MESSAGES, whereabouts.messages, ranks)
         return [row.numpy().tobytes() for row in sent.rows]
 
     def _arrived(self, sent: _Sent, label: str) -> bool:
@@ -111,7 +132,7 @@ class _Control:
             if not sent.work.is_completed():
                 return False
             # What Gloo says is about its sockets.
-            raise _lost(label) from error
+            raise CommunicationError(_lost(label)) from error
         return True
 
 
@@ -208,13 +229,18 @@ def _started(start: Callable[[], dist.Work | None], label: str) -> dist.Work:
     try:
         work = start()
     except RuntimeError as error:
-        raise _lost(label) from error
+        raise CommunicationError(_lost(label)) from error
     assert work is not None
     return work
 
 
-def _lost(label: str, why: str = "") -> CommunicationError:
-    return CommunicationError(
+def _lost(label: str, why: str = "") -> str:
+    return (
         "; ".join([f"a rank is gone or did not answer{why} in {label}", *stopped_peers()])
         + ". Every rank must call it, equally often; if a rank failed, what it raised says more"
     )
+
+
+def _signed(rank: int, said: bytes) -> tuple[bytes, ...]:
+    """What a message's tag is of: who says it, and all of it."""
+    return b"control message", str(rank).encode(), said

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
+from paceline.comm import whereabouts
 from paceline.comm.streams import CommStream, CudaClock, HostClock, Mark, Pending
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.events import Event
@@ -28,6 +29,12 @@ class _Record:
     end: Mark = None
     pending: Pending | None = None
     waits: tuple[Mark, Mark] | None = None
+
+    @property
+    def words(self) -> str:
+        """What a rank does that began this op last; see `whereabouts.latest`."""
+        op = f"{self.op.kind} of {self.op.target}"
+        return op if self.end is None else f"the program after {op}"
 
     @property
     def finished(self) -> bool:
@@ -113,6 +120,7 @@ class Executor:
             op = replace(op, planned=False)
         self._running = _Record(op, self.step, self._clock.now())
         self._records.append(self._running)
+        whereabouts.latest = self._running
 
     def end(self) -> None:
         """The running compute op, if any, ends."""

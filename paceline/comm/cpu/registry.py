@@ -14,6 +14,11 @@ from paceline.comm.transport import explain
 
 
 class _Registered(Protocol):
+    place: str
+
+    @property
+    def number(self) -> int: ...
+
     def blocked_peers(self) -> Iterable[tuple[int, str]]: ...
 
     def stopped_peers(self) -> Iterable[str]: ...
@@ -66,6 +71,11 @@ def find_deadlock(waiting: str, peer: int | None = None) -> Deadlock | None:
 def stopped_peers() -> list[str]:
     """Which ranks of this host were stopped, as by SIGSTOP, and what lets each go on."""
     return sorted({text for transport in list(_transports) for text in transport.stopped_peers()})
+
+
+def entered() -> dict[str, int]:
+    """The number of the last collective that this rank has entered, by transport."""
+    return {transport.place: transport.number for transport in list(_transports) if transport.place}
 
 
 def _tell_of_exception() -> None:

@@ -20,7 +20,8 @@ from paceline.comm.cpu.shared_memory import SharedBuffers
 from paceline.comm.cpu.signals import Signals
 from paceline.comm.cpu.sums import accumulation_dtype
 from paceline.comm.cpu.tcp import TcpConnections
-from paceline.comm.transport import CommunicationError, Transport, explain
+from paceline.comm.transport import CommunicationError, SilenceError, Transport, explain
+from paceline.comm.watch import with_whereabouts
 from paceline.core.collectives.algorithms import BANDWIDTH_OPTIMAL, REDUCTIONS, find_algorithm
 from paceline.core.collectives.choice import Choice, Topology, choose
 from paceline.core.collectives.rounds import Algorithm, Traffic, chunk
@@ -44,6 +45,7 @@ class CpuTransport:
         timeout: float,
         wire: Wire = "full",
         world_ranks: Sequence[int] | None = None,
+        place: str = "",
     ) -> None:
         """Takes over connected sockets. A collective call.
 
@@ -55,7 +57,10 @@ class CpuTransport:
             timeout: Seconds after which a silent peer is given up.
             wire: What fp32 elements are sent as between hosts where they are summed.
             world_ranks: What errors call each rank, if not by its position in the group.
+            place: Names this transport, the same on every rank (`watch.new_transport`).
         """
+        self.place = place
+        self._group = world_ranks if world_ranks is not None else range(len(hosts))
         self._codec = CODECS[wire] if wire != "full" else None
         self._rank = rank
         self._world_size = len(hosts)
@@ -192,6 +197,11 @@ class CpuTransport:
         return self._signals.stopped_peers() if self._signals is not None else ()
 
     @property
+    def number(self) -> int:
+        """Of the collective that this rank entered last."""
+        return max((each.number for each in (self._signals, self._connections) if each is not None), default=0)
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes handed to sockets so far, headers included."""
         return self._connections.sent_bytes if self._connections is not None else 0
@@ -284,6 +294,11 @@ class CpuTransport:
             if self._failure is not None and isinstance(error, CommunicationError):
                 # It was aborted meanwhile: the end of the connections is the consequence.
                 raise CommunicationError(self._failure) from error
+            if isinstance(error, SilenceError):
+                # Before peers are told, who then leave what they wait in.
+                told = with_whereabouts(error, self.place, self.number, self._group)
+                self._tell(explain(told))
+                raise told from None
             # Peers must not wait for what does not come.
             self._tell(explain(error))
             raise
