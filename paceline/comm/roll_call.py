@@ -118,19 +118,20 @@ class RollCall:
         for rank in question.group:
             never = rank != question.by and self._number(rank, question.collectives) < question.entered
             if never or rank in silent:
-                found.append({"rank": rank, "never": never, "silent": rank in silent, **self._place(rank)})
+                place = self._place(rank, is_silent := rank in silent)
+                found.append({"rank": rank, "never": never, "silent": is_silent, **place})
         return found[:_MOST_NAMED]
 
     def _number(self, rank: int, collectives: str) -> int:
         return int(self._known[rank].place["entered"].get(collectives, 0)) if rank in self._known else 0
 
-    def _place(self, rank: int) -> dict[str, Any]:
-        """Where a rank was, and for how long it has been so, now that this is said."""
+    def _place(self, rank: int, is_silent: bool = False) -> dict[str, Any]:
+        """Where a rank is and since when it has gone no further; of a silent one, where it was and when."""
         if rank not in self._known:
             return {}
         place, heard = self._known[rank]
         waited = time.monotonic() - heard
-        return {"words": place["words"], "at": place["at"], "seconds": place["seconds"] + waited}
+        return {"words": place["words"], "at": place["at"], "seconds": waited + (0.0 if is_silent else place["seconds"])}
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         try:

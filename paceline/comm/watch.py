@@ -100,8 +100,7 @@ class Watch:
         if self._rank and place and 0 in group:
             self._print_stacks(self._rank)
             self._mates.shake([0])
-            seconds = place["seconds"] + time.monotonic() - said
-            return _told({**place, "rank": 0, "never": False, "silent": True, "seconds": seconds})
+            return _told({**place, "rank": 0, "never": False, "silent": True, "seconds": time.monotonic() - said})
         return ""
 
     def close(self) -> None:
@@ -181,9 +180,7 @@ def with_whereabouts(error: SilenceError, collectives: str, entered: int, group:
 
 def _told(found: dict[str, Any]) -> str:
     """Where a rank is, as a clause."""
-    what = "never entered it" if found["never"] else "has entered it"
-    if found["silent"]:
-        what = f"{what}, and gives no sign of life" if found["never"] else "gives no sign of life"
+    what = " and ".join(["never entered it"] * found["never"] + ["gives no sign of life"] * found["silent"])
     if "words" not in found:
         return f"rank {found['rank']} {what}"
     where = f", at {found['at']}" if found["at"] else ""

@@ -60,7 +60,7 @@ class Look:
             "words": what it does; "at": in which line; "seconds": for how long it has done so, counted from the first
             look that found it; "entered": the number of the last collective that it has entered, by transport.
         """
-        words = latest.words if latest is not None else "the program before the first step"
+        words = latest.words if latest is not None else "the program's own code before the first step"
         if words != self._words:
             self._words, self._since = words, time.monotonic()
         frames = _frames_of_main_thread()

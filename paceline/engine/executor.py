@@ -34,7 +34,7 @@ class _Record:
     def words(self) -> str:
         """What a rank does that began this op last; see `whereabouts.latest`."""
         op = f"{self.op.kind} of {self.op.target}"
-        return op if self.end is None else f"the program after {op}"
+        return op if self.end is None else f"the program's own code after {op}"
 
     @property
     def finished(self) -> bool:
