@@ -71,6 +71,8 @@ _world: World | None = None
 _FILE = "file://"
 _LETTING_GO_SECONDS = 0.005
 _ENDING_SECONDS = 10.0
+_JOINING_SECONDS = 60.0
+"""Ranks start at different times, and are waited for at least so long: none is silent yet."""
 _joined: Counter[tuple[str | None, ...]] = Counter()
 """How often this process has joined a job, by where its ranks meet."""
 _failed = False
@@ -105,7 +107,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     sight, store, secret = look(device, local_rank), None, b""
     if world_size > 1:
         with _joining(rank, world_size, method):
-            store = _open_store(rank, world_size, method, timedelta(seconds=timeout))
+            store = _open_store(rank, world_size, method, timedelta(seconds=max(timeout, _JOINING_SECONDS)))
             sights = tell_all(sight, _prefixed("devices", store), rank, world_size)
             secret = share_secret(store, rank)
     else:

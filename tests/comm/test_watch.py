@@ -1,0 +1,256 @@
+"""Jobs that hang: within the time limit every rank says where it is, and those that wait say who never came."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline import comm
+from paceline.comm.connect import open_transport
+from paceline.comm.transport import CommunicationError
+from tests.quick import full
+from tests.train.conftest import nano, text  # noqa: F401
+from tests.train.processes import finished, paceline, program, torchrun
+
+LIMIT = 3.0
+ROOT = str(Path(__file__).parents[2])
+
+
+@contextlib.contextmanager
+def own_stderr() -> Iterator[io.StringIO]:
+    said, before = io.StringIO(), sys.stderr
+    sys.stderr = said
+    try:
+        yield said
+    finally:
+        sys.stderr = before
+
+
+def fetch(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def hang_in(what: str, kind: str) -> tuple[str, str]:
+    """The last of some ranks sleeps while the others wait for it; what each raises and prints."""
+    world = pl.init()
+    transport = open_transport(replace(world, timeout=0.5), kind=kind)
+    buffer = transport.allocate(64, torch.float32)
+    transport.run("all_reduce", buffer, "bucket 6")
+    told = ""
+    with own_stderr() as said:
+        if world.rank == world.world_size - 1:
+            fetch(4.0)
+        else:
+            with pytest.raises(CommunicationError) as caught:
+                transport.run(what, buffer, "bucket 7")
+            told = str(caught.value)
+            time.sleep(2.0)
+    transport.close()
+    return told, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("n", "what", "kind"),
+    [
+        (3, "all_reduce", "auto"),
+        full(3, "all_reduce/ring", "tcp"),
+        full(3, "broadcast/tree@2", "tcp"),
+        full(2, "all_reduce", "tcp"),
+    ],
+)
+def test_who_never_entered_a_collective_is_named_with_where_it_is_and_all_print_their_stacks(
+    ranks: Any, n: int, what: str, kind: str
+) -> None:
+    try:
+        *waiting, last = ranks(n, hang_in, what, kind)
+    finally:
+        ranks.close()
+    first = re.compile(
+        rf"did not answer within 0\.5 s: .* bucket 7 .*; rank {n - 1} never entered it: last seen \d+\.\d s ago in the "
+        r"program's own code [^;]*, at test_watch\.py:\d+ in fetch"
+    )
+    assert any(first.search(told) for told, _ in waiting)
+    assert all(f"rank {n - 1} never entered it" in told or "gave up" in told for told, _ in waiting)
+    for rank, (_, said) in enumerate([*waiting, last]):
+        assert re.match(rf"rank {rank} of {n}, process \d+, while rank \d waits in vain:\nthread MainThread:\n", said)
+        assert said.count("waits in vain") == 1
+    assert re.search(r"test_watch\.py:\d+ in fetch", last[1])
+    assert all("in fetch" not in said for _, said in waiting)
+
+
+LOOP = f"""
+import ctypes, os, signal, sys, time
+import torch
+import paceline as pl
+
+how = sys.argv[1]
+world = pl.init(device="cpu", timeout={LIMIT})
+model = pl.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), pl.Strategy(zero=2))
+optimizer = torch.optim.AdamW(model.parameters())
+
+def fetch(step):
+    if step == 3 and world.rank == world.world_size - 1:
+        # Longer than between two signs of life.
+        time.sleep(1.5)
+        if how == "sleep":
+            time.sleep(1000)
+        while how == "loop":
+            pass
+        if how == "native":
+            ctypes.PyDLL(None).sleep(1000)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "barrier":
+            pl.barrier()
+    if how == "stop first" and step == 3 and world.rank == 0:
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return torch.randn(8, 4)
+
+for step in range(5):
+    loss = model(fetch(step)).square().mean()
+    if how == "skip" and step == 3 and world.rank == world.world_size - 1:
+        continue
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("done")
+"""
+
+
+def hung(folder: Path, n: int, how: str) -> str:
+    """What torchrun and its ranks print."""
+    (folder / "loop.py").write_text(LOOP)
+    environment = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    with program(torchrun(n, "loop.py", how), folder, environment) as started:
+        status, _, err = started.finish()
+    assert status == 1
+    return err
+
+
+def stacks_of(err: str) -> set[int]:
+    return {int(rank) for rank in re.findall(r"^rank (\d) of \d, process \d+, while rank \d waits in vain:$", err, re.M)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("n", "how"), [(2, "sleep"), (2, "loop"), (3, "sleep")])
+def test_a_rank_that_hangs_in_python_under_torchrun(tmp_path: Path, n: int, how: str) -> None:
+    err = hung(tmp_path, n, how)
+    assert stacks_of(err) == set(range(n))
+    assert re.search(
+        rf"did not answer within {LIMIT:g} s: .* reduce_scatter bucket 0.*; rank {n - 1} never entered it: last seen "
+        r"\d+\.\d s ago in the program's own code after update of optimizer, at loop\.py:\d+ in fetch; bucket 0 holds "
+        r"1\.weight to 0\.bias",
+        err,
+    )
+
+
+@pytest.mark.full
+def test_native_code_that_keeps_the_interpreter_under_torchrun(tmp_path: Path) -> None:
+    err = hung(tmp_path, 2, "native")
+    assert stacks_of(err) >= {0}
+    # By the signal, which asks no interpreter.
+    assert re.search(r'^Current thread .*\n  File ".*/loop\.py", line \d+ in fetch$', err, re.M)
+    assert re.search(r"rank 1 never entered it and gives no sign of life: last seen \d+\.\d s ago in .* in fetch", err)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "rank"), [("stop", 1), ("stop first", 0)])
+def test_a_stopped_rank_is_named_with_where_it_was_last_seen(tmp_path: Path, how: str, rank: int) -> None:
+    err = hung(tmp_path, 2, how)
+    assert stacks_of(err) == {1 - rank}
+    assert re.search(rf"rank {rank}'s process \d+ is stopped", err)
+    assert re.search(rf"rank {rank} .*gives no sign of life: last seen \d+\.\d s ago in .* at loop\.py:\d+ in fetch", err)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("barrier", "rank 1 waits in pl.barrier for rank 0, which waits for it in"),
+        ("skip", "ranks disagree on what to communicate"),
+    ],
+)
+def test_calls_that_do_not_match_are_told_before_the_time_limit(tmp_path: Path, how: str, told: str) -> None:
+    assert told in hung(tmp_path, 2, how)
+
+
+SLOW_DATA = """
+import os, time
+if os.environ.get("RANK") == "1":
+    import paceline.data.loader as loader
+
+    made, make = [], loader._micro_batch
+
+    def wait_for_a_disk(*arguments):
+        made.append(1)
+        if len(made) > 40:
+            time.sleep(1000)
+        return make(*arguments)
+
+    loader._micro_batch = wait_for_a_disk
+"""
+
+
+@pytest.mark.full
+def test_data_that_do_not_come_on_one_rank_of_the_trainer(nano: list[str], tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DATA)
+    flags = ("--workers", "2", "--steps", "1000", "--log.validate_every", "0", "--timeout", f"{LIMIT:g}")
+    status, _, err = finished(
+        paceline("train", *nano, *flags), tmp_path, {"PYTHONPATH": os.pathsep.join((str(tmp_path), ROOT))}
+    )
+    assert status == 1
+    assert re.search(r"^rank 0 of 2, process \d+, while rank 0 waits in vain:$", err, re.M)
+    assert re.search(r"^\[rank 1\] rank 1 of 2, process \d+, while rank 0 waits in vain:$", err, re.M)
+    assert re.search(r"^\[rank 1\]   \S+sitecustomize\.py:\d+ in wait_for_a_disk$", err, re.M)
+    assert re.search(r"rank 1 never entered it: last seen \d+\.\d s ago in data loading, at ", err)
+
+
+def wait_in_a_message() -> str:
+    """Rank 1 never comes to a barrier."""
+    if pl.init().rank == 1:
+        fetch(5.0)
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        pl.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_who_never_came_to_a_barrier_is_named(ranks: Any) -> None:
+    try:
+        told = ranks(2, wait_in_a_message, timeout=1.5)[0]
+    finally:
+        ranks.close()
+    assert re.search(r"rank 1 never entered it: last seen \d+\.\d s ago in .* at test_watch\.py:\d+ in fetch", told)
+
+
+def leave_and_join() -> int:
+    """Ends the job and joins another, whose transports count anew; returns how many threads watch."""
+    import threading
+
+    pl.shutdown()
+    os.environ["PACELINE_RENDEZVOUS"] += "-again"
+    pl.init(device="cpu")
+    comm.all_reduce(torch.ones(4))
+    return sum(thread.name == "paceline watch" for thread in threading.enumerate())
+
+
+def test_a_job_that_follows_another_is_watched_over_by_a_thread_of_its_own(ranks: Any) -> None:
+    try:
+        assert ranks(2, leave_and_join) == [1, 1]
+    finally:
+        ranks.close()
