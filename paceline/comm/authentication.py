@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import secrets
@@ -113,10 +114,8 @@ class SignedMessages:
 
     def close(self) -> None:
         """Ends the connection, which also wakes a thread that waits at it."""
-        try:
+        with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self.connection.close()
 
 

@@ -72,7 +72,9 @@ def open_transport(
     if len(set(hosts)) > 1:
         sockets = tcp_connect.connect(world.rank, mine, remote, all_gather_json, world.timeout, world.secret)
     own_hosts = [hosts[rank] for rank in mine]
-    return CpuTransport(mine.index(world.rank), own_hosts, channels, sockets, world.timeout, wire, mine, new_transport())
+    return CpuTransport(
+        mine.index(world.rank), own_hosts, channels, sockets, world.timeout, wire, mine, new_transport()
+    )
 
 
 def _hosts(world: World, kind: str) -> list[str]:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.cpu.registry import find_deadlock, stopped_peers
 from paceline.comm import whereabouts
 from paceline.comm.authentication import TAG, is_signed, sign
+from paceline.comm.cpu.registry import find_deadlock, stopped_peers
 from paceline.comm.patience import Silence, limit
 from paceline.comm.transport import CommunicationError, SilenceError
 from paceline.comm.watch import with_whereabouts
@@ -109,6 +109,14 @@ class _Control:
             rows = [torch.empty_like(own) for _ in range(self.world.world_size)]
             whereabouts.messages += 1
             sent = _Sent(padded, rows, _started(lambda: dist.all_gather(rows, own, async_op=True), label))
+        whereabouts.message = label
+        try:
+            self._wait(sent, label)
+        finally:
+            whereabouts.message = ""
+        return [row.numpy().tobytes() for row in sent.rows]
+
+    def _wait(self, sent: _Sent, label: str) -> None:
         suspicion, silence = "", Silence(self.world.timeout)
         while not self._arrived(sent, label):
             found = find_deadlock(f"rank {self.world.rank} waits in {label}")
@@ -119,10 +127,9 @@ class _Control:
                 raise CommunicationError(suspicion)
             suspicion = found.reason if found is not None else ""
             if silence.left() <= 0:
-                silence_error = SilenceError(_lost(label, f" within {limit(self.world.timeout):g} s"))
+                error = SilenceError(_lost(label, f" within {limit(self.world.timeout):g} s"))
                 ranks = range(self.world.world_size)
-                raise with_whereabouts(silence_error, whereabouts.MESSAGES, whereabouts.messages, ranks)
-        return [row.numpy().tobytes() for row in sent.rows]
+                raise with_whereabouts(error, whereabouts.MESSAGES, whereabouts.messages, ranks)
 
     def _arrived(self, sent: _Sent, label: str) -> bool:
         """Waits a while; whether everything has arrived."""

@@ -63,6 +63,11 @@ class RollCall:
         self._thread = threading.Thread(target=self._run, name="paceline roll call", daemon=True)
         self._thread.start()
 
+    def let_go(self) -> None:
+        """Closes this process's ends, as a child of it that has no thread of them."""
+        for member in self._members.values():
+            member.connection.close()
+
     def _run(self) -> None:
         # Rank 0 leaves the job: nobody asks any more.
         while 0 in self._members:
@@ -131,7 +136,11 @@ class RollCall:
             return {}
         place, heard = self._known[rank]
         waited = time.monotonic() - heard
-        return {"words": place["words"], "at": place["at"], "seconds": waited + (0.0 if is_silent else place["seconds"])}
+        return {
+            "words": place["words"],
+            "at": place["at"],
+            "seconds": waited + (0.0 if is_silent else place["seconds"]),
+        }
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         try:

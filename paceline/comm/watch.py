@@ -27,6 +27,7 @@ _RANKS_A_SECOND = 64
 """Signs of life that rank 0 hears: of more ranks each comes more rarely."""
 _STACKS_SECONDS = 10.0
 """Between two times that a rank prints its stacks, however many ask."""
+_ENDING_SECONDS = 1.0
 _HUB, _MEMBER = "rank 0 to rank {}", "rank {} to rank 0"
 
 
@@ -52,6 +53,7 @@ class Watch:
         everyone = range(world_size)
         peers = list(everyone[1:]) if rank == 0 else [0]
         sockets = tcp_connect.connect(rank, everyone, peers, exchange, timeout, secret)
+        self._hub: RollCall | None = None
         if rank == 0:
             sockets[0], to_hub = socket.socketpair()
             self._hub = RollCall(
@@ -106,12 +108,15 @@ class Watch:
     def close(self) -> None:
         """Ends the thread."""
         self._messages.close()
-        self._thread.join()
+        # It may be writing to where nobody reads.
+        self._thread.join(_ENDING_SECONDS)
         self._mates.close()
 
     def let_go(self) -> None:
         """Closes this process's ends, as a child of it that has no thread of them."""
         self._messages.connection.close()
+        if self._hub is not None:
+            self._hub.let_go()
 
     def _run(self) -> None:
         pause = max(SIGN_SECONDS, self._world_size / _RANKS_A_SECOND)
@@ -142,10 +147,10 @@ class Watch:
         if (now := time.monotonic()) < self._printed + _STACKS_SECONDS:
             return
         self._printed = now
-        head = f"rank {self._rank} of {self._world_size}, process {os.getpid()}, while rank {by} waits in vain:"
+        head = f"rank {self._rank} of {self._world_size}, process {os.getpid()}, while rank {by} waits in vain: "
         # In one piece, as ranks may have one terminal.
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"{head}\n{whereabouts.stacks()}\n\n")
+            sys.stderr.write(f"{head}{self._look.in_words()}\n{whereabouts.stacks()}\n\n")
             sys.stderr.flush()
 
 

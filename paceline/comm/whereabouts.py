@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.comm.cpu.registry import entered
+from paceline.comm.cpu.registry import entered, under_way
 
 
 class Activity(Protocol):
@@ -28,11 +28,18 @@ class Activity(Protocol):
         """Such as "forward of blocks.4"."""
         ...
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, and none has begun since."""
+        ...
+
 
 latest: Activity | None = None
 """What the engine began last."""
 messages = 0
 """Control messages that this rank has entered, of the job that it is in."""
+message = ""
+"""What the control message that it waits in is about."""
 MESSAGES = "messages"
 """What `entered` calls them."""
 
@@ -51,7 +58,8 @@ class Look:
 
     def __init__(self) -> None:
         """Looks for the first time."""
-        self._words, self._since = "", time.monotonic()
+        self._seen: tuple[Activity | None, bool] = None, True
+        self._since = time.monotonic()
 
     def again(self) -> dict[str, Any]:
         """Where this rank is now.
@@ -60,18 +68,24 @@ class Look:
             "words": what it does; "at": in which line; "seconds": for how long it has done so, counted from the first
             look that found it; "entered": the number of the last collective that it has entered, by transport.
         """
-        words = latest.words if latest is not None else "the program's own code before the first step"
-        if words != self._words:
-            self._words, self._since = words, time.monotonic()
+        seen = latest, latest is None or latest.has_ended
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
         frames = _frames_of_main_thread()
-        if any(frame.f_code.co_filename.startswith(_LOADING) for frame in frames):
-            words = "data loading"
+        words = _words(*seen, [frame.f_code.co_filename for frame in frames])
         return {
             "words": words,
             "at": _line_of(frames),
             "seconds": time.monotonic() - self._since,
             "entered": {**entered(), MESSAGES: messages},
         }
+
+    def in_words(self) -> str:
+        """Where this rank is, and which ops it is in."""
+        place, ops = self.again(), [*under_way(), *filter(None, [message])]
+        line = f", at {place['at']}" if place["at"] else ""
+        waits = f"; communicates {', '.join(ops)}" if ops else "; communicates nothing"
+        return f"for {place['seconds']:.1f} s in {place['words']}{line}{waits}"
 
 
 def stacks() -> str:
@@ -94,6 +108,17 @@ def _order(thread: threading.Thread) -> tuple[int, str]:
     if thread is threading.main_thread():
         return 0, ""
     return (2 if thread.name.startswith(_OWN_THREADS) else 1), thread.name
+
+
+def _words(activity: Activity | None, has_ended: bool, files: list[str]) -> str:
+    """What the main thread does, from the op that began last and the files that it is in, innermost first."""
+    if any(file.startswith(_LOADING) for file in files):
+        return "data loading"
+    if activity is not None and not has_ended:
+        return activity.words
+    before = f"after {activity.words}" if activity is not None else "before the first step"
+    theirs = next((file for file in files if file.startswith(_PACKAGE) or _is_users(file)), "")
+    return f"paceline {before}" if theirs.startswith(_PACKAGE) else f"the program's own code {before}"
 
 
 def _chain(frame: FrameType | None) -> list[FrameType]:

@@ -32,9 +32,13 @@ class _Record:
 
     @property
     def words(self) -> str:
-        """What a rank does that began this op last; see `whereabouts.latest`."""
-        op = f"{self.op.kind} of {self.op.target}"
-        return op if self.end is None else f"the program's own code after {op}"
+        """See `whereabouts.Activity`."""
+        return f"{self.op.kind} of {self.op.target}"
+
+    @property
+    def has_ended(self) -> bool:
+        """See `whereabouts.Activity`."""
+        return self.end is not None
 
     @property
     def finished(self) -> bool:

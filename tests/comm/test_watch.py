@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -67,8 +66,6 @@ def hang_in(what: str, kind: str) -> tuple[str, str]:
     [
         (3, "all_reduce", "auto"),
         full(3, "all_reduce/ring", "tcp"),
-        full(3, "broadcast/tree@2", "tcp"),
-        full(2, "all_reduce", "tcp"),
     ],
 )
 def test_who_never_entered_a_collective_is_named_with_where_it_is_and_all_print_their_stacks(
@@ -85,7 +82,8 @@ def test_who_never_entered_a_collective_is_named_with_where_it_is_and_all_print_
     assert any(first.search(told) for told, _ in waiting)
     assert all(f"rank {n - 1} never entered it" in told or "gave up" in told for told, _ in waiting)
     for rank, (_, said) in enumerate([*waiting, last]):
-        assert re.match(rf"rank {rank} of {n}, process \d+, while rank \d waits in vain:\nthread MainThread:\n", said)
+        head = rf"rank {rank} of {n}, process \d+, while rank \d waits in vain: for .*\nthread MainThread:\n"
+        assert re.match(head, said)
         assert said.count("waits in vain") == 1
     assert re.search(r"test_watch\.py:\d+ in fetch", last[1])
     assert all("in fetch" not in said for _, said in waiting)
@@ -113,8 +111,6 @@ def fetch(step):
             ctypes.PyDLL(None).sleep(1000)
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if how == "barrier":
-            pl.barrier()
     if how == "stop first" and step == 3 and world.rank == 0:
         time.sleep(1.5)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -122,8 +118,6 @@ def fetch(step):
 
 for step in range(5):
     loss = model(fetch(step)).square().mean()
-    if how == "skip" and step == 3 and world.rank == world.world_size - 1:
-        continue
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -131,24 +125,46 @@ print("done")
 """
 
 
-def hung(folder: Path, n: int, how: str) -> str:
+def torchrun_says(folder: Path, n: int, how: str) -> str:
     """What torchrun and its ranks print."""
     (folder / "loop.py").write_text(LOOP)
     environment = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
-    with program(torchrun(n, "loop.py", how), folder, environment) as started:
-        status, _, err = started.finish()
+    status, _, err = finished(torchrun(n, "loop.py", how), folder, environment)
     assert status == 1
     return err
 
 
+def ranks_say(folder: Path, how: str, waits: int) -> str:
+    """What two ranks print that nobody has started together, of which one waits and the other is ended then."""
+    (folder / "loop.py").write_text(LOOP)
+    environment = {
+        "PYTHONPATH": ROOT,
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "PACELINE_RENDEZVOUS": f"file://{folder}/store",
+    }
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(program([sys.executable, "loop.py", how], folder, {**environment, "RANK": str(rank)}))
+            for rank in range(2)
+        ]
+        status, _, err = started[waits].finish()
+        assert status == 1
+        started[1 - waits].process.kill()
+        return err + started[1 - waits].finish()[2]
+
+
 def stacks_of(err: str) -> set[int]:
-    return {int(rank) for rank in re.findall(r"^rank (\d) of \d, process \d+, while rank \d waits in vain:$", err, re.M)}
+    """Ranks that printed where they are."""
+    heads = re.findall(r"^rank (\d) of \d, process \d+, while rank \d waits in vain: ", err, re.M)
+    return {int(rank) for rank in heads}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("n", "how"), [(2, "sleep"), (2, "loop"), (3, "sleep")])
+@pytest.mark.parametrize(("n", "how"), [(2, "loop"), (3, "sleep")])
 def test_a_rank_that_hangs_in_python_under_torchrun(tmp_path: Path, n: int, how: str) -> None:
-    err = hung(tmp_path, n, how)
+    err = torchrun_says(tmp_path, n, how)
     assert stacks_of(err) == set(range(n))
     assert re.search(
         rf"did not answer within {LIMIT:g} s: .* reduce_scatter bucket 0.*; rank {n - 1} never entered it: last seen "
@@ -156,36 +172,30 @@ def test_a_rank_that_hangs_in_python_under_torchrun(tmp_path: Path, n: int, how:
         r"1\.weight to 0\.bias",
         err,
     )
+    assert re.search(
+        r"^rank 0 .* s in paceline after .*, at loop\.py:\d+ in <module>; communicates reduce_scatter bucket 0",
+        err,
+        re.M,
+    )
+    assert re.search(rf"^rank {n - 1} .* in fetch; communicates nothing$", err, re.M)
 
 
 @pytest.mark.full
-def test_native_code_that_keeps_the_interpreter_under_torchrun(tmp_path: Path) -> None:
-    err = hung(tmp_path, 2, "native")
-    assert stacks_of(err) >= {0}
+def test_native_code_that_keeps_the_interpreter(tmp_path: Path) -> None:
+    err = ranks_say(tmp_path, "native", waits=0)
     # By the signal, which asks no interpreter.
-    assert re.search(r'^Current thread .*\n  File ".*/loop\.py", line \d+ in fetch$', err, re.M)
+    assert re.search(r'^Current thread .*\n  File ".*loop\.py", line \d+ in fetch$', err, re.M)
+    assert 0 in stacks_of(err)
     assert re.search(r"rank 1 never entered it and gives no sign of life: last seen \d+\.\d s ago in .* in fetch", err)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "rank"), [("stop", 1), ("stop first", 0)])
 def test_a_stopped_rank_is_named_with_where_it_was_last_seen(tmp_path: Path, how: str, rank: int) -> None:
-    err = hung(tmp_path, 2, how)
+    err = ranks_say(tmp_path, how, waits=1 - rank)
     assert stacks_of(err) == {1 - rank}
     assert re.search(rf"rank {rank}'s process \d+ is stopped", err)
-    assert re.search(rf"rank {rank} .*gives no sign of life: last seen \d+\.\d s ago in .* at loop\.py:\d+ in fetch", err)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("barrier", "rank 1 waits in pl.barrier for rank 0, which waits for it in"),
-        ("skip", "ranks disagree on what to communicate"),
-    ],
-)
-def test_calls_that_do_not_match_are_told_before_the_time_limit(tmp_path: Path, how: str, told: str) -> None:
-    assert told in hung(tmp_path, 2, how)
+    assert re.search(rf"rank {rank} .*gives no sign of life: last seen \d+\.\d s ago in .*loop\.py:\d+ in fetch", err)
 
 
 SLOW_DATA = """
@@ -213,8 +223,8 @@ def test_data_that_do_not_come_on_one_rank_of_the_trainer(nano: list[str], tmp_p
         paceline("train", *nano, *flags), tmp_path, {"PYTHONPATH": os.pathsep.join((str(tmp_path), ROOT))}
     )
     assert status == 1
-    assert re.search(r"^rank 0 of 2, process \d+, while rank 0 waits in vain:$", err, re.M)
-    assert re.search(r"^\[rank 1\] rank 1 of 2, process \d+, while rank 0 waits in vain:$", err, re.M)
+    assert re.search(r"^rank 0 of 2, process \d+, while rank 0 waits in vain: ", err, re.M)
+    assert re.search(r"^\[rank 1\] rank 1 of 2, process \d+, while rank 0 waits in vain: ", err, re.M)
     assert re.search(r"^\[rank 1\]   \S+sitecustomize\.py:\d+ in wait_for_a_disk$", err, re.M)
     assert re.search(r"rank 1 never entered it: last seen \d+\.\d s ago in data loading, at ", err)
 

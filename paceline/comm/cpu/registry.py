@@ -19,6 +19,9 @@ class _Registered(Protocol):
     @property
     def number(self) -> int: ...
 
+    @property
+    def under_way(self) -> str: ...
+
     def blocked_peers(self) -> Iterable[tuple[int, str]]: ...
 
     def stopped_peers(self) -> Iterable[str]: ...
@@ -76,6 +79,11 @@ def stopped_peers() -> list[str]:
 def entered() -> dict[str, int]:
     """The number of the last collective that this rank has entered, by transport."""
     return {transport.place: transport.number for transport in list(_transports) if transport.place}
+
+
+def under_way() -> list[str]:
+    """The collectives that this rank is in, in words."""
+    return sorted(filter(None, (transport.under_way for transport in list(_transports))))
 
 
 def _tell_of_exception() -> None:

@@ -17,7 +17,7 @@ from paceline.comm.cpu.prepared import PreparedCollective, copy_kernel, prepare_
 from paceline.comm.cpu.registry import register
 from paceline.comm.cpu.scratch import Scratch
 from paceline.comm.cpu.shared_memory import SharedBuffers
-from paceline.comm.cpu.signals import Signals
+from paceline.comm.cpu.signals import Signals, plain
 from paceline.comm.cpu.sums import accumulation_dtype
 from paceline.comm.cpu.tcp import TcpConnections
 from paceline.comm.transport import CommunicationError, SilenceError, Transport, explain
@@ -80,6 +80,7 @@ class CpuTransport:
         self._scratch = Scratch()
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._failure: str | None = None
+        self._running: PreparedCollective | None = None
         self._topology: Topology | None = None
         register(self)
         if self._connections is not None:
@@ -202,6 +203,11 @@ class CpuTransport:
         return max((each.number for each in (self._signals, self._connections) if each is not None), default=0)
 
     @property
+    def under_way(self) -> str:
+        """The collective that this rank is in, in words; empty where it is in none."""
+        return plain(running.text) if (running := self._running) is not None else ""
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes handed to sockets so far, headers included."""
         return self._connections.sent_bytes if self._connections is not None else 0
@@ -288,6 +294,7 @@ class CpuTransport:
     def _execute(self, prepared: PreparedCollective) -> None:
         if (failed := self._failure) is not None:
             raise CommunicationError(failed)
+        self._running = prepared
         try:
             execute(prepared, self._signals, self._connections)
         except BaseException as error:
@@ -302,6 +309,7 @@ class CpuTransport:
             # Peers must not wait for what does not come.
             self._tell(explain(error))
             raise
+        self._running = None
 
     def _tell(self, reason: str) -> None:
         """Tells peers why this rank will not go on, once."""

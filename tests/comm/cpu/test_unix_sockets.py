@@ -127,7 +127,7 @@ def test_who_has_read_the_address_but_not_the_secret_is_closed_out() -> None:
         assert address[1:] in Path("/proc/net/unix").read_text()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
             stranger.connect(address)
-            with pytest.raises(OSError, match="did not say|reset|[Bb]roken pipe"):
+            with pytest.raises(OSError, match=r"did not say|reset|[Bb]roken pipe"):
                 introduce(stranger, 1, SECRET[:-1] + b"?", 20)
         tried.append(address)
 
