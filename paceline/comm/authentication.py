@@ -112,10 +112,14 @@ class SignedMessages:
             values.append(json.loads(body))
         return values
 
-    def close(self) -> None:
-        """Ends the connection, which also wakes a thread that waits at it."""
+    def interrupt(self) -> None:
+        """Ends the connection, which wakes a thread that waits at it."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Lets go of the socket."""
+        self.interrupt()
         self.connection.close()
 
 

@@ -121,10 +121,10 @@ class RollCall:
     def _find(self, question: Asked, silent: list[int]) -> list[dict[str, Any]]:
         found = []
         for rank in question.group:
-            never = rank != question.by and self._number(rank, question.collectives) < question.entered
-            if never or rank in silent:
-                place = self._place(rank, is_silent := rank in silent)
-                found.append({"rank": rank, "never": never, "silent": is_silent, **place})
+            is_silent = rank in silent or rank not in self._members
+            # A silent one may have gone on after it was last heard of.
+            if is_silent or self._number(rank, question.collectives) < question.entered:
+                found.append({"rank": rank, "silent": is_silent, **self._place(rank, is_silent)})
         return found[:_MOST_NAMED]
 
     def _number(self, rank: int, collectives: str) -> int:
@@ -143,8 +143,11 @@ class RollCall:
         }
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        member = self._members.get(rank)
+        if member is None:
+            return
         try:
-            self._members[rank].send(message)
+            member.send(message)
         except ConnectionError:
             self._drop(rank)
 

@@ -102,14 +102,15 @@ class Watch:
         if self._rank and place and 0 in group:
             self._print_stacks(self._rank)
             self._mates.shake([0])
-            return _told({**place, "rank": 0, "never": False, "silent": True, "seconds": time.monotonic() - said})
+            return _told({**place, "rank": 0, "silent": True, "seconds": time.monotonic() - said})
         return ""
 
     def close(self) -> None:
         """Ends the thread."""
-        self._messages.close()
+        self._messages.interrupt()
         # It may be writing to where nobody reads.
         self._thread.join(_ENDING_SECONDS)
+        self._messages.close()
         self._mates.close()
 
     def let_go(self) -> None:
@@ -121,12 +122,14 @@ class Watch:
     def _run(self) -> None:
         pause = max(SIGN_SECONDS, self._world_size / _RANKS_A_SECOND)
         due = time.monotonic()
+        poll = select.poll()
+        poll.register(self._messages.connection, select.POLLIN)
         with contextlib.suppress(OSError, ValueError):
             while True:
                 if time.monotonic() >= due:
                     due = time.monotonic() + pause
                     self._messages.send({"place": self._look.again()})
-                ready, _, _ = select.select([self._messages.connection], [], [], max(0.0, due - time.monotonic()))
+                ready = poll.poll(1000 * max(0.0, due - time.monotonic()))
                 for message in self._messages.receive() if ready else ():
                     self._hear(message)
 
@@ -185,7 +188,7 @@ def with_whereabouts(error: SilenceError, collectives: str, entered: int, group:
 
 def _told(found: dict[str, Any]) -> str:
     """Where a rank is, as a clause."""
-    what = " and ".join(["never entered it"] * found["never"] + ["gives no sign of life"] * found["silent"])
+    what = "gives no sign of life" if found["silent"] else "never entered it"
     if "words" not in found:
         return f"rank {found['rank']} {what}"
     where = f", at {found['at']}" if found["at"] else ""

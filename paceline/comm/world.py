@@ -87,7 +87,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     Args:
         device: "cpu" or "cuda", the same on every rank; by default a GPU for each rank where all have one of their
             own, else the CPU. A process that is shown one GPU alone takes that.
-        timeout: Seconds after which a silent peer is given up.
+        timeout: Seconds after which a silent peer is given up; before ranks have met, at least 60.
 
     Returns:
         This process's rank and device, and the number of ranks.

@@ -172,11 +172,8 @@ def test_a_rank_that_hangs_in_python_under_torchrun(tmp_path: Path, n: int, how:
         r"1\.weight to 0\.bias",
         err,
     )
-    assert re.search(
-        r"^rank 0 .* s in paceline after .*, at loop\.py:\d+ in <module>; communicates reduce_scatter bucket 0",
-        err,
-        re.M,
-    )
+    waits = r"^rank 0 .* s in paceline after .*, at loop\.py:\d+ in <module>; communicates reduce_scatter bucket 0"
+    assert re.search(waits, err, re.M)
     assert re.search(rf"^rank {n - 1} .* in fetch; communicates nothing$", err, re.M)
 
 
@@ -186,7 +183,7 @@ def test_native_code_that_keeps_the_interpreter(tmp_path: Path) -> None:
     # By the signal, which asks no interpreter.
     assert re.search(r'^Current thread .*\n  File ".*loop\.py", line \d+ in fetch$', err, re.M)
     assert 0 in stacks_of(err)
-    assert re.search(r"rank 1 never entered it and gives no sign of life: last seen \d+\.\d s ago in .* in fetch", err)
+    assert re.search(r"rank 1 gives no sign of life: last seen \d+\.\d s ago in .* in fetch", err)
 
 
 @pytest.mark.full
