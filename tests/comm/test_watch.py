@@ -103,8 +103,6 @@ def fetch(step):
     if step == 3 and world.rank == world.world_size - 1:
         # Longer than between two signs of life.
         time.sleep(1.5)
-        if how == "sleep":
-            time.sleep(1000)
         while how == "loop":
             pass
         if how == "native":
@@ -162,9 +160,9 @@ def stacks_of(err: str) -> set[int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("n", "how"), [(2, "loop"), (3, "sleep")])
-def test_a_rank_that_hangs_in_python_under_torchrun(tmp_path: Path, n: int, how: str) -> None:
-    err = torchrun_says(tmp_path, n, how)
+def test_an_endless_loop_in_python_under_torchrun(tmp_path: Path) -> None:
+    n = 3
+    err = torchrun_says(tmp_path, n, "loop")
     assert stacks_of(err) == set(range(n))
     assert re.search(
         rf"did not answer within {LIMIT:g} s: .* reduce_scatter bucket 0.*; rank {n - 1} never entered it: last seen "
