@@ -21,10 +21,10 @@ from torch import Tensor
 
 from paceline.comm import whereabouts
 from paceline.comm.authentication import TAG, is_signed, sign
-from paceline.comm.cpu.registry import find_deadlock, stopped_peers
+from paceline.comm.cpu.registry import find_deadlock
 from paceline.comm.patience import Silence, limit
-from paceline.comm.transport import CommunicationError, SilenceError
-from paceline.comm.watch import with_whereabouts
+from paceline.comm.transport import CommunicationError
+from paceline.comm.watch import missing
 from paceline.comm.world import World, current_world
 
 _LENGTHS = struct.Struct("<QQ")
@@ -118,7 +118,7 @@ class _Control:
 
     def _wait(self, sent: _Sent, label: str) -> None:
         suspicion, silence = "", Silence(self.world.timeout)
-        while not self._arrived(sent, label):
+        while not self._arrived(sent, label, silence):
             found = find_deadlock(f"rank {self.world.rank} waits in {label}")
             if found is not None and found.reason == suspicion:
                 # It was the same a while ago, and nothing of this rank is under way that could change it.
@@ -127,20 +127,23 @@ class _Control:
                 raise CommunicationError(suspicion)
             suspicion = found.reason if found is not None else ""
             if silence.left() <= 0:
-                error = SilenceError(_lost(label, f" within {limit(self.world.timeout):g} s"))
-                ranks = range(self.world.world_size)
-                raise with_whereabouts(error, whereabouts.MESSAGES, whereabouts.messages, ranks)
+                raise self._silent(label)
 
-    def _arrived(self, sent: _Sent, label: str) -> bool:
+    def _arrived(self, sent: _Sent, label: str, silence: Silence) -> bool:
         """Waits a while; whether everything has arrived."""
         try:
             sent.work.wait(timedelta(seconds=_LOOK_SECONDS))
         except RuntimeError as error:
             if not sent.work.is_completed():
                 return False
-            # What Gloo says is about its sockets.
-            raise CommunicationError(_lost(label)) from error
+            # What Gloo says is about its sockets. It has the same time limit.
+            raise self._silent(label) if silence.left() <= _LOOK_SECONDS else _lost(label) from error
         return True
+
+    def _silent(self, label: str) -> CommunicationError:
+        within = f" within {limit(self.world.timeout):g} s"
+        ranks = range(self.world.world_size)
+        return _lost(label, within, missing(whereabouts.MESSAGES, whereabouts.messages, ranks))
 
 
 _control: _Control | None = None
@@ -236,14 +239,14 @@ def _started(start: Callable[[], dist.Work | None], label: str) -> dist.Work:
     try:
         work = start()
     except RuntimeError as error:
-        raise CommunicationError(_lost(label)) from error
+        raise _lost(label) from error
     assert work is not None
     return work
 
 
-def _lost(label: str, why: str = "") -> str:
-    return (
-        "; ".join([f"a rank is gone or did not answer{why} in {label}", *stopped_peers()])
+def _lost(label: str, within: str = "", told: Sequence[str] = ()) -> CommunicationError:
+    return CommunicationError(
+        "; ".join([f"a rank is gone or did not answer{within} in {label}", *told])
         + ". Every rank must call it, equally often; if a rank failed, what it raised says more"
     )
 

@@ -56,11 +56,26 @@ class Mates:
                 if other in self._held:
                     _ask_for_stacks(*self._held[other])
 
+    def stopped(self) -> list[str]:
+        """Which of them were stopped, as by SIGSTOP, and what lets each go on."""
+        return [
+            f"rank {other}'s process {number} is stopped: `kill -CONT {number}` lets it go on"
+            for other, (number, _) in self._held.items()
+            if _is_stopped(number)
+        ]
+
     def close(self) -> None:
         """Lets go of them."""
         for _, descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
+
+
+def _is_stopped(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _ask_for_stacks(number: int, descriptor: int) -> None:

@@ -20,7 +20,7 @@ from paceline.comm.authentication import SignedMessages
 from paceline.comm.cpu import tcp_connect
 from paceline.comm.mates import Mates, answer_signals, process
 from paceline.comm.roll_call import ANSWER_SECONDS, RollCall
-from paceline.comm.transport import CommunicationError, Exchange, SilenceError
+from paceline.comm.transport import Exchange
 
 SIGN_SECONDS = 1.0
 _RANKS_A_SECOND = 64
@@ -81,7 +81,7 @@ class Watch:
         self._transports += 1
         return f"transport {self._transports}"
 
-    def ask(self, collectives: str, entered: int, group: Sequence[int]) -> str:
+    def missing(self, collectives: str, entered: int, group: Sequence[int]) -> list[str]:
         """Who does not come to a collective and where they are, in words; has every rank print its stacks.
 
         Args:
@@ -97,13 +97,14 @@ class Watch:
             with self._news:
                 # Rank 0 waits itself, and then tells.
                 if self._news.wait_for(lambda: number in self._found, 2 * ANSWER_SECONDS):
-                    return "; ".join(map(_told, self._found.pop(number)))
+                    return [*self._mates.stopped(), *map(_told, self._found.pop(number))]
+        stopped = self._mates.stopped()
         place, said = self._first
         if self._rank and place and 0 in group:
             self._print_stacks(self._rank)
             self._mates.shake([0])
-            return _told({**place, "rank": 0, "silent": True, "seconds": time.monotonic() - said})
-        return ""
+            stopped.append(_told({**place, "rank": 0, "silent": True, "seconds": time.monotonic() - said}))
+        return stopped
 
     def close(self) -> None:
         """Ends the thread."""
@@ -180,10 +181,9 @@ def new_transport() -> str:
     return _watch.new_transport() if _watch is not None else ""
 
 
-def with_whereabouts(error: SilenceError, collectives: str, entered: int, group: Sequence[int]) -> CommunicationError:
-    """The error of a rank that waited in vain, with where the others are; see `Watch.ask`."""
-    told = _watch.ask(collectives, entered, group) if _watch is not None else ""
-    return CommunicationError("; ".join(filter(None, (str(error), told))))
+def missing(collectives: str, entered: int, group: Sequence[int]) -> list[str]:
+    """See `Watch.missing`."""
+    return _watch.missing(collectives, entered, group) if _watch is not None else []
 
 
 def _told(found: dict[str, Any]) -> str:

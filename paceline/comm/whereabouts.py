@@ -33,6 +33,11 @@ class Activity(Protocol):
         """Whether it has ended, and none has begun since."""
         ...
 
+    @property
+    def since(self) -> float | None:
+        """When it began, or ended, by time.perf_counter; None where only a GPU knows."""
+        ...
+
 
 latest: Activity | None = None
 """What the engine began last."""
@@ -59,24 +64,26 @@ class Look:
     def __init__(self) -> None:
         """Looks for the first time."""
         self._seen: tuple[Activity | None, bool] = None, True
-        self._since = time.monotonic()
+        self._since = time.perf_counter()
 
     def again(self) -> dict[str, Any]:
         """Where this rank is now.
 
         Returns:
-            "words": what it does; "at": in which line; "seconds": for how long it has done so, counted from the first
-            look that found it; "entered": the number of the last collective that it has entered, by transport.
+            "words": what it does; "at": in which line; "seconds": for how long it has done so, on a GPU counted
+            from the first look that found it; "entered": the number of the last collective that it has entered, by
+            transport.
         """
         seen = latest, latest is None or latest.has_ended
         if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
+            since = latest.since if latest is not None else None
+            self._seen, self._since = seen, since or time.perf_counter()
         frames = _frames_of_main_thread()
         words = _words(*seen, [frame.f_code.co_filename for frame in frames])
         return {
             "words": words,
             "at": _line_of(frames),
-            "seconds": time.monotonic() - self._since,
+            "seconds": time.perf_counter() - self._since,
             "entered": {**entered(), MESSAGES: messages},
         }
 

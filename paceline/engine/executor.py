@@ -41,6 +41,12 @@ class _Record:
         return self.end is not None
 
     @property
+    def since(self) -> float | None:
+        """See `whereabouts.Activity`."""
+        mark = self.start if self.end is None else self.end
+        return mark if isinstance(mark, float) else None
+
+    @property
     def finished(self) -> bool:
         return self.end is not None if self.pending is None else self.waits is not None
 

@@ -24,8 +24,6 @@ class _Registered(Protocol):
 
     def blocked_peers(self) -> Iterable[tuple[int, str]]: ...
 
-    def stopped_peers(self) -> Iterable[str]: ...
-
     def abort(self, reason: str = "") -> None: ...
 
     def close_sockets(self) -> None: ...
@@ -69,11 +67,6 @@ def find_deadlock(waiting: str, peer: int | None = None) -> Deadlock | None:
                     "calls in the same order",
                 )
     return None
-
-
-def stopped_peers() -> list[str]:
-    """Which ranks of this host were stopped, as by SIGSTOP, and what lets each go on."""
-    return sorted({text for transport in list(_transports) for text in transport.stopped_peers()})
 
 
 def entered() -> dict[str, int]:

@@ -11,11 +11,9 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from paceline.comm.cpu.registry import find_deadlock
 from paceline.comm.cpu.shared_memory import exchange_descriptors, exchange_memory
@@ -73,7 +71,6 @@ class Signals:
         self._pages = exchange_memory(rank, channels, _PAGE)
         self._words = {peer: memoryview(page).cast("q") for peer, page in self._pages.items()}
         self._own = self._words[rank]
-        self._pids = {peer: _process_behind(channel) for peer, channel in channels.items()}
         # Sockets of their own: emptying them must not swallow a descriptor under way.
         self._wake_sockets = {peer: _wake_socket(rank, peer, channel) for peer, channel in channels.items()}
         # By position on the host: a group of many hosts has more ranks than a page has words.
@@ -157,12 +154,6 @@ class Signals:
         """Lets go of the sockets; a peer that waits for this rank is told so by that."""
         for wake_socket in self._wake_sockets.values():
             wake_socket.close()
-
-    def stopped_peers(self) -> Iterator[str]:
-        """Which of the others' processes were stopped, in words."""
-        for peer, pid in self._pids.items():
-            if text := _stopped(pid):
-                yield f"rank {self._name(peer)}'s {text}"
 
     def _wake(self, peer: int) -> None:
         # A full socket wakes as well; one that is gone is noticed by whoever waits for it.
@@ -253,8 +244,7 @@ class Signals:
     def _silent(self, peer: int) -> SilenceError:
         return SilenceError(
             f"rank {self._name(peer)} did not answer within {limit(self._timeout):g} s: rank {self._name(self._rank)} "
-            # It may itself be waiting for another.
-            + "; ".join([f"waited for it in {plain(self._text)}", *self.stopped_peers()])
+            f"waited for it in {plain(self._text)}"
         )
 
 
@@ -277,17 +267,3 @@ def _wake_socket(rank: int, peer: int, channel: socket.socket) -> socket.socket:
     spare.close()
     kept.setblocking(False)
     return kept
-
-
-def _process_behind(channel: socket.socket) -> int:
-    pid: int = struct.unpack("iII", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-    return pid
-
-
-def _stopped(pid: int) -> str:
-    """Says so if a process was stopped, as by SIGSTOP."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-    return f"process {pid} is stopped: `kill -CONT {pid}` lets it go on" if state in "Tt" else ""

@@ -21,7 +21,7 @@ from paceline.comm.cpu.signals import Signals, plain
 from paceline.comm.cpu.sums import accumulation_dtype
 from paceline.comm.cpu.tcp import TcpConnections
 from paceline.comm.transport import CommunicationError, SilenceError, Transport, explain
-from paceline.comm.watch import with_whereabouts
+from paceline.comm.watch import missing
 from paceline.core.collectives.algorithms import BANDWIDTH_OPTIMAL, REDUCTIONS, find_algorithm
 from paceline.core.collectives.choice import Choice, Topology, choose
 from paceline.core.collectives.rounds import Algorithm, Traffic, chunk
@@ -193,10 +193,6 @@ class CpuTransport:
         """See `Signals.blocked_peers`; none where ranks are connected by sockets alone."""
         return self._signals.blocked_peers() if self._signals is not None and self._failure is None else ()
 
-    def stopped_peers(self) -> Iterable[str]:
-        """See `Signals.stopped_peers`; none where ranks are connected by sockets alone."""
-        return self._signals.stopped_peers() if self._signals is not None else ()
-
     @property
     def number(self) -> int:
         """Of the collective that this rank entered last."""
@@ -303,9 +299,9 @@ class CpuTransport:
                 raise CommunicationError(self._failure) from error
             if isinstance(error, SilenceError):
                 # Before peers are told, who then leave what they wait in.
-                told = with_whereabouts(error, self.place, self.number, self._group)
-                self._tell(explain(told))
-                raise told from None
+                told = "; ".join([str(error), *missing(self.place, self.number, self._group)])
+                self._tell(told)
+                raise CommunicationError(told) from None
             # Peers must not wait for what does not come.
             self._tell(explain(error))
             raise
