@@ -3,9 +3,50 @@
 from __future__ import annotations
 
 import json
+import secrets
+import time
+from datetime import timedelta
 from typing import Any
 
 from paceline.comm.authentication import new_secret
+
+_POLL_SECONDS = 0.02
+
+
+def agree(store: Any, rank: int, world_size: int, seconds: float) -> str:
+    """A name for the job that no other has met by in this store. A collective call.
+
+    Torchrun keeps one store for all its attempts at a job, so what ranks of an earlier one said is still there. Rank 0
+    answers each rank's new word, and again if that was an old one, until all have heard of its own.
+
+    Args:
+        store: Where ranks meet.
+        rank: Of this process.
+        world_size: Number of ranks.
+        seconds: To wait for the others.
+
+    Raises:
+        torch.distributed.DistStoreError: Some did not come.
+    """
+    own, deadline = secrets.token_hex(16), time.monotonic() + seconds
+    store.set(f"hello {rank}", own)
+    if rank:
+        name: str = store.get(f"welcome {own}").decode()
+        store.set(f"{name} {rank}", "")
+        return name
+    welcomed: set[bytes] = set()
+    others = range(1, world_size)
+    while True:
+        for other in others:
+            if (word := store.get(f"hello {other}")) not in welcomed:
+                store.set(f"welcome {word.decode()}", own)
+                welcomed.add(word)
+        heard = [f"{own} {other}" for other in others]
+        if store.check(heard):
+            return own
+        if time.monotonic() > deadline:
+            store.wait(heard, timedelta(seconds=_POLL_SECONDS))
+        time.sleep(_POLL_SECONDS)
 
 
 def tell_all(value: Any, store: Any, rank: int, world_size: int) -> list[Any]:

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,8 +72,6 @@ _LETTING_GO_SECONDS = 0.005
 _ENDING_SECONDS = 10.0
 _JOINING_SECONDS = 60.0
 """Ranks start at different times, and are waited for at least so long: none is silent yet."""
-_joined: Counter[tuple[str | None, ...]] = Counter()
-"""How often this process has joined a job, by where its ranks meet."""
 _failed = False
 
 
@@ -136,7 +133,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
 
 
 def _open_store(rank: int, world_size: int, method: str, timeout: timedelta) -> Any:
-    """Where the ranks of a job meet, with keys of its own for each time that this process joins one."""
+    """Where the ranks of a job meet, with keys of its own for each time that they do."""
     store: Any
     if method.startswith(_FILE):
         # All ranks are on this host; its name need not resolve.
@@ -146,9 +143,7 @@ def _open_store(rank: int, world_size: int, method: str, timeout: timedelta) -> 
     else:
         store, _, _ = next(rendezvous(method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    place = (method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
-    _joined[place] += 1
-    return _prefixed(f"paceline {_joined[place]}", store)
+    return _prefixed(meeting.agree(store, rank, world_size, timeout.total_seconds()), store)
 
 
 def _exchange_in(store: Any, rank: int, world_size: int) -> Exchange:

@@ -121,6 +121,7 @@ class Joined:
             patch.object(world_module, "_world", None),
             patch.object(world_module, "rendezvous", lambda *args, **named: iter([(store, 1, 2)])),
             patch.object(world_module, "tell_all", tell_all),
+            patch.object(world_module.meeting, "agree", lambda *_: "a job"),
             patch.object(world_module, "share_secret", lambda *_: b""),
             patch.object(world_module.watch, "begin", lambda *_: None),
             patch("torch.cuda.set_device", lambda device: self.calls.update(set=device)),
