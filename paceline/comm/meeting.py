@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from paceline.comm.authentication import new_secret
 
@@ -41,11 +42,11 @@ def agree(store: Any, rank: int, world_size: int, seconds: float) -> str:
             if (word := store.get(f"hello {other}")) not in welcomed:
                 store.set(f"welcome {word.decode()}", own)
                 welcomed.add(word)
-        heard = [f"{own} {other}" for other in others]
-        if store.check(heard):
+        if store.check([f"{own} {other}" for other in others]):
             return own
         if time.monotonic() > deadline:
-            store.wait(heard, timedelta(seconds=_POLL_SECONDS))
+            missing = [str(other) for other in others if not store.check([f"{own} {other}"])]
+            raise dist.DistStoreError(f"rank {', '.join(missing)} did not come within {seconds:g} s")
         time.sleep(_POLL_SECONDS)
 
 

@@ -49,5 +49,5 @@ def test_an_attempt_that_lost_a_rank_before_it_came_is_not_taken_up(tmp_path: Pa
 def test_ranks_that_do_not_come_are_an_error_in_time(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
     store.set("hello 1", "of a rank that is gone")
-    with pytest.raises(dist.DistError):
+    with pytest.raises(dist.DistError, match=r"rank 1 did not come within 0\.2 s"):
         meeting.agree(store, 0, 2, 0.2)
