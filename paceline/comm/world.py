@@ -23,7 +23,7 @@ import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm.devices import choose, index_of, look, tell_all
-from paceline.comm.environment import read_environment
+from paceline.comm.environment import JOINING, read_environment
 from paceline.comm.nccl import abort_process_group, is_of_nccl, last_words
 from paceline.comm.streams import let_end
 from paceline.core.errors import UserError
@@ -100,7 +100,8 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     sight, store = look(device, local_rank), None
     if world_size > 1:
         with _joining(rank, world_size, method):
-            store = _open_store(rank, world_size, method, timedelta(seconds=timeout))
+            joining = min(timeout, float(os.environ.get(JOINING, timeout)))
+            store = _open_store(rank, world_size, method, timedelta(seconds=joining))
             sights = tell_all(sight, _prefixed("devices", store), rank, world_size)
     else:
         sights = [sight]
@@ -151,7 +152,7 @@ def _joining(rank: int, world_size: int, method: str) -> Iterator[None]:
     """Says what to do where ranks cannot be joined."""
     try:
         yield
-    except dist.DistError as error:
+    except RuntimeError as error:
         if is_of_nccl(error):
             raise UserError(
                 f"rank {rank} could not join the other {world_size - 1} by NCCL: {last_words(error)}. Each rank needs "

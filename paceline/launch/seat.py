@@ -10,9 +10,12 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from paceline.comm.environment import JOINING
+
 SEAT = "PACELINE_SEAT"
 """Descriptors: of the line to the launcher, of its stdout and of its stderr."""
 _LARGEST = 1 << 16
+JOINING_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Place:
             "LOCAL_WORLD_SIZE": str(self.world_size),
             "OMP_NUM_THREADS": str(self.threads),
             "PACELINE_RENDEZVOUS": self.rendezvous,
+            # Who asked for a place is ready to join; one that is lost meanwhile must not hold the others up.
+            **({JOINING: str(JOINING_SECONDS)} if self.epoch else {}),
         }
 
 

@@ -21,7 +21,7 @@ from paceline.launch.screen import OutputClosed
 _PR_SET_PDEATHSIG = 1
 _PEER_LOST = re.compile(
     r"is gone|rank \d+ gave up: |did not answer|connection (was )?(closed|reset|refused|aborted)|broken pipe"
-    r"|socket closed|closed by peer|timed out|remote process exited",
+    r"|socket closed|closed by peer|timed out|timeout waiting|remote process exited",
     re.IGNORECASE,
 )
 

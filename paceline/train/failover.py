@@ -23,6 +23,9 @@ from paceline.train.resume import Resume, find_resume
 from paceline.train.run_folder import CHECKPOINTS
 from paceline.train.training import Training
 
+_WORTH_COLLECTING = 64 << 20
+"""Bytes of a model from which on memory that only the garbage collector frees is worth its quarter of a second."""
+
 
 class LeaveJob(Exception):
     """The ranks leave the job between two steps, to form one with more ranks."""
@@ -111,8 +114,7 @@ def go_on(config: TrainConfig, former: Former, place: Place) -> Resume | None:
         former.training = None
         return find_resume(config)
     found, error = _write(former, place, told), ""
-    former.training = None
-    gc.collect()
+    _let_go(former)
     results: list[dict[str, Any]] = pl.all_gather_json(found, "what ranks hold in memory")
     run = former.run = Path(runs[0])
     error = next((each["error"] for each in results if each["error"]), "")
@@ -121,6 +123,15 @@ def go_on(config: TrainConfig, former: Former, place: Place) -> Resume | None:
         return Resume(run, Path(paths[0]))
     checkpoints = pl.all_gather_json(_has_checkpoint(run), "whether the run has a checkpoint")[0]
     return Resume(run, run / CHECKPOINTS if checkpoints else None)
+
+
+def _let_go(former: Former) -> None:
+    """Frees what this rank trained with, before as much is made again."""
+    training, former.training = former.training, None
+    size = 0 if training is None else sum(p.nbytes for p in training.model.parameters())
+    del training
+    if size > _WORTH_COLLECTING:
+        gc.collect()
 
 
 def _account(former: Former) -> dict[str, Any]:
