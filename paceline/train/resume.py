@@ -58,12 +58,14 @@ def find_resume(config: TrainConfig) -> Resume | None:
         return None
     if config.resume == AUTO:
         run = Path(config.folder).expanduser() if config.folder is not None else Path(RUNS, LATEST)
-        if not (run / CONFIG).is_file() or not (found := _checkpoints(run / CHECKPOINTS)):
+        if not (run / CONFIG).is_file():
             return None
-        step = _step(found[0])
-        if config.folder is None and (step >= config.steps or _changed(_begun(run, config), config)):
+        found = _checkpoints(run / CHECKPOINTS)
+        step = _step(found[0]) if found else 0
+        if config.folder is None and (not found or step >= config.steps or _changed(_begun(run, config), config)):
             return None
-        chosen = run / CHECKPOINTS
+        # One that was killed before its first checkpoint begins again, in its folder.
+        chosen = run / CHECKPOINTS if found else None
     else:
         run, path = run_of(config.resume), Path(config.resume).expanduser()
         chosen = run / CHECKPOINTS if path.resolve() == run.resolve() else path
@@ -83,7 +85,7 @@ def find_resume(config: TrainConfig) -> Resume | None:
         )
     if step >= config.steps:
         raise UserError(f"resume: {run} has done its {step} steps: give more --steps to train on")
-    return Resume(run.resolve(), chosen.resolve())
+    return Resume(run.resolve(), None if chosen is None else chosen.resolve())
 
 
 def _checkpoints(path: Path) -> list[Path]:
