@@ -143,6 +143,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
+    from paceline.launch.replacing import launch_replacing
+    from paceline.launch.seat import Seat
     from paceline.launch.workers import job_in_environment, launch
     from paceline.train.command_line import parse_train_arguments
     from paceline.train.run_folder import check_run_folder
@@ -153,11 +155,19 @@ def _train(arguments: list[str]) -> int:
     if wants_config:
         print(to_yaml(config), end="")
         return 0
+    if (seat := Seat.from_environment()) is not None:
+        from paceline.train.failover import train_in_places
+
+        return train_in_places(config, seat)
     job = job_in_environment(os.environ)
     if config.workers is not None and config.workers > 1 and job in (None, 1):
         if config.resume is None:
             check_run_folder(config.folder)
-        return launch([*_this_program(), "train", *arguments], config.workers, config.threads)
+        command = [*_this_program(), "train", *arguments]
+        if config.replaces:
+            least = config.workers if config.min_workers is None else config.min_workers
+            return launch_replacing(command, config.workers, least, config.spares, config.threads, config.fits)
+        return launch(command, config.workers, config.threads)
     from paceline.train.loop import train
 
     return train(config)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.core.layout import ParameterSpec
+from paceline.core.mesh import REPLICATE
 from paceline.engine.engine import Engine
 from paceline.engine.optimizers import SHARD
 
@@ -25,9 +26,15 @@ class Ranges:
         names: Of all parameters, by index.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """Of one model."""
+    def __init__(self, engine: Engine, writers: Sequence[int] | None = None) -> None:
+        """Of one model.
+
+        Args:
+            engine: The model's.
+            writers: Ranks that write, this one among them, which must hold all elements between them; by default all.
+        """
         self._engine = engine
+        self._writers = range(engine.world.world_size) if writers is None else writers
         self._flat = engine.program.parameters.flat
         self._world = engine.world
         self.names = [slot.spec.name for slot in self._flat.layout.slots]
@@ -97,17 +104,16 @@ class Ranges:
         """The elements of a parameter that are this rank's to write, if it has them."""
         slot, bucket = self._flat.layout.slots[index], self._flat.bucket_of.get(index)
         schedule, numel = self._engine.schedule, slot.spec.numel
-        rank, size = self._world.rank, self._world.world_size
+        rank, writers = self._world.rank, self._writers
         if schedule.has_server:
             return (0, numel) if rank == 0 else (0, 0)
         if bucket is None:
-            return (0, numel) if index % size == rank else (0, 0)
+            return (0, numel) if rank == writers[index % len(writers)] else (0, 0)
         if not is_row_major(slot.spec):
-            return numel * rank // size, numel * (rank + 1) // size
+            return _part(0, numel, rank, writers)
         first, last = bucket.shard(schedule.shard_index, schedule.shards)
-        replica, replicas = schedule.position_in("replicate")
-        start, length = first - slot.offset, last - first
-        return start + length * replica // replicas, start + length * (replica + 1) // replicas
+        replicas = [each for each in schedule.mesh.group(rank, (REPLICATE,)) if each in writers]
+        return _part(first - slot.offset, last - first, rank, replicas)
 
     def _gathered(self, index: int, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
         """All elements of a tensor of which ranks keep shards, in row-major order. A collective call."""
@@ -130,6 +136,12 @@ class Ranges:
             target.copy_(read(start, stop))
         else:
             target.copy_(self._flat.cut(index, read(0, spec.numel).reshape(spec.shape).to(target.device)))
+
+
+def _part(start: int, length: int, rank: int, among: Sequence[int]) -> tuple[int, int]:
+    """One rank's part of a range that some share out."""
+    index = among.index(rank)
+    return start + length * index // len(among), start + length * (index + 1) // len(among)
 
 
 def is_row_major(spec: ParameterSpec) -> bool:

@@ -57,7 +57,7 @@ class Saving:
         self.path, self.step = path, step
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._is_seen = self._is_first = False
+        self._is_seen = self._is_first = self._is_abandoned = False
 
     @property
     def done(self) -> bool:
@@ -100,7 +100,7 @@ class Saving:
                         strategy,
                         versions(),
                         PATIENCE_SECONDS,
-                        lambda: background and not main.is_alive(),
+                        lambda: self._is_abandoned or (background and not main.is_alive()),
                     )
             except Exception as error:
                 # Told by `wait`, on every rank.
@@ -172,14 +172,14 @@ def save(
         step = _whole(step)
         ranges = Ranges(engine)
         states = OptimizerStates(ranges, engine.program.parameters.all, as_sequence(optimizer))
-        _add_values(part, engine, states, as_sequence(scheduler), loader, extra)
+        add_values(part, engine, states, as_sequence(scheduler), loader, extra)
         if world.rank == 0:
             make_folder(path)
     except Exception as error:
         refused = error
     _raise_first(refused, f"pl.save of step {step} to {path}", "")
     engine.settle()
-    _add_tensors(part, engine, ranges, states)
+    add_tensors(part, engine, ranges, states)
     saving = Saving(path, step)
     if background:
         _in_flight = world, saving
@@ -227,6 +227,16 @@ def finish_earlier(world: World) -> None:
                 warnings.warn(str(error), stacklevel=3)
 
 
+def abandon_earlier() -> None:
+    """Ends the save that is under way in a job that has lost a rank, whose part may never come."""
+    global _in_flight
+    earlier, _in_flight = _in_flight, None
+    if earlier is not None:
+        earlier[1]._is_abandoned = True
+        if earlier[1]._thread is not None:
+            earlier[1]._thread.join()
+
+
 def _raise_first(error: Exception | None, label: str, what: str) -> None:
     """Raises on every rank what went wrong on any. A collective call."""
     found = all_gather_json(None if error is None else _told(error), label)
@@ -244,7 +254,7 @@ def _told(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-def _add_values(
+def add_values(
     part: OwnPart,
     engine: Engine,
     states: OptimizerStates,
@@ -252,7 +262,7 @@ def _add_values(
     loader: Stateful | None,
     extra: Any,
 ) -> None:
-    """What is said in JSON, and the tensors in it."""
+    """Adds to a rank's part what is said in JSON, and the tensors in it."""
 
     def put(tensor: Tensor) -> str:
         name = f"values of rank {part.rank}/{len(part.tensors)}"
@@ -276,7 +286,7 @@ def _add_values(
         }
 
 
-def _add_tensors(part: OwnPart, engine: Engine, ranges: Ranges, states: OptimizerStates) -> None:
+def add_tensors(part: OwnPart, engine: Engine, ranges: Ranges, states: OptimizerStates) -> None:
     """This rank's elements of parameters and of the optimizers' states, copied. A collective call."""
     with torch.no_grad():
         for index, name in enumerate(ranges.names):

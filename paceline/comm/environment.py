@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 from paceline.core.errors import UserError
 
+JOINING = "PACELINE_JOINING_SECONDS"
+"""Names the seconds for which ranks wait for each other to join, where all are known to be there."""
+
 
 def read_environment(env: Mapping[str, str]) -> tuple[int, int, int, int, str]:
     """Reads (rank, world size, local rank, local world size, rendezvous) from a launcher's variables.

@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm import meeting, watch
 from paceline.comm.devices import choose, index_of, look, tell_all
-from paceline.comm.environment import read_environment
+from paceline.comm.environment import JOINING, read_environment
 from paceline.comm.meeting import share_secret
 from paceline.comm.nccl import abort_process_group, is_of_nccl, last_words
 from paceline.comm.streams import let_end
@@ -104,7 +104,8 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     sight, store, secret = look(device, local_rank), None, b""
     if world_size > 1:
         with _joining(rank, world_size, method):
-            store = _open_store(rank, world_size, method, timedelta(seconds=max(timeout, _JOINING_SECONDS)))
+            joining = float(os.environ.get(JOINING, max(timeout, _JOINING_SECONDS)))
+            store = _open_store(rank, world_size, method, timedelta(seconds=joining))
             sights = tell_all(sight, _prefixed("devices", store), rank, world_size)
             secret = share_secret(store, rank)
     else:
@@ -160,7 +161,7 @@ def _joining(rank: int, world_size: int, method: str) -> Iterator[None]:
     """Says what to do where ranks cannot be joined."""
     try:
         yield
-    except dist.DistError as error:
+    except RuntimeError as error:
         if is_of_nccl(error):
             raise UserError(
                 f"rank {rank} could not join the other {world_size - 1} by NCCL: {last_words(error)}. Each rank needs "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.core.errors import EngineError
 
-_USER_VALUES = 8
+_USER_VALUES = 16
 _CHECKS = 2
 """Numbers that must be the same on every rank, each with its square."""
 

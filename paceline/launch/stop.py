@@ -46,13 +46,15 @@ class Requests:
 class StopRequest:
     """While entered, SIGINT and SIGTERM are remembered instead of ending the process; a second one ends it at once.
 
-    Paceline's own launcher is told that this process grants stops, and kills it itself when a second one comes.
+    It may be entered again inside, as by each of several jobs. Paceline's own launcher is told that this process grants
+    stops, and kills it itself when a second one comes.
     """
 
     def __init__(self) -> None:
         self._requests = Requests(TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else TOGETHER_SECONDS)
         self._previous: dict[signal.Signals, Any] = {}
-        self._launched = "PACELINE_RENDEZVOUS" in os.environ
+        self._launched = bool({"PACELINE_RENDEZVOUS", STOPPABLE} & os.environ.keys())
+        self._depth = 0
 
     @property
     def received(self) -> int:
@@ -60,6 +62,9 @@ class StopRequest:
         return self._requests.first or 0
 
     def __enter__(self) -> Self:
+        self._depth += 1
+        if self._depth > 1:
+            return self
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._remember)
         if (file := os.environ.pop(STOPPABLE, None)) is not None:
@@ -68,6 +73,9 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

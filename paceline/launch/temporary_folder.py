@@ -27,15 +27,17 @@ class TemporaryFolder:
         path: Where it is.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, parent: Path | None = None) -> None:
         """Makes it.
 
         Args:
             kind: Part of its name, such as "job".
+            parent: Where; by default in the temporary folder.
         """
-        for abandoned in _abandoned():
+        parent = parent or Path(tempfile.gettempdir())
+        for abandoned in _abandoned(parent):
             shutil.rmtree(abandoned, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-"))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=parent))
         # The lock has its name only once it is held.
         self._lock = (self.path / "unlocked").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -55,13 +57,13 @@ class TemporaryFolder:
         self._lock.close()
 
 
-def _abandoned() -> Iterator[Path]:
+def _abandoned(parent: Path) -> Iterator[Path]:
     """Folders of this user whose lock nobody holds, while it is held here.
 
     Others may put what they like beside them, such as a pipe that would be waited at or a link to another folder: what
     is not this user's, or no plain file in a plain folder, is passed over.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if not _is_ours(os.lstat(folder), stat.S_IFDIR):
                 continue

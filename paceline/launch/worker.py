@@ -21,7 +21,7 @@ from paceline.launch.screen import OutputClosed
 _PR_SET_PDEATHSIG = 1
 _PEER_LOST = re.compile(
     r"is gone|rank \d+ gave up: |did not answer|connection (was )?(closed|reset|refused|aborted)|broken pipe"
-    r"|socket closed|closed by peer|timed out|remote process exited",
+    r"|socket closed|closed by peer|timed out|timeout waiting|remote process exited",
     re.IGNORECASE,
 )
 
@@ -47,7 +47,7 @@ def run_worker(work: Callable[[], int]) -> int:
     except OutputClosed:
         status = 128 + signal.SIGPIPE
     except Exception as error:
-        failure = describe_failure(error, int(os.environ["RANK"]))
+        failure = describe_failure(error, int(os.environ.get("RANK", "0")))
         write_failure(Path(report), failure)
         status = failure.exit_status
     with contextlib.suppress(OSError):
@@ -67,11 +67,12 @@ def describe_failure(error: Exception, rank: int) -> Failure:
         exit_status=2 if user_error else 1,
         text=str(error) if user_error else "".join(traceback.format_exception(error)),
         user_error=user_error,
-        peer_lost=not user_error and _lost_a_peer(error),
+        peer_lost=not user_error and lost_a_peer(error),
     )
 
 
-def _lost_a_peer(error: BaseException | None) -> bool:
+def lost_a_peer(error: BaseException | None) -> bool:
+    """Whether an exception, or what caused it, says that another rank is gone."""
     while error is not None:
         if isinstance(error, (RuntimeError, OSError)) and _PEER_LOST.search(str(error)):
             return True

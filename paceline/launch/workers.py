@@ -9,11 +9,13 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from paceline.core.errors import UserError
 from paceline.launch.cores import available_cores, threads_per_rank
@@ -22,6 +24,7 @@ from paceline.launch.screen import show
 from paceline.launch.status_line import clear_line
 from paceline.launch.stop import STOPPABLE, STOPPING, Requests
 from paceline.launch.temporary_folder import TemporaryFolder
+from paceline.launch.worker_output import WorkerOutput
 
 GRACE_SECONDS = 3.0
 """Between asking the remaining workers to end after a failure and killing them."""
@@ -62,6 +65,17 @@ def launch(command: Sequence[str], workers: int, threads: int = 0) -> int:
     Raises:
         UserError: The processes cannot be started.
     """
+    with TemporaryFolder("job") as folder:
+        return Job(folder.path, command, workers, threads_each(workers, threads)).run()
+
+
+def threads_each(workers: int, threads: int) -> int:
+    """Threads of each worker; warns of more than there are cores for.
+
+    Args:
+        workers: Ranks that compute at once.
+        threads: See `launch`.
+    """
     cores, threads = available_cores(), threads_per_rank(threads, workers)
     if workers * threads > cores:
         show(
@@ -69,23 +83,22 @@ def launch(command: Sequence[str], workers: int, threads: int = 0) -> int:
             f"--workers {max(1, cores // threads)}" + (" or --threads 1" if threads > 1 else ""),
             warning=True,
         )
-    with TemporaryFolder("job") as folder:
-        job = _Job(folder.path)
-        try:
-            with _stop_signals_to(job):
-                job.start(command, workers, threads)
-                return job.wait()
-        finally:
-            job.kill()
-            # A rank that was killed leaves its status line on the terminal.
-            clear_line()
+    return threads
 
 
-class _Job:
-    """The workers of one launch."""
+class Job:
+    """The workers of one launch, by number: their ranks, where none is replaced."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, command: Sequence[str], workers: int, threads: int) -> None:
+        """Starts nothing yet.
+
+        Args:
+            folder: For what ranks leave for each other and for this process.
+            command: See `launch`.
+            workers: Ranks of the job.
+            threads: That each computes with.
+        """
+        self._folder, self._command, self._workers, self._threads = folder, command, workers, threads
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: dict[int, float] = {}
         self._ended_by_us: set[int] = set()
@@ -95,40 +108,70 @@ class _Job:
         self._stopped_early = False
         """It came before every worker granted such."""
         self._selector = selectors.DefaultSelector()
-        self._partial: dict[int, bytes] = {}
         self._memory_kills = memory_kills()
 
-    def start(self, command: Sequence[str], workers: int, threads: int) -> None:
+    def run(self) -> int:
+        """Starts the workers and waits for them; returns the job's exit status."""
+        try:
+            with _stop_signals_to(self):
+                self.start()
+                return self.wait()
+        finally:
+            self.kill()
+            # A rank that was killed leaves its status line on the terminal.
+            clear_line()
+
+    def start(self) -> None:
         """Starts the workers."""
-        for rank in range(workers):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(workers),
-                "LOCAL_WORLD_SIZE": str(workers),
-                "OMP_NUM_THREADS": str(threads),
-                "PACELINE_RENDEZVOUS": f"file://{self._folder}/store",
-                "PACELINE_FAILURE_FILE": str(self._failure_file(rank)),
-                "PACELINE_LAUNCHER": str(os.getpid()),
-                STOPPABLE: str(self._stoppable_file(rank)),
-            }
-            try:
-                process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else subprocess.DEVNULL,
-                    stderr=None if rank == 0 else subprocess.PIPE,
-                    # A group of its own: Ctrl-C reaches the launcher alone, and a kill reaches grandchildren.
-                    process_group=0,
-                )
-            except OSError as error:
-                raise UserError(f"cannot start worker {rank} of {workers}: {error}") from None
-            self._processes.append(process)
-            if process.stderr is not None:
-                os.set_blocking(process.stderr.fileno(), False)
-                self._selector.register(process.stderr, selectors.EVENT_READ, rank)
+        for rank in range(self._workers):
+            self._start_worker(
+                {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(self._workers),
+                    "LOCAL_WORLD_SIZE": str(self._workers),
+                    "OMP_NUM_THREADS": str(self._threads),
+                    "PACELINE_RENDEZVOUS": f"file://{self._folder}/store",
+                },
+                has_screen=rank == 0,
+            )
+
+    def _start_worker(self, environment: Mapping[str, str], has_screen: bool, lines: Sequence[int] = ()) -> int:
+        """Starts the next worker; returns its number.
+
+        Args:
+            environment: What it is told besides this process's own.
+            has_screen: Whether it writes to this process's stdout and stderr.
+            lines: Descriptors that it gets.
+        """
+        number = len(self._processes)
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env={
+                    **os.environ,
+                    "PACELINE_FAILURE_FILE": str(self._failure_file(number)),
+                    "PACELINE_LAUNCHER": str(os.getpid()),
+                    STOPPABLE: str(self._stoppable_file(number)),
+                    **environment,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=None if has_screen else subprocess.DEVNULL,
+                stderr=None if has_screen else subprocess.PIPE,
+                # A group of its own: Ctrl-C reaches the launcher alone, and a kill reaches grandchildren.
+                process_group=0,
+                pass_fds=lines,
+            )
+        except OSError as error:
+            raise UserError(f"cannot start worker {number} of {self._workers}: {error}") from None
+        self._processes.append(process)
+        if process.stderr is not None:
+            self._listen(process.stderr, WorkerOutput(process.stderr, lambda: self._name(number)).forward)
+        return number
+
+    def _listen(self, line: IO[bytes] | socket.socket, take: Callable[[], bool]) -> None:
+        """Calls `take` when something arrives, until it returns False."""
+        self._selector.register(line, selectors.EVENT_READ, take)
 
     def request_stop(self, number: int, _: FrameType | None = None) -> None:
         """Signal handler; `wait` acts on it, as subprocess's own lock may be held here."""
@@ -139,8 +182,9 @@ class _Job:
         """Exit status of the job, after every worker has ended."""
         deadline: float | None = None
         while len(self._ended) < len(self._processes):
-            self._forward_output(POLL_SECONDS)
+            self._hear(POLL_SECONDS)
             self._reap()
+            self._tend()
             if self._requests.again:
                 self.kill()
             elif self._requests.first is not None and self._stop is None:
@@ -153,7 +197,7 @@ class _Job:
                     self._send(signal.SIGTERM)
             if deadline is not None and time.monotonic() > deadline:
                 self.kill()
-        while self._forward_output(0):
+        while self._hear(0):
             pass
         return self._status()
 
@@ -164,6 +208,17 @@ class _Job:
             process.wait()
         self._reap()
 
+    def _name(self, number: int) -> str:
+        """What a worker is called before what it writes."""
+        return f"rank {number}"
+
+    def _tend(self) -> None:
+        """Called some twenty times a second while workers run."""
+
+    def _members(self) -> Sequence[int]:
+        """Numbers of the workers that are the job's ranks."""
+        return range(len(self._processes))
+
     def _failure_file(self, rank: int) -> Path:
         return self._folder / f"failure-{rank}.json"
 
@@ -173,7 +228,7 @@ class _Job:
     def _pass_on(self, stop: signal.Signals) -> None:
         """Asks the workers to stop, or to end where some would not hear or grant it yet."""
         self._stop = stop
-        self._stopped_early = not all(self._stoppable_file(rank).exists() for rank in range(len(self._processes)))
+        self._stopped_early = not all(self._stoppable_file(number).exists() for number in self._members())
         if self._stopped_early:
             show("\nstopping", warning=True)
             # Not an interrupt, which imports that are under way show the traceback of.
@@ -217,7 +272,7 @@ class _Job:
             if first.exit_status == 128 + signal.SIGPIPE:
                 # Nobody reads what rank 0 writes, and wants to read no more: `| head -1` is no mistake.
                 return first.exit_status
-            show(first.describe(len(statuses), memory_kills() - self._memory_kills), warning=True)
+            show(first.describe(self._workers, memory_kills() - self._memory_kills), warning=True)
             return first.exit_status
         return 128 + self._stop if self._stop is not None and any(statuses) else 0
 
@@ -225,31 +280,20 @@ class _Job:
         """Whether a worker that was asked to end failed before it was; amid imports an end may look like a failure."""
         return not self._stopped_early and self._failure_file(rank).exists()
 
-    def _forward_output(self, timeout: float) -> bool:
-        """Shows what other ranks than 0 wrote to stderr, waiting for it up to `timeout` seconds; was there any?"""
+    def _hear(self, timeout: float) -> bool:
+        """Takes in what workers write, waiting for it up to `timeout` seconds; was there any?"""
         if not self._selector.get_map():
             time.sleep(timeout)
             return False
         ready = self._selector.select(timeout)
         for key, _ in ready:
-            rank = int(key.data)
-            try:
-                data = os.read(key.fd, 1 << 16)
-            except BlockingIOError:
-                continue
-            *lines, rest = (self._partial.pop(rank, b"") + data).split(b"\n")
-            if data:
-                self._partial[rank] = rest
-            else:
+            if not key.data():
                 self._selector.unregister(key.fileobj)
-                lines += [rest] if rest else []
-            for line in lines:
-                show(f"[rank {rank}] {line.decode(errors='replace')}", warning=True)
         return bool(ready)
 
 
 @contextlib.contextmanager
-def _stop_signals_to(job: _Job) -> Iterator[None]:
+def _stop_signals_to(job: Job) -> Iterator[None]:
     """Inside, signals that would end this process ask the job to stop."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     previous = {number: signal.signal(number, job.request_stop) for number in numbers}

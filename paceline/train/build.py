@@ -19,8 +19,10 @@ from paceline.train.optim import Update
 HEAD_START_SECONDS = 0.2
 
 
-def prepare_text(config: TrainConfig, world: World) -> Corpus:
-    """The run's text, tokenised, or as it lies in the cache."""
+def prepare_text(config: TrainConfig, world: World, is_known: bool = False) -> Corpus:
+    """The run's text, tokenised, or as it lies in the cache; rank 0 tells of it unless it is known."""
+    if is_known:
+        return prepare(config.data)
     if world.rank == 0:
         return prepare(config.data, report=show)
     # One process prepares while the others wait for its lock; it should be the one with the screen.

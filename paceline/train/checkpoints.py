@@ -130,16 +130,25 @@ class Checkpoints:
         elif self._world.rank == 0:
             prune(self.path, self._config.keep, self._config.keep_every)
 
+    def finish(self, say: Callable[[str], None]) -> None:
+        """Waits for the checkpoint that is under way, and tells how it went. A collective call."""
+        if self._saving is not None:
+            _failure(self._saving.wait)
+            self.tell(say)
+
+    def extra(self) -> dict[str, Any]:
+        """What is saved besides the model and the optimizer's states."""
+        return {"update": self._update.state_dict(), "text": self._text}
+
     def _begin(self, step: int, background: bool) -> None:
         self._last, self._last_step = time.monotonic(), step
         self._is_told = False
-        extra: dict[str, Any] = {"update": self._update.state_dict(), "text": self._text}
         self._saving = pl.save(
             step_folder(self.path, step),
             self._model,
             self._update.optimizer,
             step=step,
-            extra=extra,
+            extra=self.extra(),
             background=background,
         )
 

@@ -197,6 +197,11 @@ class TrainConfig:
     workers: int | None = None
     """Worker processes to start on this host. Without it: join the job that torchrun or Slurm describes in the
     environment, else run in one process."""
+    min_workers: int | None = None
+    """Goes on with as few as these when workers are lost, and with all again when others have taken their places.
+    Without it a lost worker ends the run, unless there are spares."""
+    spares: int = 0
+    """Processes that wait to take the place of a lost worker at once."""
     timeout: float | None = None
     """Seconds after which a rank that is silent is given up. Without it: 600, and between steps 100 times the slowest
     so far, but at least 60."""
@@ -221,8 +226,31 @@ class TrainConfig:
                 "strategy.gradients: the trainer divides the sum over all ranks by the batch's tokens, so it must be "
                 f"sum, got {self.strategy.gradients}"
             )
+        _check("spares", self.spares, self.spares >= 0, "0 or more processes")
+        if self.replaces and (self.workers is None or self.workers < 2):
+            raise UserError(
+                "min_workers and spares: workers that this command starts can be replaced; say how many with workers, "
+                "2 or more"
+            )
         if self.workers is not None:
             check_ranks(self, self.workers)
+            least = self.min_workers
+            _check(
+                "min_workers", least, least is None or 1 <= least <= self.workers, f"1 to {self.workers}, the workers"
+            )
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the run goes on when a worker is lost."""
+        return self.min_workers is not None or self.spares > 0
+
+    def fits(self, ranks: int) -> bool:
+        """Whether so many ranks can share the work."""
+        try:
+            check_ranks(self, ranks)
+        except UserError:
+            return False
+        return True
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, the model's preset first, ready for YAML or JSON."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,19 +14,19 @@ from paceline.checkpoint.folder import set_aside
 from paceline.comm.patience import StepPatience
 from paceline.core.errors import UserError
 from paceline.data import Corpus
-from paceline.data.loader import Loader
 from paceline.launch.cores import threads_per_rank
 from paceline.launch.screen import show
+from paceline.launch.seat import Seat
 from paceline.launch.stop import StopRequest, ended_at_once, exit_status
 from paceline.models.flops import flops_per_token, peak_flops
-from paceline.models.transformer import Transformer
 from paceline.train.build import build_model, make_update, open_loader, prepare_text
 from paceline.train.checkpoints import Checkpoints, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
+from paceline.train.failover import Former, LeaveJob, go_on
 from paceline.train.meter import Meter, Readback
 from paceline.train.metrics import check_trackers
 from paceline.train.not_finite import describe_losses, marks
-from paceline.train.optim import Update, learning_rate
+from paceline.train.optim import learning_rate
 from paceline.train.outputs import Outputs
 from paceline.train.progress import Progress, ValidationProgress
 from paceline.train.resume import Resume, find_resume
@@ -43,6 +43,7 @@ from paceline.train.summary import (
     summary,
     validation_line,
 )
+from paceline.train.training import Training
 from paceline.train.validate import Validation, validate
 
 MOST_SKIPS_IN_A_ROW = 10
@@ -50,46 +51,25 @@ CROWDED = 0.25
 """From this share of the time in which other work has the cores, the run says so."""
 
 
-@dataclass(frozen=True)
-class Training:
-    """What one rank trains with.
-
-    Attributes:
-        config: All settings.
-        corpus: The text.
-        model: Parallel.
-        update: Its optimizer.
-        loader: Its batches, from step `first` on.
-        first: The step that the training goes on from; 0 for a new one.
-        outputs: Where results go.
-        stop: Whether a stop was asked for.
-        checkpoints: What a run that stops goes on from.
-    """
-
-    config: TrainConfig
-    corpus: Corpus
-    model: Transformer
-    update: Update
-    loader: Loader
-    first: int
-    outputs: Outputs
-    stop: StopRequest
-    checkpoints: Checkpoints
-
-
-def train(config: TrainConfig) -> int:
+def train(config: TrainConfig, former: Former | None = None, seat: Seat | None = None) -> int:
     """Trains as one rank of the job found in the environment.
+
+    Args:
+        config: All settings.
+        former: What is left of the job before, where ranks are replaced; what this one leaves is put there.
+        seat: This rank's, where ranks are replaced.
 
     Returns:
         The exit status: 0, or 130 or 143 after Ctrl-C or SIGTERM.
 
     Raises:
         UserError: The data, the configuration or the environment does not do, or the weights could not be saved.
+        LeaveJob: There are to be more ranks.
     """
     with ended_at_once():
         world = pl.init() if config.timeout is None else pl.init(timeout=config.timeout)
     check_ranks(config, world.world_size)
-    if config.workers not in (None, world.world_size) and world.rank == 0:
+    if seat is None and config.workers not in (None, world.world_size) and world.rank == 0:
         show(
             f"note: workers is {config.workers}, but this process joined a job of {world.world_size} ranks; "
             "the job decides",
@@ -97,31 +77,39 @@ def train(config: TrainConfig) -> int:
         )
     threads = threads_per_rank(config.threads, world.local_world_size)
     torch.set_num_threads(threads)
-    resume = find_resume(config)
+    if former is None or seat is None or seat.place is None:
+        resume = find_resume(config)
+    else:
+        resume = go_on(config, former, seat.place)
     if world.rank == 0:
         if resume is None:
             check_run_folder(config.folder)
         check_trackers(config.log)
-    corpus = prepare_text(config, world)
+    goes_on = former is not None and former.run is not None
+    corpus = prepare_text(config, world, is_known=goes_on)
     text = {"tokens": corpus.facts.train.tokens, "tokenizer": zlib.crc32(corpus.definition.encode())}
     model = build_model(config, corpus, world)
     update = make_update(config, model, world)
-    first = 0 if resume is None else load_checkpoint(resume.checkpoint, model, update, text).step
-    with open_loader(config, corpus, model, world, first) as loader:
+    first = 0
+    if resume is not None and resume.checkpoint is not None:
+        first = load_checkpoint(resume.checkpoint, model, update, text).step
+    update.done = first
+    with open_loader(config, corpus, model, world, first) as loader, former.stop if former else StopRequest() as stop:
         # The folder comes last of what may fail, so that a mistake leaves none behind.
         folder = _run_folder(config, resume) if world.rank == 0 else None
-        outputs = Outputs(world, folder, Progress(config.steps))
-        if folder is not None:
-            outputs.begin(replace(config, resume=None), corpus, threads)
-            outputs.say(*opening(config, corpus, model.config, world, threads, folder.path, first))
-            if first:
-                outputs.log({"run/resumed_from": first}, first)
-                if aside := set_aside(folder.path / CHECKPOINTS, first):
-                    outputs.say(f"checkpoints of later steps are in {aside[0].parent} now")
-        (path, *_) = pl.all_gather_json(None if folder is None else str(folder.path.resolve()), "the run's folder")
-        checkpoints = Checkpoints(Path(path), config.checkpoint, model, update, world, text, first)
-        with StopRequest() as stop, outputs:
-            status = _run(Training(config, corpus, model, update, loader, first, outputs, stop, checkpoints))
+        with Outputs(world, folder, Progress(config.steps)) as outputs:
+            if folder is not None:
+                outputs.begin(replace(config, resume=None), corpus, threads)
+                if not goes_on:
+                    outputs.say(*opening(config, corpus, model.config, world, threads, folder.path, first))
+                if resume is not None:
+                    _tell_resumed(outputs, folder, first, former, resume)
+            (path, *_) = pl.all_gather_json(None if folder is None else str(folder.path.resolve()), "the run's folder")
+            checkpoints = Checkpoints(Path(path), config.checkpoint, model, update, world, text, first)
+            training = Training(config, corpus, model, update, loader, first, outputs, stop, checkpoints, seat)
+            if former is not None:
+                former.run, former.training = Path(path), training
+            status = _run(training)
     pl.release(model)
     pl.shutdown()
     return status
@@ -129,6 +117,22 @@ def train(config: TrainConfig) -> int:
 
 def _run_folder(config: TrainConfig, resume: Resume | None) -> RunFolder:
     return create_run_folder(config.folder, config.model.preset) if resume is None else RunFolder(resume.run)
+
+
+def _tell_resumed(outputs: Outputs, folder: RunFolder, first: int, former: Former | None, resume: Resume) -> None:
+    """Says and logs what step the run goes on from, and how long it was interrupted."""
+    ranks = outputs.world.world_size
+    figures: dict[str, float | int] = {"run/resumed_from": first, "run/ranks": ranks}
+    if former is not None:
+        source = "memory" if resume.from_memory else "the latest checkpoint" if first else "the beginning"
+        line = f"{ranks} rank{'s go' if ranks > 1 else ' goes'} on after step {first:,}, from {source}"
+        if former.left is not None:
+            figures["run/interrupted_seconds"] = time.monotonic() - former.left
+            line += f", {figures['run/interrupted_seconds']:.2f} s after the job before ended"
+        outputs.say(line)
+    outputs.log(figures, first)
+    if aside := set_aside(folder.path / CHECKPOINTS, first):
+        outputs.say(f"checkpoints of later steps are in {aside[0].parent} now")
 
 
 def _run(training: Training) -> int:
@@ -190,7 +194,8 @@ def _steps(training: Training) -> tuple[int, int]:
     for step, batches in zip(range(first + 1, config.steps + 1), loader, strict=False):
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
-            engine.count(batch.tokens, loss, *training.stop.flags(), checkpoints.asked(), *marks(loss, world.rank))
+            asked = (*training.stop.flags(), training.leaves(), checkpoints.asked())
+            engine.count(batch.tokens, loss, *asked, *marks(loss, world.rank))
             loss.backward(update.scale)
         counts = engine.counts()
         norm = update(step - 1, counts[0], engine.reduced_norm())
@@ -199,7 +204,7 @@ def _steps(training: Training) -> tuple[int, int]:
 
         figures = torch.cat([update.skips, norm.reshape(1), update.scale.reshape(1)]).double()
         at, state = readback.exchange(step, torch.cat([counts, figures]))
-        tokens, nats, interrupts, terminations, due, *marked, skips, skips_in_a_row, at_norm, scale = state
+        tokens, nats, interrupts, terminations, leaves, due, *marked, skips, skips_in_a_row, at_norm, scale = state
         outputs.progress.step(at, tokens, nats)
         if skips > skipped:
             skipped = int(skips)
@@ -228,9 +233,14 @@ def _steps(training: Training) -> tuple[int, int]:
             if log.events_every and outputs.folder is not None and (step >= events_due or last):
                 outputs.folder.append(EVENTS, events)
                 events_due = step + log.events_every
+        if training.seat is not None:
+            training.seat.has_stepped(str(checkpoints.path.parent))
         if last:
             patience.pause()
             return step, status
+        if leaves:
+            checkpoints.finish(outputs.say)
+            raise LeaveJob
         checkpoints.save_if_due(step, bool(due), outputs.say, patience.pause)
         if log.validate_every and step % log.validate_every == 0:
             patience.pause()

@@ -40,6 +40,8 @@ class Update:
         skips: fp32 (2,), on the device: steps left out because the gradient norm was not finite, so far and in
             a row up to the latest one.
         scale: fp32, 0-dim, on the device: what losses are to be multiplied by before backward.
+        done: Steps done, those that were left out among them. Counted when the weights change: what follows, such as
+            sending them, may fail.
     """
 
     def __init__(
@@ -74,6 +76,10 @@ class Update:
         )
         self.skips = torch.zeros(2, device=device)
         self.scale = torch.ones((), device=device) if loss_scale is None else loss_scale.value
+        self.done = 0
+        self._unusable = torch.zeros((), device=device)
+        # Before the engine's own, which sends what was updated.
+        self.optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def __call__(self, step: int, tokens: Tensor, norm: Tensor) -> Tensor:
         """One step, or none where the norm is not finite: decided on the device, the same on every rank.
@@ -92,17 +98,20 @@ class Update:
         scale = divisor * (norm / self._config.clip).clamp(min=1.0) if self._config.clip else divisor
         # The fused kernel divides gradients by the one and does nothing where the other is 1: no pass of our own.
         self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        self.optimizer.found_inf = unusable  # type: ignore[attr-defined]
+        self.optimizer.found_inf = self._unusable = unusable  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self._steps, self._config)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.skips += unusable
-        self.skips[1] *= unusable
-        if self._loss_scale is not None:
-            self._loss_scale.update(unusable)
-            self.scale = self._loss_scale.value
         return norm
+
+    def _stepped(self) -> None:
+        self.done += 1
+        self.skips += self._unusable
+        self.skips[1] *= self._unusable
+        if self._loss_scale is not None:
+            self._loss_scale.update(self._unusable)
+            self.scale = self._loss_scale.value
 
     def state_dict(self) -> dict[str, Any]:
         """All but the optimizer's own states."""

@@ -18,6 +18,8 @@ MAY_CHANGE = (
     "micro_batch",
     "threads",
     "workers",
+    "min_workers",
+    "spares",
     "timeout",
     "folder",
     "resume",
@@ -34,13 +36,16 @@ class Resume:
 
     Attributes:
         run: The run's folder.
-        checkpoint: One of its checkpoints, or the folder of all.
-        step: That of the latest.
+        checkpoint: One of its checkpoints, or the folder of all; None where there is none yet.
     """
 
     run: Path
-    checkpoint: Path
-    step: int
+    checkpoint: Path | None
+
+    @property
+    def from_memory(self) -> bool:
+        """Whether ranks of the job before have left it in memory."""
+        return self.checkpoint is not None and self.run not in self.checkpoint.parents
 
 
 def find_resume(config: TrainConfig) -> Resume | None:
@@ -53,12 +58,14 @@ def find_resume(config: TrainConfig) -> Resume | None:
         return None
     if config.resume == AUTO:
         run = Path(config.folder).expanduser() if config.folder is not None else Path(RUNS, LATEST)
-        if not (run / CONFIG).is_file() or not (found := _checkpoints(run / CHECKPOINTS)):
+        if not (run / CONFIG).is_file():
             return None
-        step = _step(found[0])
-        if config.folder is None and (step >= config.steps or _changed(_begun(run, config), config)):
+        found = _checkpoints(run / CHECKPOINTS)
+        step = _step(found[0]) if found else 0
+        if config.folder is None and (not found or step >= config.steps or _changed(_begun(run, config), config)):
             return None
-        chosen = run / CHECKPOINTS
+        # One that was killed before its first checkpoint begins again, in its folder.
+        chosen = run / CHECKPOINTS if found else None
     else:
         run, path = run_of(config.resume), Path(config.resume).expanduser()
         chosen = run / CHECKPOINTS if path.resolve() == run.resolve() else path
@@ -69,15 +76,16 @@ def find_resume(config: TrainConfig) -> Resume | None:
             f"folder: a run goes on in its own folder, {run}, and not in {config.folder}: leave --folder out"
         )
     if changed := _changed(begun, config):
+        free = ", ".join(name for name in MAY_CHANGE if not name.endswith("."))
         raise UserError(
             f"resume: {run} was begun with other settings, which decide what is trained on what:\n"
             + "\n".join(f"  {name}: {before}, now {now}" for name, before, now in changed)
-            + f"\nLeave them as they were, or begin a new run. May change: {', '.join(MAY_CHANGE[:6])}, strategy, log "
+            + f"\nLeave them as they were, or begin a new run. May change: {free}, strategy, log "
             "and checkpoint"
         )
     if step >= config.steps:
         raise UserError(f"resume: {run} has done its {step} steps: give more --steps to train on")
-    return Resume(run.resolve(), chosen.resolve(), step)
+    return Resume(run.resolve(), None if chosen is None else chosen.resolve())
 
 
 def _checkpoints(path: Path) -> list[Path]:

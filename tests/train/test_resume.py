@@ -110,6 +110,22 @@ def test_the_same_command_with_a_folder_goes_on_in_it(nano: list[str], tmp_path:
     assert status == 2 and "mine has done its 4 steps" in err
 
 
+@pytest.mark.parametrize("killed", ["before it wrote its settings", "before its first checkpoint"])
+def test_a_folder_of_a_run_that_was_killed_early_needs_no_hand(nano: list[str], tmp_path: Path, killed: str) -> None:
+    command = ["train", *nano, *FLAGS, "--steps", "2", "--folder", "mine", "--resume", "auto"]
+    assert called(tmp_path, *command)[0] == 0
+    expected = curve(tmp_path / "mine")
+    shutil.rmtree(tmp_path / "mine" / "checkpoints")
+    if killed == "before it wrote its settings":
+        for path in (tmp_path / "mine").iterdir():
+            path.unlink()
+        (tmp_path / "mine" / "config.yaml").touch()
+    status, _, err = called(tmp_path, *command)
+    assert (status, err) == (0, "")
+    assert curve(tmp_path / "mine") == expected
+    assert list(tmp_path.glob("mine/checkpoints/step-00000002/manifest.json"))
+
+
 def test_a_run_that_is_still_going_on_is_refused(nano: list[str], tmp_path: Path) -> None:
     command = paceline("train", *nano, *FLAGS, "--steps", "100000", "--checkpoint.every", "1", "--folder", "busy")
     with program(command, tmp_path) as started:

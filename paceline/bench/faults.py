@@ -1,0 +1,214 @@
+"""`paceline bench faults`: what a killed worker costs a training, beside torchrun's restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from paceline.bench.progress import progress
+from paceline.bench.results import half_spread, write_json
+from paceline.command_line.json_file import JsonFile
+from paceline.core.errors import UserError
+from paceline.launch.seat import SEAT
+from paceline.launch.temporary_folder import TemporaryFolder
+from paceline.train.run_folder import METRICS
+
+_MARK = "PACELINE_BENCH_MARK"
+_PATIENCE_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class FaultsBench:
+    """Time between two steps of a training when a worker is killed with -9, and how much of all time is training."""
+
+    kills: int = 8
+    """Workers to kill, one after the other, in each training."""
+    every: float = 15.0
+    """Seconds from one step after a kill to the next kill."""
+    workers: int = 2
+    """Ranks of each training, on this machine."""
+    preset: str = "tiny"
+    """Model preset to train."""
+    json: JsonFile = ""
+    """Where to write machine, versions, command and figures; - prints them, and all else goes to stderr."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How one system got over its kills.
+
+    Attributes:
+        system: What was done.
+        kills: How many workers were killed.
+        median_seconds: Between the last step before a kill and the next that was not done before, less a usual step.
+        spread_seconds: Half the distance between the quartiles of that.
+        worst_seconds: The most.
+        steps_repeated: Over all kills.
+        goodput: Share of the time from the first step to the last in which steps were done for the first time.
+    """
+
+    system: str
+    kills: int
+    median_seconds: float
+    spread_seconds: float
+    worst_seconds: float
+    steps_repeated: int
+    goodput: float
+
+
+def main(options: FaultsBench) -> list[Recovery]:
+    """Trains with each system in turn, kills its workers, prints and writes the figures."""
+    if options.workers < 2 or options.kills < 1:
+        raise UserError("bench faults: expected at least 2 workers and 1 kill, as others go on without the killed one")
+    rows = []
+    with TemporaryFolder("bench") as folder, progress() as report:
+        for number, (system, arguments) in enumerate(_systems(options).items()):
+            run = folder.path / str(number)
+            report(f"{system}: starting")
+            with _Training([*arguments, "--folder", str(run)], run) as training:
+                training.wait_for_steps(options.every)
+                for kill in range(options.kills):
+                    report(f"{system}: kill {kill + 1} of {options.kills}")
+                    training.kill_one(options.workers)
+                    training.wait_for_steps(options.every)
+            rows.append(recovery(system, training.steps(), training.kills))
+    _print(rows)
+    if options.json:
+        write_json(options.json, rows)
+    return rows
+
+
+def recovery(system: str, steps: Sequence[tuple[int, float]], kills: Sequence[float]) -> Recovery:
+    """Figures from a run's log.
+
+    Args:
+        system: Its name.
+        steps: (number, time) of each step, as they were done, those that were done again among them.
+        kills: When workers were killed, by the same clock.
+    """
+    new, highest = [], 0
+    for step, at in steps:
+        if step > highest:
+            highest = step
+            new.append((step, at))
+    usual = statistics.median(later - at for (_, at), (_, later) in itertools.pairwise(steps))
+    stalls = []
+    for kill in kills:
+        (before, began), (after, ended) = next(pair for pair in itertools.pairwise(new) if pair[1][1] > kill)
+        stalls.append(max(0.0, ended - began - usual * (after - before)))
+    return Recovery(
+        system,
+        len(kills),
+        statistics.median(stalls),
+        half_spread(stalls),
+        max(stalls),
+        len(steps) - len(new),
+        usual * (new[-1][0] - new[0][0]) / (steps[-1][1] - steps[0][1]),
+    )
+
+
+def _systems(options: FaultsBench) -> dict[str, list[str]]:
+    usual = [
+        *("--model.preset", options.preset, "--steps", "1000000", "--threads", "1", "--log.every", "1"),
+        *("--log.events-every", "0", "--log.validate-every", "0"),
+    ]
+    often = ["--checkpoint.every", "2s"]
+    ours = ["-m", "paceline", "train", "--workers", str(options.workers), *usual]
+    agent = [*("-m", "torch.distributed.run", "--standalone", "--max-restarts", "1000"), "--nproc-per-node"]
+    return {
+        "a spare, from memory": [*ours, "--spares", "1"],
+        "fewer, from memory": [*ours, "--min-workers", str(options.workers - 1)],
+        "a spare, zero 1, from checkpoints": [*ours, *often, "--spares", "1", "--strategy.zero", "1"],
+        "torchrun restarts, from checkpoints": [
+            *(*agent, str(options.workers), "-m", "paceline", "train", *usual, *often, "--resume", "auto")
+        ],
+    }
+
+
+class _Training:
+    """A training whose workers are killed; nothing of it is left when the block ends."""
+
+    def __init__(self, arguments: Sequence[str], run: Path) -> None:
+        self._run, self._mark = run, uuid.uuid4().hex
+        self._arguments = arguments
+        self.kills: list[float] = []
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, _MARK: self._mark}
+        # What it has to say is in its metrics, or was wrong before the first step.
+        self._process = subprocess.Popen(
+            [sys.executable, *self._arguments],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in (self._process.pid, *self._workers()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def steps(self) -> list[tuple[int, float]]:
+        """(number, time) of each step that was logged."""
+        path = self._run / METRICS
+        lines = path.read_text().splitlines() if path.exists() else []
+        # The last line may be half written.
+        found = [json.loads(line) for line in lines if line.endswith("}")]
+        return [(line["step"], line["time"]) for line in found if "train/loss" in line]
+
+    def wait_for_steps(self, seconds: float) -> None:
+        """Waits for a step that was not done before, and then so many seconds.
+
+        Raises:
+            UserError: There is none.
+        """
+        known, deadline = max((step for step, _ in self.steps()), default=0), time.monotonic() + _PATIENCE_SECONDS
+        while max((step for step, _ in self.steps()), default=0) <= known:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                command = shlex.join(self._arguments)
+                raise UserError(f"bench faults: the training does not go on: python {command}; try it by itself")
+            time.sleep(0.05)
+        time.sleep(seconds)
+
+    def kill_one(self, workers: int) -> None:
+        """Kills one of the ranks: of the processes, those that were started first, before a spare."""
+        self.kills.append(time.time())
+        os.kill(random.choice(sorted(self._workers())[:workers]), signal.SIGKILL)
+
+    def _workers(self) -> list[int]:
+        """Processes that are ranks, or wait to be, by what their launcher has told them."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and f"{_MARK}={self._mark}".encode() in (folder / "environ").read_bytes():
+                    told = (folder / "environ").read_bytes().split(b"\0")
+                    if any(variable.startswith((f"{SEAT}=".encode(), b"LOCAL_RANK=")) for variable in told):
+                        found.append(int(folder.name))
+        return found
+
+
+def _print(rows: Sequence[Recovery]) -> None:
+    print(f"{'':<36} kills  stall, median        worst  steps repeated  goodput")
+    for row in rows:
+        median = f"{row.median_seconds:6.2f} +- {row.spread_seconds:.2f} s"
+        print(
+            f"{row.system:<36} {row.kills:>5}  {median:>16}  {row.worst_seconds:5.2f} s  {row.steps_repeated:>14}"
+            f"  {row.goodput:7.1%}"
+        )

@@ -1,0 +1,73 @@
+"""What the ranks of a job that lost one still hold in memory, written where those of the next job read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from paceline.checkpoint.optimizer_states import OptimizerStates
+from paceline.checkpoint.ranges import Ranges
+from paceline.checkpoint.save import add_tensors, add_values, versions
+from paceline.checkpoint.writing import OwnPart, commit, write_part
+from paceline.core.placement import Placement
+from paceline.engine.engine import Engine
+
+_PATIENCE_SECONDS = 60.0
+
+
+def choose_writers(placement: Placement, done: Mapping[int, int]) -> tuple[int, list[int]] | None:
+    """The latest step after which surviving ranks hold every element between them, and those ranks. Pure.
+
+    A rank is lost in some step, which others may have ended while the rest have not: what they hold is then of two
+    steps.
+
+    Args:
+        placement: Of the job that lost a rank.
+        done: How many steps each survivor has done, by its rank in that job.
+
+    Returns:
+        The step and the ranks that have done it, in order; None where some elements were the lost rank's alone.
+    """
+    holders = [[0]] if placement.has_server else placement.ranks_of("replicate")
+    for step in sorted(set(done.values()), reverse=True):
+        writers = sorted(rank for rank, steps in done.items() if steps == step)
+        if all(any(rank in writers for rank in group) for group in holders):
+            return step, writers
+    return None
+
+
+def is_writable(engine: Engine) -> bool:
+    """Whether ranks can write what they hold without asking others."""
+    ranges = Ranges(engine)
+    return not any(map(ranges.is_gathered, range(len(ranges.names))))
+
+
+def write_held(
+    folder: Path, engine: Engine, optimizer: Optimizer, step: int, extra: Any, writers: Sequence[int]
+) -> None:
+    """Writes what this rank holds, one of `writers`, of a job that is over; the first of them makes it a checkpoint.
+
+    Args:
+        folder: Of the checkpoint, which is there, the same for all.
+        engine: Of the model as it was trained in that job.
+        optimizer: Of the model.
+        step: How many steps were done.
+        extra: See `pl.save`.
+        writers: Ranks of that job that hold all elements between them.
+
+    Raises:
+        UserError: Another writer failed.
+        OSError: It cannot be written.
+    """
+    part = OwnPart(list(writers).index(engine.world.rank))
+    ranges = Ranges(engine, writers)
+    states = OptimizerStates(ranges, engine.program.parameters.all, [optimizer])
+    add_values(part, engine, states, (), None, extra)
+    add_tensors(part, engine, ranges, states)
+    write_part(folder, part)
+    if part.rank == 0:
+        commit(folder, step, len(writers), asdict(engine.strategy), versions(), _PATIENCE_SECONDS)

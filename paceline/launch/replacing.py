@@ -1,0 +1,216 @@
+"""A job that goes on without a worker that is lost, and with another one that takes its place."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from paceline.launch.failure import read_failure
+from paceline.launch.members import Members
+from paceline.launch.screen import show
+from paceline.launch.seat import SEAT, Place, place_message, receive, send
+from paceline.launch.temporary_folder import TemporaryFolder
+from paceline.launch.workers import Job, threads_each
+
+SILENT_SECONDS = 120.0
+"""After a loss, how long other ranks may compute before they notice it; those that do not are ended."""
+STOPPED_SECONDS = 1.0
+"""The same for one that is stopped, as by SIGSTOP."""
+MEMORY, ROOM = Path("/dev/shm"), 1 << 30
+"""Where ranks hand on what they hold, if so many bytes are free there; else in the temporary folder."""
+
+
+def launch_replacing(
+    command: Sequence[str],
+    workers: int,
+    least: int,
+    spares: int,
+    threads: int = 0,
+    fits: Callable[[int], bool] = lambda ranks: True,
+) -> int:
+    """Runs `command` as `launch` does, but goes on when a worker is lost: killed, stopped for good, or not heard of.
+
+    The others then leave the job (`Seat.take_place`) and form another one, of spares and themselves. A new process is
+    started for each that is lost; when it is ready and the job is smaller than it was, ranks are asked to leave once
+    more. A worker that raises an exception is not lost: that ends the job, as its successor would raise it again.
+
+    Args:
+        command: Program and arguments of every worker, which has a `Seat`.
+        workers: Ranks of the job.
+        least: Ranks with which it goes on at least.
+        spares: Processes that wait to take the place of a lost one.
+        threads: See `launch`.
+        fits: Whether so many ranks can share the work.
+
+    Returns:
+        As `launch`.
+
+    Raises:
+        UserError: The processes cannot be started.
+    """
+    with TemporaryFolder("job") as folder:
+        members = Members(workers, least, fits)
+        return _ReplacingJob(folder.path, command, workers, threads_each(workers, threads), members, spares).run()
+
+
+class _ReplacingJob(Job):
+    """Workers that are ranks, or wait to be."""
+
+    def __init__(
+        self, folder: Path, command: Sequence[str], workers: int, threads: int, members: Members, spares: int
+    ) -> None:
+        """Starts nothing yet."""
+        super().__init__(folder, command, workers, threads)
+        self._members_now, self._spares = members, spares
+        self._seats: list[socket.socket] = []
+        self._rank_of: dict[int, int] = {}
+        """The latest rank of each worker that had one."""
+        self._seen: set[int] = set()
+        """Workers whose end was taken in."""
+        self._asks: set[int] = set()
+        """Workers that have asked for a place, at some time."""
+        self._losses: set[int] = set()
+        """Those that others went on after."""
+        self._work = ""
+        self._broken_since: float | None = None
+        self._gives_up = False
+        self._memory: TemporaryFolder | None = None
+
+    def run(self) -> int:
+        """See `Job`."""
+        try:
+            return super().run()
+        finally:
+            self._forget_memory()
+
+    def start(self) -> None:
+        """See `Job`."""
+        for _ in range(self._workers + self._spares):
+            self._start_seated()
+        self._give_places()
+
+    def _start_seated(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        screen = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
+        lines = [theirs.fileno(), *screen]
+        try:
+            number = self._start_worker({SEAT: ",".join(map(str, lines))}, has_screen=False, lines=lines)
+        finally:
+            theirs.close()
+            for descriptor in screen:
+                os.close(descriptor)
+        self._seats.append(ours)
+        # Its end is seen at once by the end of the line.
+        self._listen(ours, functools.partial(self._hear_from, number))
+
+    def _hear_from(self, number: int) -> bool:
+        message = receive(self._seats[number])
+        if message is None:
+            return False
+        if "wait" in message:
+            self._asks.add(number)
+            self._members_now.wait(number, message["wait"], message["holds"])
+        elif "step" in message:
+            self._members_now.step(message["step"])
+            self._work = message["work"]
+            self._forget_memory()
+        return True
+
+    def _give_places(self) -> None:
+        members, rendezvous = self._members_now, f"file://{self._folder}/store-{self._members_now.epoch}"
+        for rank, number in enumerate(members.ranks):
+            memory = str(self._folder if self._memory is None else self._memory.path)
+            self._rank_of[number] = rank
+            place = Place(members.epoch, rank, len(members.ranks), self._threads, rendezvous, memory, self._work)
+            send(self._seats[number], **place_message(place))
+
+    # ---- what Job asks
+
+    def _members(self) -> Sequence[int]:
+        return self._members_now.ranks
+
+    def _name(self, number: int) -> str:
+        return f"rank {self._rank_of[number]}" if number in self._rank_of else f"spare {number}"
+
+    def _failed(self, number: int) -> bool:
+        return super()._failed(number) and (self._gives_up or number not in self._losses)
+
+    def _tend(self) -> None:
+        members = self._members_now
+        for number in self._ended.keys() - self._seen:
+            self._seen.add(number)
+            # By a signal, and not one of those that end the job. What raises an exception would do so again.
+            is_loss = self._processes[number].returncode < 0 and self._stop is None
+            if is_loss and number not in self._ended_by_us:
+                self._losses.add(number)
+                self._tell_loss(number)
+            members.end(number, number in self._losses)
+        if members.is_over:
+            for seat in self._seats:
+                # Those that wait for a place end when their line does.
+                seat.shutdown(socket.SHUT_WR)
+        elif self._stop is not None:
+            # Nobody goes on after a stop.
+            self._gives_up = self._gives_up or members.is_broken
+        elif not any(map(self._failed, self._ended)):
+            if members.should_grow():
+                for number in members.ranks:
+                    send(self._seats[number], leave=members.epoch)
+            self._end_silent()
+            self._form()
+
+    def _tell_loss(self, number: int) -> None:
+        members = self._members_now
+        words = read_failure(self._failure_file(number), number, self._processes[number].returncode, 0.0).text
+        of = f" of {len(members.ranks)}" if number in members.ranks else ""
+        show(f"{self._name(number)}{of} is lost. {words}", warning=True)
+        running = len(self._processes) - len(self._ended)
+        if running < self._workers + self._spares:
+            self._start_seated()
+
+    def _end_silent(self) -> None:
+        silent = self._members_now.silent
+        if not silent:
+            self._broken_since = None
+            return
+        now = time.monotonic()
+        self._broken_since = self._broken_since or now
+        for number in silent:
+            process = self._processes[number]
+            limit = STOPPED_SECONDS if _is_stopped(process.pid) else SILENT_SECONDS
+            if now - self._broken_since > limit and process.poll() is None:
+                process.kill()
+
+    def _form(self) -> None:
+        members = self._members_now
+        coming = sum(number not in self._asks and number not in self._ended for number in range(len(self._processes)))
+        ranks = members.form(coming)
+        if ranks is None:
+            return
+        if not ranks:
+            # What became of those that were lost is what the job ends with.
+            self._gives_up = True
+            return
+        self._forget_memory()
+        # A container may give next to nothing there.
+        roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM
+        self._memory = TemporaryFolder("memory", MEMORY if roomy else None)
+        self._give_places()
+
+    def _forget_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False

@@ -1,0 +1,182 @@
+"""Training that goes on when a rank is lost, from what the other ranks hold in memory or the latest checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline as pl
+from paceline.checkpoint.folder import checkpoints_in, step_folder
+from paceline.checkpoint.save import abandon_earlier
+from paceline.checkpoint.survivors import choose_writers, is_writable, write_held
+from paceline.core.errors import UserError
+from paceline.launch.seat import Place, Seat
+from paceline.launch.stop import StopRequest
+from paceline.launch.worker import lost_a_peer
+from paceline.train.config import TrainConfig
+from paceline.train.resume import Resume, find_resume
+from paceline.train.run_folder import CHECKPOINTS
+from paceline.train.training import Training
+
+_WORTH_COLLECTING = 64 << 20
+"""Bytes of a model from which on memory that only the garbage collector frees is worth its quarter of a second."""
+
+
+class LeaveJob(Exception):
+    """The ranks leave the job between two steps, to form one with more ranks."""
+
+
+@dataclass
+class Former:
+    """What is left in this process of the job that it was in before.
+
+    Attributes:
+        stop: Remembers a stop that is asked for, also between two jobs.
+        run: The run's folder, once it is known.
+        training: What this rank trained with, where it came so far.
+        place: Its place in that job.
+        left: When it left, in seconds on the host's monotonic clock.
+    """
+
+    stop: StopRequest
+    run: Path | None = None
+    training: Training | None = None
+    place: Place | None = None
+    left: float | None = None
+
+    def holds(self) -> str:
+        """The same for ranks that hold the same elements after the same step."""
+        if self.training is None:
+            return ""
+        schedule = pl.engine_of(self.training.model).schedule
+        shard = schedule.rank if schedule.has_server else schedule.shard_index
+        return f"shard {shard} after step {self.training.update.done}"
+
+    def writes(self) -> bool:
+        """Whether this rank can hand on what it holds."""
+        return self.training is not None and is_writable(pl.engine_of(self.training.model))
+
+
+def train_in_places(config: TrainConfig, seat: Seat) -> int:
+    """Trains as the rank that the launcher says, in one job after the other; returns the exit status.
+
+    Raises:
+        Exception: What ends the run: whatever is not the loss of another rank.
+    """
+    from paceline.train.loop import train
+
+    with StopRequest() as stop:
+        former = Former(stop)
+        while (place := seat.take_place(_warm_up, former.holds())) is not None:
+            try:
+                return train(config, former, seat)
+            except LeaveJob:
+                pass
+            except Exception as error:
+                if not lost_a_peer(error):
+                    raise
+            former.place, former.left = place, time.monotonic()
+            abandon_earlier()
+            pl.shutdown()
+    return 0
+
+
+def _warm_up() -> None:
+    """Trains a step of next to nothing, so that a spare has imported what a step needs when its time comes."""
+    model = pl.parallelize(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    pl.release(model)
+    pl.shutdown()
+
+
+def go_on(config: TrainConfig, former: Former, place: Place) -> Resume | None:
+    """What a job goes on from, which may have lost ranks of the one before, or be the first. A collective call.
+
+    Ranks that were in it write what they hold into the folder in memory. Where the strategy replicates it, that is all;
+    else a lost rank's shards are lost with it, and the latest checkpoint has to do.
+
+    Returns:
+        As `find_resume`, of the run that the job before trained.
+    """
+    told: list[dict[str, Any]] = pl.all_gather_json(_account(former), "what ranks have left of the job before")
+    runs = [each["run"] for each in told if each["run"] is not None]
+    if place.work:
+        # Known to the launcher where all ranks were lost.
+        runs.append(place.work)
+    if not runs:
+        former.training = None
+        return find_resume(config)
+    found, error = _write(former, place, told), ""
+    _let_go(former)
+    results: list[dict[str, Any]] = pl.all_gather_json(found, "what ranks hold in memory")
+    run = former.run = Path(runs[0])
+    error = next((each["error"] for each in results if each["error"]), "")
+    paths = [each["path"] for each in results if each["path"]]
+    if paths and not error:
+        return Resume(run, Path(paths[0]))
+    checkpoints = pl.all_gather_json(_has_checkpoint(run), "whether the run has a checkpoint")[0]
+    return Resume(run, run / CHECKPOINTS if checkpoints else None)
+
+
+def _let_go(former: Former) -> None:
+    """Frees what this rank trained with, before as much is made again."""
+    training, former.training = former.training, None
+    size = 0 if training is None else sum(p.nbytes for p in training.model.parameters())
+    del training
+    if size > _WORTH_COLLECTING:
+        gc.collect()
+
+
+def _account(former: Former) -> dict[str, Any]:
+    """What this rank has left, in words that all understand."""
+    done = former.training.update.done if former.training is not None and former.writes() else None
+    return {
+        "run": None if former.run is None else str(former.run),
+        "place": None if former.place is None else asdict(former.place),
+        "done": done,
+    }
+
+
+def _write(former: Former, place: Place, told: list[dict[str, Any]]) -> dict[str, Any]:
+    """Writes what this rank holds, if it is among those that are to."""
+    result: dict[str, Any] = {"path": None, "error": ""}
+    if former.training is None or former.place is None:
+        return result
+    # One that has waited since an earlier job is behind.
+    latest = max(each["place"]["epoch"] for each in told if each["place"] is not None)
+    done = {
+        each["place"]["rank"]: each["done"]
+        for each in told
+        if each["done"] is not None and each["place"]["epoch"] == latest
+    }
+    training = former.training
+    engine = pl.engine_of(training.model)
+    chosen = choose_writers(engine.schedule, done) if former.place.epoch == latest and done else None
+    if chosen is None:
+        return result
+    step, writers = chosen
+    folder = step_folder(Path(place.memory), step)
+    if former.place.rank not in writers:
+        return result
+    try:
+        folder.mkdir(exist_ok=True)
+        extra = training.checkpoints.extra()
+        write_held(folder, engine, training.update.optimizer, step, extra, writers)
+    except (OSError, UserError) as error:
+        result["error"] = str(error)
+    result["path"] = str(folder)
+    return result
+
+
+def _has_checkpoint(run: Path) -> bool:
+    try:
+        return bool(checkpoints_in(run / CHECKPOINTS))
+    except UserError:
+        return False
