@@ -10,12 +10,13 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
 
 KINDS = ("cpu", "cuda")
 
@@ -67,6 +68,19 @@ def _uuid(index: int) -> str:
     if found is not None:
         return str(found)
     return f"{socket.gethostname()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')} {index}"
+
+
+def strategy_on(strategy: Strategy, device: torch.device) -> Strategy:
+    """A strategy whose precision is that of a device, where it is left to that.
+
+    Raises:
+        UserError: Other settings do not go with this precision.
+    """
+    if strategy.precision != "auto":
+        return strategy
+    # Older GPUs compute in bf16 by way of fp32, and take longer for it.
+    low = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return replace(strategy, precision="bfloat16" if low else "float32")
 
 
 def tell_all(sight: Sight, store: Any, rank: int, world_size: int) -> list[Sight]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.comm.devices import strategy_on
 from paceline.comm.world import World
 from paceline.core.errors import EngineError
 from paceline.core.events import Event
@@ -73,6 +74,7 @@ class Engine:
         Raises:
             UserError: Ranks built different models, or it cannot be made with `init` and `weights`.
         """
+        strategy = strategy_on(strategy, world.device)
         strategy.shards(world.world_size)
         require_own_parameters(module)
         self.module, self.strategy, self.world = module, strategy, world

@@ -11,6 +11,7 @@ import torch
 
 import paceline as pl
 from paceline.checkpoint.folder import set_aside
+from paceline.comm.devices import strategy_on
 from paceline.comm.patience import StepPatience
 from paceline.core.errors import UserError
 from paceline.data import Corpus
@@ -77,6 +78,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
         )
     threads = threads_per_rank(config.threads, world.local_world_size)
     torch.set_num_threads(threads)
+    config = replace(config, strategy=strategy_on(config.strategy, world.device))
     if former is None or seat is None or seat.place is None:
         resume = find_resume(config)
     else:
@@ -185,9 +187,9 @@ def _steps(training: Training) -> tuple[int, int]:
     update, loader, checkpoints = training.update, training.loader, training.checkpoints
     engine, world, log = pl.engine_of(model), outputs.world, config.log
     low = config.strategy.precision == "float16"
-    readback = Readback()
-    on_gpu = world.device.type == "cuda"
-    peak = peak_flops(torch.cuda.get_device_name(world.device), config.strategy.precision) if on_gpu else None
+    readback, peak = Readback(), None
+    if world.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(world.device), config.multiplies_in(world.device.type))
     meter = Meter(engine, config.steps, flops_per_token(model.config, model.config.context), peak)
     events_due, skipped = first + log.events_every, int(update.skips[0])
     patience = StepPatience(given=config.timeout is not None)

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import world as world_module
-from paceline.comm.devices import Sight, choose, index_of, look
+from paceline.comm.devices import Sight, choose, index_of, look, strategy_on
 from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
 
 
 @contextmanager
@@ -155,3 +156,30 @@ def test_all_stay_on_the_cpu_where_one_has_no_gpu() -> None:
     joined = Joined(("b",), sights(()), LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     assert joined.world.device == torch.device("cpu") and "set" not in joined.calls
     assert joined.calls["joined"] == ("gloo", None)
+
+
+# ---- the precision of a device
+
+
+@pytest.mark.parametrize(
+    ("device", "major", "precision"), [("cpu", 9, "float32"), ("cuda", 7, "float32"), ("cuda", 8, "bfloat16")]
+)
+def test_a_precision_that_is_left_to_the_device(device: str, major: int, precision: str) -> None:
+    with (
+        gpus("a"),
+        patch("torch.cuda.current_device", lambda: 0),
+        patch("torch.cuda.get_device_properties", lambda index: SimpleNamespace(major=major)),
+    ):
+        assert strategy_on(Strategy(precision="auto", zero=2), torch.device(device)) == Strategy(
+            precision=precision,  # type: ignore[arg-type]
+            zero=2,
+        )
+        for chosen in ("float32", "float16"):
+            assert strategy_on(Strategy(precision=chosen), torch.device(device)).precision == chosen  # type: ignore[arg-type]
+
+
+def test_settings_that_do_not_go_with_that_precision_are_refused_where_it_is_known() -> None:
+    for strategy in (Strategy(precision="auto", reduce_in_float32=False),):
+        with pytest.raises(UserError, match="precision=float32"):
+            strategy_on(strategy, torch.device("cpu"))
+    assert strategy_on(Strategy(precision="auto", collective="parameter_server"), torch.device("cpu")).low is False
