@@ -24,8 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm.devices import choose, index_of, look, tell_all
 from paceline.comm.environment import JOINING, read_environment
+from paceline.comm.gpu_streams import let_end
 from paceline.comm.nccl import abort_process_group, is_of_nccl, last_words
-from paceline.comm.streams import let_end
 from paceline.core.errors import UserError
 
 

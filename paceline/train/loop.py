@@ -194,6 +194,7 @@ def _steps(training: Training) -> tuple[int, int]:
     events_due, skipped = first + log.events_every, int(update.skips[0])
     patience = StepPatience(given=config.timeout is not None)
     for step, batches in zip(range(first + 1, config.steps + 1), loader, strict=False):
+        meter.record(any(_is_read(config, number, first) for number in (step, step + 1)))
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
             asked = (*training.stop.flags(), training.leaves(), checkpoints.asked())
@@ -224,7 +225,7 @@ def _steps(training: Training) -> tuple[int, int]:
             )
         status = exit_status(interrupts, terminations)
         last = step == config.steps or bool(status)
-        if step == first + 1 or step % log.every == 0 or last:
+        if _is_read(config, step, first) or last:
             interval, events = meter.read(step, norm, learning_rate(step - 1, config.steps, config.optim), skipped)
             outputs.say(interval.line(outputs.columns))
             if step > first + 1:
@@ -255,6 +256,11 @@ def _steps(training: Training) -> tuple[int, int]:
                 with outputs.showing(SAVING):
                     outputs.save(model)
     return first, 0
+
+
+def _is_read(config: TrainConfig, step: int, first: int) -> bool:
+    """Whether figures are told after a step, of a training that goes on from step `first`."""
+    return step in (first + 1, config.steps) or step % config.log.every == 0
 
 
 def _validate(training: Training, batches: int) -> Validation | None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.comm.streams import CudaStream, Pending
+from paceline.comm.gpu_streams import CudaStream
+from paceline.comm.streams import Pending
 from paceline.core.collectives.rounds import Traffic
 
 on_a_gpu = [
