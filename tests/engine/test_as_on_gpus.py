@@ -16,6 +16,7 @@ from paceline.comm.gpu_streams import CudaClock
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from paceline.engine.gradients import Gradients
+from paceline.plan.stages import row, shapes
 from tests.comm.fake_cuda import DEVICE, FakeStream, fake_cuda
 from tests.engine.as_on_gpus import as_on_gpus
 from tests.engine.models import HYBRID, STAGES, assert_all_same, loss_on, make, train
@@ -76,6 +77,8 @@ def test_a_rank_with_fewer_micro_batches_launches_in_the_order_of_the_others(ran
 @pytest.mark.parametrize(("name", "groups"), [("zero 0", 1), ("zero 3", 2)])
 def test_the_few_statistics_take_no_communicator_of_their_own(ranks, name: str, groups: int) -> None:
     assert [opened for _, opened in ranks(2, trained, STAGES[name])] == [groups, groups]
+    # Beside the job's own.
+    assert row(shapes(make()), STAGES[name], 2).communicators == groups + 1
 
 
 # ---- what a failure leaves
