@@ -91,8 +91,8 @@ def _print_tables(options: PlanArguments, model: Shapes, rows: Sequence[Row]) ->
     if options.devices > 1:
         most = max(rows, key=lambda each: each.communicators)
         print(
-            f"Between GPUs a rank holds {rows[0].communicators} (zero 0) to {most.communicators} ({most.name}) of NCCL's "
-            "communicators.\nUsers tell of 1 to 2 GB for each; docs/planning.md says what that depends on."
+            f"Between GPUs a rank holds {rows[0].communicators} (zero 0) to {most.communicators} ({most.name}) of "
+            "NCCL's communicators.\nUsers tell of 1 to 2 GB for each; docs/planning.md says what that depends on."
         )
 
 
