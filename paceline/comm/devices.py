@@ -27,6 +27,7 @@ class Sight:
 
     Attributes:
         local_rank: Its number among its host's ranks.
+        local_ranks: How many these are.
         wanted: The kind of device that its program asks for; None: whatever fits.
         gpus: How many GPUs it sees.
         uuid: Of the one that it would take; empty where there is none.
@@ -34,13 +35,14 @@ class Sight:
     """
 
     local_rank: int
+    local_ranks: int
     wanted: str | None
     gpus: int
     uuid: str
     other: str
 
 
-def look(wanted: str | None, local_rank: int) -> Sight:
+def look(wanted: str | None, local_rank: int, local_ranks: int = 1) -> Sight:
     """What this process sees.
 
     Raises:
@@ -49,13 +51,13 @@ def look(wanted: str | None, local_rank: int) -> Sight:
     if wanted is not None and wanted not in KINDS:
         raise UserError(f"device: expected cpu or cuda, got {wanted!r}")
     if wanted == "cpu":
-        return Sight(local_rank, wanted, 0, "", "")
+        return Sight(local_rank, local_ranks, wanted, 0, "", "")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = index_of(local_rank, gpus)
     uuid = _uuid(index) if index < gpus else ""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     other = accelerator.type if accelerator is not None and accelerator.type not in KINDS else ""
-    return Sight(local_rank, wanted, gpus, uuid, other)
+    return Sight(local_rank, local_ranks, wanted, gpus, uuid, other)
 
 
 def index_of(local_rank: int, gpus: int) -> int:
@@ -119,7 +121,7 @@ def choose(sights: Sequence[Sight]) -> tuple[str, str]:
         return "cpu", ""
     missing = _missing(sights)
     if not missing:
-        return "cuda", ""
+        return "cuda", "" if wanted[0] == "cuda" else _left_over(sights)
     if wanted[0] == "cuda":
         raise UserError(f"device: {missing}; start fewer ranks, give each a GPU of its own, or use the CPU")
     if any(sight.gpus for sight in sights):
@@ -128,6 +130,19 @@ def choose(sights: Sequence[Sight]) -> tuple[str, str]:
     if others:
         return "cpu", f"torch sees {', '.join(others)}, which paceline does not compute on: it uses the CPU"
     return "cpu", ""
+
+
+def _left_over(sights: Sequence[Sight]) -> str:
+    """Which GPUs no rank has taken, on the first host that has some; empty if none has."""
+    for rank, sight in enumerate(sights):
+        idle = sight.gpus - sight.local_ranks
+        if idle > 0:
+            return (
+                f"{idle} of the {sight.gpus} GPUs that rank {rank} sees stay idle: start {sight.gpus} ranks on its "
+                f"host (paceline train --workers {sight.gpus}, torchrun --nproc-per-node {sight.gpus}), or show it "
+                "those that it is to use (CUDA_VISIBLE_DEVICES)"
+            )
+    return ""
 
 
 def _missing(sights: Sequence[Sight]) -> str:

@@ -97,7 +97,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     if _world is not None:
         return _world
     rank, world_size, local_rank, local_world_size, method = read_environment(os.environ)
-    sight, store = look(device, local_rank), None
+    sight, store = look(device, local_rank, local_world_size), None
     if world_size > 1:
         with _joining(rank, world_size, method):
             joining = min(timeout, float(os.environ.get(JOINING, timeout)))

@@ -81,7 +81,7 @@ class Engine:
         self.units = find_units(module, strategy.units)
         made_by = materialiser(module, self.units.values(), world, init, weights)
         if made_by is None:
-            module.to(world.device)
+            module.to(world.device, non_blocking=True)
         self.state = StepState()
         self.program = Program(module, self.units, strategy, world, self, made_by)
         self.forward = ForwardPass(self.program, self.state)

@@ -33,7 +33,8 @@ def sights(*seen: tuple[str, ...], wanted: str | None = None, local: tuple[int, 
     found = []
     for rank, uuids in enumerate(seen):
         with gpus(*uuids):
-            found.append(look(wanted, local[rank] if local else rank))
+            local_rank = local[rank] if local else rank
+            found.append(look(wanted, local_rank, max(local) + 1 if local else len(seen)))
     return found
 
 
@@ -87,6 +88,15 @@ def test_ranks_ask_for_the_same() -> None:
         choose(found)
     with pytest.raises(UserError, match="expected cpu or cuda, got 'gpu'"):
         look("gpu", 0)
+
+
+def test_gpus_that_no_rank_takes_are_said_to_stay_idle() -> None:
+    kind, idle = choose(sights(("a", "b", "c", "d")))
+    assert kind == "cuda" and idle.startswith("3 of the 4 GPUs that rank 0 sees stay idle: start 4 ranks on its host")
+    two_hosts = sights(("a", "b"), ("a", "b"), ("c", "d", "e"), ("c", "d", "e"), local=(0, 1, 0, 1))
+    assert choose(two_hosts)[1].startswith("1 of the 3 GPUs that rank 2 sees stay idle")
+    # Who asks for GPUs by name knows how many.
+    assert choose(sights(("a", "b", "c", "d"), wanted="cuda")) == ("cuda", "")
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
