@@ -78,26 +78,6 @@ def test_streams_run_in_order_and_behind_each_other(gpu: torch.device) -> None:
     assert marks[0] < marks[1] <= marks[2] + TICK and marks[2] < marks[3] < marks[5]
 
 
-CALLS: dict[str, tuple[str, float, float]] = {
-    "all_reduce": ("all_reduce", 1.0, 1.0),
-    "all_reduce, scaled": ("all_reduce", 0.5, 0.5),
-    "reduce_scatter": ("reduce_scatter", 0.5, 0.5),
-    "all_gather": ("all_gather", 1.0, 1.0),
-    "broadcast": ("broadcast/tree", 1.0, 1.0),
-    "reduce": ("reduce", 0.5, 0.5),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", CALLS)
-def test_nccl_among_one_rank(nccl: NcclTransport, name: str, dtype: torch.dtype) -> None:
-    collective, scale, factor = CALLS[name]
-    buffer = nccl.allocate(8, dtype)
-    buffer.copy_(torch.arange(8.0))
-    nccl.run(collective, buffer, "test", scale)
-    assert buffer.tolist() == [factor * index for index in range(8)]
-
-
 def test_an_executors_events_are_in_the_order_that_ops_ask_for(nccl: NcclTransport, gpu: torch.device) -> None:
     buffer = nccl.allocate(1 << 20, torch.float32)
     copied = Key("copy_in", "block", 0, "backward")
