@@ -2,12 +2,14 @@
 
 Ops run one after another here, in the order in which a host enqueues them, so every number is right. But two that touch
 the same memory, one of which writes, are in order on a GPU only if a wait says so. Which memory an op touches, the
-schedule says. A communicator is memory, too: NCCL wants its collectives one after another.
+schedule says. A communicator is memory, too: NCCL wants its collectives one after another. To give a buffer back is to
+write it: whoever gets it computes on the stream that it was allocated for.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +17,13 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from paceline.comm.gpu_streams import CudaClock, CudaStream
+from paceline.core.buffers import BufferKind, Buffers
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.ops import COMPUTE, Key, Op, Span
 from paceline.engine.collectives import Collectives
 from paceline.engine.executor import Executor
 from paceline.engine.program import Program
+from paceline.engine.tensors import Tensors
 from tests.comm.fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tests.engine.as_on_gpus import as_on_gpus
 
@@ -55,12 +59,19 @@ class Watch:
 
     def touch(self, op: Op) -> None:
         """An op touches its memory, on the current stream."""
+        if op.kind in ("unshard", "reshard"):
+            # The host's alone: parameters become views of the memory, or no longer are.
+            return
         own = () if op.kind in COMPUTE else (Span(f"communicator {op.stream}", 0, 1),)
         self._touch(f"{op.kind} of {op.target}, {op.phase}", op.reads, (*op.writes, *own))
 
     def meet(self, stream: str, purpose: str) -> None:
         """Ranks communicate outside of the schedule, on the current stream."""
         self._touch(purpose, (), (Span(f"communicator {stream}", 0, 1),))
+
+    def give_back(self, buffer: str) -> None:
+        """A buffer's memory is somebody else's from now on."""
+        self._touch("memory given back", (), (Span(buffer, 0, sys.maxsize),))
 
     def _touch(self, name: str, read: Sequence[Span], written: Sequence[Span]) -> None:
         stream = self.cuda.current
@@ -83,6 +94,7 @@ def ordered_streams() -> Iterator[Watch]:
     with as_on_gpus(), fake_cuda() as cuda:
         watch, work = Watch(cuda), Program.work
         begin, end, meet = Executor.begin, Executor.end, Collectives._meet
+        agree, allocate = Collectives.meet, Tensors.allocate
         clock = CudaClock(DEVICE)
 
         def watched_work(program: Program, op: Op) -> Callable[[], Traffic]:
@@ -108,6 +120,15 @@ def ordered_streams() -> Iterator[Watch]:
             watch.meet(stream, f"{kind} outside of the schedule")
             meet(collectives, stream, kind, *args, **named)
 
+        def watched_agree(collectives: Collectives, label: str) -> None:
+            watch.meet("gather", label)
+            agree(collectives, label)
+
+        def watched_allocate(tensors: Tensors, buffers: Buffers, *kinds: BufferKind) -> None:
+            for name in [name for name, kind in tensors._kinds.items() if kind in kinds]:
+                watch.give_back(name)
+            allocate(tensors, buffers, *kinds)
+
         with (
             patch("paceline.comm.connect.CudaStream", CudaStream),
             patch("paceline.engine.program.open_clock", lambda world: clock),
@@ -115,6 +136,8 @@ def ordered_streams() -> Iterator[Watch]:
             patch.object(Executor, "begin", watched_begin),
             patch.object(Executor, "end", watched_end),
             patch.object(Collectives, "_meet", watched_meet),
+            patch.object(Collectives, "meet", watched_agree),
+            patch.object(Tensors, "allocate", watched_allocate),
         ):
             yield watch
             # What is collected later gives its streams up, of which there are none outside.
