@@ -24,6 +24,7 @@ from paceline.core.strategy import Strategy
 from paceline.launch.pool import RanksFailed
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.models.presets import preset
+from paceline.models.transformer import Transformer
 
 PRECISION: Precision = "bfloat16"
 WARM_UP = 3
@@ -73,6 +74,15 @@ class GpuRow:
     """Share of the device's dense peak, of the operations that the model needs; None where the peak is not known."""
     peak_bytes: int
     """The most that was allocated at once in a step."""
+
+
+@dataclass(frozen=True)
+class _Case(Case):
+    def build(self) -> Transformer:
+        """The model, drawn on the GPU, as a billion weights take long on the CPU."""
+        torch.manual_seed(0)
+        with pl.init().device:
+            return Transformer(self.model)
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ def systems() -> list[System]:
 def _case(name: str) -> Case:
     config = preset(name)
     context, batch = SHAPES.get(name, (config.context, 1))
-    return Case(name, replace(config, context=context), batch)
+    return _Case(name, replace(config, context=context), batch)
 
 
 def _compiled(case: Case, world: pl.World, precision: Precision) -> Training:
@@ -160,8 +170,9 @@ def _recording(strategy: Strategy, case: Case, world: pl.World, precision: Preci
 
 def _run(case: Case, system: System, rounds: int, steps: int) -> _Measured:
     """Times one system on this rank's device."""
-    world = pl.init()
-    on_gpu = world.device.type == "cuda"
+    on_gpu = torch.cuda.is_available()
+    # By name, so that nobody is told of other GPUs.
+    world = pl.init("cuda" if on_gpu else "cpu")
     training = system.build(case, world, PRECISION)
     for _ in range(WARM_UP):
         training.step()
