@@ -4,36 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from zlib import crc32
 
 from paceline.comm.gpu_streams import CudaClock
-from paceline.comm.streams import CommStream, HostClock, Mark, Pending
+from paceline.comm.streams import CommStream, HostClock
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.events import Event
 from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
-
-_KEPT = 1 << 14
-"""Ops remembered where nobody drains the events, so that memory stays bounded."""
+from paceline.engine.records import Record, Records
 
 _HASHES = 1 << 20
-
-
-@dataclass(slots=True)
-class _Record:
-    """An executed op whose marks are turned into seconds when it is read, if it `is_timed`."""
-
-    op: Op
-    step: int
-    is_timed: bool
-    start: Mark = None
-    end: Mark = None
-    pending: Pending | None = None
-    waits: tuple[Mark, Mark] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.end is not None if self.pending is None else self.waits is not None
 
 
 class Executor:
@@ -65,16 +46,16 @@ class Executor:
             work: Gives the function that performs a collective.
             records: Whether to keep what was executed, to be drained.
         """
-        self._rank = rank
         self._clock = clock
         self._streams = streams
         self._work = work
-        self._records: deque[_Record] = deque(maxlen=_KEPT)
-        self._running: _Record | None = None
+        self._records = Records(rank, clock)
+        self._remember = self._records.kept.append
+        self._running: Record | None = None
         self._queues: dict[str, deque[Op]] = {}
         self._known: dict[Key, Op] = {}
         self._done: set[Key] = set()
-        self._outstanding: dict[Key, _Record] = {}
+        self._outstanding: dict[Key, Record] = {}
         self.step = 0
         self._launched: dict[str, int] = {}
         self.record(records)
@@ -130,9 +111,9 @@ class Executor:
         if key in self._done:
             # A second forward of a unit in one micro-batch, say.
             op = replace(op, planned=False)
-        self._running = _Record(op, self.step, self.records, self._clock.now(self.records))
+        self._running = Record(op, self.step, self.records, self._clock.now(self.records))
         if self.records:
-            self._records.append(self._running)
+            self._remember(self._running)
 
     def end(self) -> None:
         """The running compute op, if any, ends."""
@@ -262,9 +243,7 @@ class Executor:
 
     def drain(self) -> list[Event]:
         """The events of all recorded ops completed since the last call, in order of their start on each stream."""
-        records, self._records = self._records, deque(maxlen=_KEPT)
-        self._records.extend(record for record in records if not record.finished)
-        events = [self._event(record) for record in records if record.finished]
+        events = self._records.drain()
         if self.records:
             self._clock.refresh()
         return events
@@ -291,14 +270,14 @@ class Executor:
     def _launch_op(self, op: Op) -> None:
         self._launch(op, self._work(op), [self._outstanding[key] for key in op.after if key in self._outstanding])
 
-    def _launch(self, op: Op, work: Callable[[], Traffic], after: Sequence[_Record] = ()) -> None:
-        record = _Record(op, self.step, self.records)
+    def _launch(self, op: Op, work: Callable[[], Traffic], after: Sequence[Record] = ()) -> None:
+        record = Record(op, self.step, self.records)
         stream = self._streams[op.stream]
         before = [other.pending for other in after if other.pending is not None]
         record.pending = stream.submit(work, op.target, before)
         self._outstanding[op.key] = record
         if self.records:
-            self._records.append(record)
+            self._remember(record)
         self._done.add(op.key)
         self._launched[op.stream] = (self._launched.get(op.stream, 0) * 31 + crc32(op.target.encode())) % _HASHES
 
@@ -308,18 +287,8 @@ class Executor:
         self._launched.clear()
         return found
 
-    def _wait(self, record: _Record) -> None:
+    def _wait(self, record: Record) -> None:
         assert record.pending is not None
         start = self._clock.now(record.is_timed)
         self._streams[record.op.stream].wait(record.pending)
         record.waits = (start, self._clock.now(record.is_timed))
-
-    def _event(self, record: _Record) -> Event:
-        op, pending, seconds = record.op, record.pending, self._clock.seconds
-        start, end = (pending.start, pending.end) if pending else (record.start, record.end)
-        sent, received = pending.traffic if pending else (0, 0)
-        exposed = seconds(record.waits[1]) - seconds(record.waits[0]) if record.waits else 0.0
-        return Event(
-            *(op.kind, op.target, op.micro_batch, op.phase, op.stream, op.bytes, sent, received),
-            *(record.step, self._rank, seconds(start), seconds(end), exposed, op.planned),
-        )
