@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +52,8 @@ def one_device() -> Iterator[None]:
         return opened(ranks, backend="gloo", **named)
 
     with (
-        patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "0"}),
+        patch("paceline.comm.devices.index_of", lambda local_rank, gpus: 0),
+        patch("paceline.comm.world.index_of", lambda local_rank, gpus: 0),
         patch("paceline.comm.devices._missing", lambda sights: ""),
         patch.object(dist, "init_process_group", join),
         patch.object(dist, "new_group", open_group),
