@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 
 KINDS = ("cpu", "cuda")
+_NVIDIA = Path("/dev/nvidia0")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Sight:
         wanted: The kind of device that its program asks for; None: whatever fits.
         gpus: How many GPUs it sees.
         uuid: Of the one that it would take; empty where there is none.
-        other: Another accelerator that torch sees, such as "mps"; empty where there is none.
+        other: Why a device that it has is none that it could take, in words; empty where there is no such device.
     """
 
     local_rank: int
@@ -55,9 +57,16 @@ def look(wanted: str | None, local_rank: int, local_ranks: int = 1) -> Sight:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = index_of(local_rank, gpus)
     uuid = _uuid(index) if index < gpus else ""
+    return Sight(local_rank, local_ranks, wanted, gpus, uuid, _other() if not gpus else "")
+
+
+def _other() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    other = accelerator.type if accelerator is not None and accelerator.type not in KINDS else ""
-    return Sight(local_rank, local_ranks, wanted, gpus, uuid, other)
+    if accelerator is not None and accelerator.type not in KINDS:
+        return f"torch sees {accelerator.type}, which paceline does not compute on"
+    if _NVIDIA.exists() and torch.version.cuda is None and torch.version.hip is None:
+        return "there is an NVIDIA GPU, but this torch was built without CUDA"
+    return ""
 
 
 def index_of(local_rank: int, gpus: int) -> int:
@@ -122,14 +131,13 @@ def choose(sights: Sequence[Sight]) -> tuple[str, str]:
     missing = _missing(sights)
     if not missing:
         return "cuda", "" if wanted[0] == "cuda" else _left_over(sights)
+    others = "; ".join(sorted({sight.other for sight in sights if sight.other}))
     if wanted[0] == "cuda":
-        raise UserError(f"device: {missing}; start fewer ranks, give each a GPU of its own, or use the CPU")
+        why = f" ({others})" if others else ""
+        raise UserError(f"device: {missing}{why}; start fewer ranks, give each a GPU of its own, or use the CPU")
     if any(sight.gpus for sight in sights):
         return "cpu", f"GPUs stay idle, all ranks compute on the CPU: {missing}"
-    others = sorted({sight.other for sight in sights if sight.other})
-    if others:
-        return "cpu", f"torch sees {', '.join(others)}, which paceline does not compute on: it uses the CPU"
-    return "cpu", ""
+    return "cpu", f"{others}: it uses the CPU" if others else ""
 
 
 def _left_over(sights: Sequence[Sight]) -> str:

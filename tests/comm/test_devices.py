@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -104,6 +105,17 @@ def test_other_accelerators_are_said_to_stay_idle(kind: str) -> None:
     with patch("torch.accelerator.current_accelerator", lambda check_available: torch.device(kind)):
         assert choose([look(None, 0)]) == ("cpu", f"torch sees {kind}, which paceline does not compute on: "
                                            "it uses the CPU")  # fmt: skip
+
+
+def test_a_torch_without_cuda_is_said_where_there_is_a_gpu(tmp_path: Path) -> None:
+    here = tmp_path / "nvidia0"
+    with patch("paceline.comm.devices._NVIDIA", here), patch("torch.version.cuda", None), gpus():
+        assert choose([look(None, 0)]) == ("cpu", "")
+        here.touch()
+        kind, idle = choose([look(None, 0)])
+        assert kind == "cpu" and "there is an NVIDIA GPU, but this torch was built without CUDA" in idle
+        with pytest.raises(UserError, match=r"sees 0 \(there is an NVIDIA GPU"):
+            choose([look("cuda", 0)])
 
 
 # ---- joining
