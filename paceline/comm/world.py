@@ -24,9 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 from paceline.comm import meeting, watch
 from paceline.comm.devices import choose, index_of, look, tell_all
 from paceline.comm.environment import JOINING, read_environment
+from paceline.comm.gpu_streams import let_end
 from paceline.comm.meeting import share_secret
 from paceline.comm.nccl import abort_process_group, is_of_nccl, last_words
-from paceline.comm.streams import let_end
 from paceline.comm.transport import Exchange
 from paceline.core.errors import UserError
 
@@ -101,7 +101,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     if _world is not None:
         return _world
     rank, world_size, local_rank, local_world_size, method = read_environment(os.environ)
-    sight, store, secret = look(device, local_rank), None, b""
+    sight, store, secret = look(device, local_rank, local_world_size), None, b""
     if world_size > 1:
         with _joining(rank, world_size, method):
             joining = float(os.environ.get(JOINING, max(timeout, _JOINING_SECONDS)))

@@ -129,6 +129,7 @@ def engine_of(model: nn.Module) -> Engine:
         >>> model = pl.parallelize(torch.nn.Linear(4, 2))
         >>> pl.engine_of(model).strategy.zero
         0
+        >>> pl.engine_of(model).record_events()
         >>> model(torch.randn(8, 4).to(pl.init().device)).square().mean().backward()
         >>> [event.kind for event in pl.engine_of(model).drain_events()]
         ['forward', 'backward']

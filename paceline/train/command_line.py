@@ -39,7 +39,7 @@ MOST_USED = {
     "--workers": "Processes to start on this host",
     "--threads": "Threads of each; 0: by cores",
     "--strategy.zero": "Stage of ZeRO, 0 to 3",
-    "--strategy.precision": "float32, bfloat16 or float16",
+    "--strategy.precision": "auto, float32, bfloat16, float16",
     "--strategy.recompute": "What backward computes again",
     "--log.every": "Steps between two lines of figures",
     "--log.validate-every": "Steps between validations",

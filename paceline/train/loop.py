@@ -11,6 +11,7 @@ import torch
 
 import paceline as pl
 from paceline.checkpoint.folder import set_aside
+from paceline.comm.devices import strategy_on
 from paceline.comm.patience import StepPatience
 from paceline.core.errors import UserError
 from paceline.data import Corpus
@@ -77,6 +78,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
         )
     threads = threads_per_rank(config.threads, world.local_world_size)
     torch.set_num_threads(threads)
+    config = replace(config, strategy=strategy_on(config.strategy, world.device))
     if former is None or seat is None or seat.place is None:
         resume = find_resume(config)
     else:
@@ -185,13 +187,14 @@ def _steps(training: Training) -> tuple[int, int]:
     update, loader, checkpoints = training.update, training.loader, training.checkpoints
     engine, world, log = pl.engine_of(model), outputs.world, config.log
     low = config.strategy.precision == "float16"
-    readback = Readback()
-    on_gpu = world.device.type == "cuda"
-    peak = peak_flops(torch.cuda.get_device_name(world.device), config.strategy.precision) if on_gpu else None
+    readback, peak = Readback(), None
+    if world.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(world.device), config.multiplies_in(world.device.type))
     meter = Meter(engine, config.steps, flops_per_token(model.config, model.config.context), peak)
     events_due, skipped = first + log.events_every, int(update.skips[0])
     patience = StepPatience(given=config.timeout is not None)
     for step, batches in zip(range(first + 1, config.steps + 1), loader, strict=False):
+        meter.record(any(_is_read(config, number, first) for number in (step, step + 1)))
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
             asked = (*training.stop.flags(), training.leaves(), checkpoints.asked())
@@ -222,7 +225,7 @@ def _steps(training: Training) -> tuple[int, int]:
             )
         status = exit_status(interrupts, terminations)
         last = step == config.steps or bool(status)
-        if step == first + 1 or step % log.every == 0 or last:
+        if _is_read(config, step, first) or last:
             interval, events = meter.read(step, norm, learning_rate(step - 1, config.steps, config.optim), skipped)
             outputs.say(interval.line(outputs.columns))
             if step > first + 1:
@@ -253,6 +256,11 @@ def _steps(training: Training) -> tuple[int, int]:
                 with outputs.showing(SAVING):
                     outputs.save(model)
     return first, 0
+
+
+def _is_read(config: TrainConfig, step: int, first: int) -> bool:
+    """Whether figures are told after a step, of a training that goes on from step `first`."""
+    return step in (first + 1, config.steps) or step % config.log.every == 0
 
 
 def _validate(training: Training, batches: int) -> Validation | None:

@@ -16,6 +16,7 @@ MAY_CHANGE = (
     "steps",
     "optim.lr",
     "micro_batch",
+    "tf32",
     "threads",
     "workers",
     "min_workers",
