@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import tempfile
 import warnings
 import zipfile
@@ -65,9 +67,11 @@ def _read_file(path: Path, trust: bool) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except UnpicklingError as error:
         if not trust:
-            why = " ".join(str(error).partition("WeightsUnpickler error:")[2].split())[:200] or "it is damaged"
+            needed = re.search(r"GLOBAL (\S+)", str(error))
+            if needed is None:
+                raise _damaged(path, error) from error
             raise UserError(
-                f"{path} cannot be read without running code that is in it ({why}). If you trust whoever wrote it, "
+                f"{path} cannot be read without running code: it holds {needed[1]}. If you trust whoever wrote it, "
                 "give --trust; else let them save state_dict() alone"
             ) from None
     except Exception as error:  # a damaged file may make torch raise whatever there is
@@ -84,22 +88,30 @@ def _read_dcp(path: Path, trust: bool) -> Any:
             f"{path} is a folder of PyTorch DCP, whose {_DCP} is a pickle: reading it runs whatever code is in it. If "
             "you trust whoever wrote it, give --trust"
         )
+    from torch.distributed.checkpoint import CheckpointException
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with tempfile.TemporaryDirectory() as folder:
+        told = logging.root.manager.disable
+        logging.disable(logging.WARNING)
         try:
             with warnings.catch_warnings():
                 # That this one process is no job.
                 warnings.simplefilter("ignore")
                 dcp_to_torch_save(path, Path(folder, "whole.pt"))
+        except CheckpointException as error:
+            raise _damaged(path, next(iter(error.failures.values()))[0]) from error
         except Exception as error:  # the code in it raises what it likes
             raise _damaged(path, error) from error
+        finally:
+            logging.disable(told)
         return _read_file(Path(folder, "whole.pt"), trust)
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
-    said = " ".join(str(error).split())[:300]
-    return UserError(f"{path} cannot be read ({type(error).__name__}: {said}): use another copy of it")
+def _damaged(path: Path, error: BaseException) -> UserError:
+    # Torch's first sentence is about the file; advice for programmers follows.
+    said = " ".join(str(error).partition("WeightsUnpickler error:")[2].split() or str(error).split())[:200]
+    return UserError(f"{path} is damaged, or torch did not write it ({type(error).__name__}: {said}): use another copy")
 
 
 def _sorted_out(path: Path, found: Any) -> TorchState:

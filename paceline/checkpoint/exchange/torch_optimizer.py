@@ -54,7 +54,7 @@ def to_checkpoint(
         states = msgspec.convert(state_dict["state"], dict[int | str, dict[str, Any]])
     except msgspec.ValidationError as error:
         raise UserError(f"the optimizer's states are not as torch writes them: {error}") from None
-    if any(SHARD in group and group[SHARD][1] > 1 for group in state_dict["param_groups"]):
+    if any(SHARD in group for group in state_dict["param_groups"]):
         raise UserError("the optimizer's states are one rank's shard: save by pl.save, which saves all ranks'")
     names = _names(groups, states, weights)
     where, tensors, values = f"{kind}'s state", [], defaultdict[str, dict[str, Any]](dict)
@@ -112,9 +112,9 @@ def _by_order(
     left: dict[tuple[int, ...], list[str]] = defaultdict(list)
     seen = set()
     for name, tensor in weights.items():
-        # What is tied is there once for each of its names.
+        # What is tied is there once for each of its names; whole numbers are buffers.
         identity = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
-        if identity not in seen:
+        if identity not in seen and tensor.is_floating_point():
             seen.add(identity)
             left[tuple(tensor.shape)].append(name)
     known = all(shape is not None for shape in shape_of.values())
