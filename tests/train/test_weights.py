@@ -47,7 +47,7 @@ def test_another_models_weights_are_refused(ranks: RankPool, nano: list[str], fo
     for flags, words in (
         (("--model.activation", "gelu_tanh"), "activation gelu, now gelu_tanh"),
         (("--model.heads", "4"), "heads 2, now 4"),
-        (("--model.layers", "1"), "only it has blocks.1.attention_norm.bias"),
+        (("--model.layers", "1"), "only it has blocks.1.attention_norm.weight"),
         (("--weights", "nowhere"), "nowhere is not there"),
     ):
         status, _, err = trained(ranks, 1, folder, [*nano, *SHORT, "--weights", "first", "--folder", "new", *flags])
@@ -56,7 +56,7 @@ def test_another_models_weights_are_refused(ranks: RankPool, nano: list[str], fo
 
 def test_transformers_reads_the_tokenizer(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ours, theirs = Tokenizer.load(folder / "first" / "tokenizer.json"), None
+    ours = Tokenizer.load(folder / "first" / "tokenizer.json")
     theirs = transformers.AutoTokenizer.from_pretrained(folder / "there")
     text = "abc def  ghi\n\tüñ 😀"
     assert theirs.encode(text) == ours.encode(text) and theirs.decode(theirs.encode(text)) == text

@@ -81,7 +81,12 @@ def _torch(out: Path, path: Path, manifest: Manifest, reader: Reader) -> None:
     for name, states in (("optimizer", optimizers), ("scheduler", schedulers)):
         if states:
             whole[name] = states[0] if len(states) == 1 else states
-    torch.save(whole, out)
+    with out.open("xb") as file:
+        try:
+            torch.save(whole, file)
+        except RuntimeError as error:
+            # As torch says it where the disk is full.
+            raise OSError(str(error)) from error
 
 
 def _huggingface(out: Path, path: Path, manifest: Manifest, reader: Reader) -> None:
