@@ -31,8 +31,9 @@ class CheckpointArguments:
     out: str = ""
     """With export and import: the file or folder to write, which must be new. Without it export writes
     model.safetensors, huggingface or checkpoint.pt."""
-    optimizer: str = ""
-    """With import: the class of the optimizer whose states are taken too, such as AdamW. Without it: weights alone."""
+    optimizer: tuple[str, ...] = ()
+    """With import: the class of the optimizer whose states are taken too, such as AdamW; of several, in their order.
+    Without it: weights alone."""
     trust: bool = False
     """With import: whether code that is in the file may run, where it cannot be read otherwise. For files whose writer
     you trust as yourself."""

@@ -75,8 +75,9 @@ def _torch(out: Path, path: Path, manifest: Manifest, reader: Reader) -> None:
         held[tensor.name] = tensor.read().reshape(tensor.shape)
     # One tensor for all names, as it was.
     held |= {name: held[first] for name, first in manifest.values.get("tied", {}).items()}
+    # NumPy's arrays would be code to torch.load.
+    schedulers, extra = (decode(_tensors(manifest.values[key]), reader.read) for key in ("schedulers", "extra"))
     optimizers = [from_checkpoint(manifest, reader, number) for number in range(len(manifest.values["optimizers"]))]
-    schedulers, extra = (decode(manifest.values[key], reader.read) for key in ("schedulers", "extra"))
     whole: dict[str, Any] = {"model": held, "step": manifest.step, "extra": extra}
     for name, states in (("optimizer", optimizers), ("scheduler", schedulers)):
         if states:
@@ -85,8 +86,17 @@ def _torch(out: Path, path: Path, manifest: Manifest, reader: Reader) -> None:
         try:
             torch.save(whole, file)
         except RuntimeError as error:
-            # As torch says it where the disk is full.
-            raise OSError(str(error)) from error
+            # What torch makes of a full disk.
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+def _tensors(value: Any) -> Any:
+    """An encoded value with tensors for arrays."""
+    if isinstance(value, list):
+        return [_tensors(item) for item in value]
+    if isinstance(value, dict):
+        return {"$tensor" if key == "$array" else key: _tensors(item) for key, item in value.items()}
+    return value
 
 
 def _huggingface(out: Path, path: Path, manifest: Manifest, reader: Reader) -> None:

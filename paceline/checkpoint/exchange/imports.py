@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,13 @@ _SCHEDULERS = ("scheduler", "scheduler_state_dict", "lr_scheduler")
 """What people call a scheduler's state."""
 
 
-def import_checkpoint(path: Path, out: Path, optimizer: str, trust: bool) -> list[str]:
+def import_checkpoint(path: Path, out: Path, optimizers: Sequence[str], trust: bool) -> list[str]:
     """Makes a checkpoint.
 
     Args:
         path: A folder of Hugging Face's or of PyTorch DCP's, or a file of `torch.save`.
         out: The folder to make.
-        optimizer: Class of the optimizer whose states are taken too; empty for none.
+        optimizers: Classes of the optimizers whose states are taken too, in their order in the file; empty for none.
         trust: Whether code in what is read may run, where it cannot be read otherwise.
 
     Returns:
@@ -52,10 +53,10 @@ def import_checkpoint(path: Path, out: Path, optimizer: str, trust: bool) -> lis
                 f"{path} holds neither Hugging Face's config.json nor PyTorch DCP's .metadata: name such a folder, or "
                 "a torch.save'd file"
             )
-        if optimizer:
+        if optimizers:
             raise UserError("--optimizer: Hugging Face's folders hold no states of optimizers; leave it out")
         return _import_huggingface(path, out)
-    return _import_torch(path, out, optimizer, trust)
+    return _import_torch(path, out, optimizers, trust)
 
 
 def _import_huggingface(path: Path, out: Path) -> list[str]:
@@ -85,7 +86,7 @@ def _weight(tensor: Lazy) -> Lazy:
     return Lazy(f"model/{tensor.name}", tensor.dtype, tensor.shape, tensor.read)
 
 
-def _import_torch(path: Path, out: Path, optimizer: str, trust: bool) -> list[str]:
+def _import_torch(path: Path, out: Path, optimizers: Sequence[str], trust: bool) -> list[str]:
     found = read_torch(path, trust)
     tensors = [_weight(_lazy(name, tensor)) for name, tensor in found.weights.items()]
 
@@ -95,16 +96,19 @@ def _import_torch(path: Path, out: Path, optimizer: str, trust: bool) -> list[st
         tensors.append(_lazy(name, tensor.reshape(-1)))
         return name
 
-    lines, optimizers = [], []
-    if optimizer:
-        if found.optimizer is None:
-            raise UserError(f"--optimizer: {path} holds no optimizer's state_dict(); leave it out")
-        values, states = to_checkpoint(optimizer, found.optimizer, found.weights, put)
+    lines, optimizer_values = [], []
+    if optimizers and len(optimizers) != len(found.optimizers):
+        raise UserError(
+            f"--optimizer: {path} holds the states of {len(found.optimizers) or 'no'} optimizers; name the class of "
+            "each, or leave it out"
+        )
+    if not optimizers and found.optimizers:
+        lines.append("  without the optimizer's states: --optimizer CLASS, such as AdamW, takes these too")
+    for number, (kind, state_dict) in enumerate(zip(optimizers, found.optimizers, strict=False)):
+        values, states = to_checkpoint(number, kind, state_dict, found.weights, put)
         tensors += states
-        optimizers.append(values)
-        lines.append(f"  states of {optimizer} for {len({state.name.split('/')[1] for state in states})} parameters")
-    elif found.optimizer is not None:
-        lines.append("  without its optimizer's states: --optimizer CLASS, such as AdamW, takes these too")
+        optimizer_values.append(values)
+        lines.append(f"  states of {kind} for {len({state.name.split('/')[1] for state in states})} parameters")
     others: dict[str, Any] = {}
     for name, value in found.others.items():
         known = len(tensors)
@@ -117,7 +121,7 @@ def _import_torch(path: Path, out: Path, optimizer: str, trust: bool) -> list[st
     schedulers = [others.pop(name) for name in _SCHEDULERS if name in others]
     # What was exported from a checkpoint has all of its own there.
     extra = others["extra"] if others.keys() == {"extra"} else others
-    write_checkpoint(out, tensors, optimizers, schedulers, extra, step if type(step) is int and step >= 0 else 0)
+    write_checkpoint(out, tensors, optimizer_values, schedulers, extra, step if type(step) is int and step >= 0 else 0)
     return [f"{out}: {len(found.weights)} parameters and buffers", *lines]
 
 

@@ -33,12 +33,12 @@ class TorchState:
 
     Attributes:
         weights: The model's state, by the names of its `state_dict`.
-        optimizer: What the optimizer's `state_dict` returned; None without.
+        optimizers: What the `state_dict` of each optimizer returned, in the order of the file.
         others: All other values, by their names.
     """
 
     weights: dict[str, Tensor]
-    optimizer: dict[str, Any] | None
+    optimizers: list[dict[str, Any]]
     others: dict[str, Any]
 
 
@@ -121,21 +121,21 @@ def _sorted_out(path: Path, found: Any) -> TorchState:
             f"{path} holds a {type(found).__name__}: expected what state_dict() returned, or a dictionary of such"
         )
     if _is_state(found):
-        return TorchState(_checked(path, found), None, {})
+        return TorchState(_checked(path, found), [], {})
     models = [name for name, value in found.items() if _is_state(value)]
     if not models:
         raise UserError(f"{path} holds no model's state_dict(): it has {', '.join(map(str, found))[:200] or 'nothing'}")
     model = next((name for name in _MODELS if name in models), models[0])
     if len(models) > 1 and model not in _MODELS:
         raise UserError(f"{path} holds {', '.join(map(str, models))}: save the one that is meant as 'model'")
-    optimizers = [name for name, value in found.items() if _is_optimizer(value)]
-    if len(optimizers) > 1:
-        raise UserError(
-            f"{path} holds the states of {', '.join(map(str, optimizers))}: save one that holds all parameters"
-        )
-    others = {str(name): value for name, value in found.items() if name not in (model, *optimizers)}
-    optimizer = found[optimizers[0]] if optimizers else None
-    return TorchState(_checked(path, found[model]), optimizer, others)
+    optimizers, others = [], {}
+    for name, value in found.items():
+        several = value if isinstance(value, list) and value else [value]
+        if all(map(_is_optimizer, several)):
+            optimizers += several
+        elif name != model:
+            others[str(name)] = value
+    return TorchState(_checked(path, found[model]), optimizers, others)
 
 
 def _is_state(value: Any) -> bool:

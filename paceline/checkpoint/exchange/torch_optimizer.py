@@ -33,11 +33,12 @@ class _Group(msgspec.Struct):
 
 
 def to_checkpoint(
-    kind: str, state_dict: Mapping[str, Any], weights: Mapping[str, Tensor], put: Put
+    number: int, kind: str, state_dict: Mapping[str, Any], weights: Mapping[str, Tensor], put: Put
 ) -> tuple[dict[str, Any], list[Lazy]]:
     """An optimizer's states by the names of parameters.
 
     Args:
+        number: Which of the checkpoint's optimizers it is.
         kind: The optimizer's class.
         state_dict: What it returned in one process, or DCP's, which goes by names.
         weights: The model's state, in the order in which `state_dict` gave it.
@@ -66,7 +67,7 @@ def to_checkpoint(
             if isinstance(state, Tensor):
                 require_storable(f"{where} {what} of {name}", state)
             if isinstance(state, Tensor) and state.shape == weights[name].shape and (state.dim() or what not in OF_ALL):
-                full = element_name(0, name, what)
+                full = element_name(number, name, what)
                 tensors.append(Lazy(full, state.dtype, tuple(state.shape), lambda state=state: state))  # type: ignore[misc]
             else:
                 # As releases of torch before 1.12 wrote it, which today's optimizers do not take.

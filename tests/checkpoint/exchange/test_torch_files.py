@@ -71,7 +71,7 @@ def test_what_is_beside_it_comes_too(tmp_path: Path) -> None:
     state = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 12, "best": torch.eye(2)}
     torch.save(state, tmp_path / "w.pt")
     status, out, _ = taken(tmp_path, "w.pt")
-    assert status == 0 and "without its optimizer's states: --optimizer CLASS" in out
+    assert status == 0 and "without the optimizer's states: --optimizer CLASS" in out
     loaded = loads(tmp_path, model)
     assert loaded.step == 12 and loaded.extra["best"].equal(torch.eye(2))
 
