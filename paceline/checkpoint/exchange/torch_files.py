@@ -88,7 +88,7 @@ def _read_dcp(path: Path, trust: bool) -> Any:
             f"{path} is a folder of PyTorch DCP, whose {_DCP} is a pickle: reading it runs whatever code is in it. If "
             "you trust whoever wrote it, give --trust"
         )
-    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with tempfile.TemporaryDirectory() as folder:
