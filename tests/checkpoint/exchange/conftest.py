@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """Tensors this small lose time to threads, of which a test that forks later would wait for ever."""
+    """Tensors this small lose time to threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
