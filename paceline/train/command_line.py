@@ -46,6 +46,7 @@ MOST_USED = {
     "--log.events-every": "Steps between those to trace",
     "--folder": "The run's folder; else in runs/",
     "--resume": "Goes on with a run, or auto",
+    "--weights": "A checkpoint to begin with",
     "--checkpoint.every": "Steps, or time such as 10m",
     "--seed": "Of weights and order of samples",
 }

@@ -210,6 +210,8 @@ class TrainConfig:
     so far, but at least 60."""
     folder: str | None = None
     """The run's folder, which must be new. Without it: runs/<date>-<time>-<preset>."""
+    weights: str | None = None
+    """A checkpoint whose weights a new run begins with: its folder, or a run's. Without it they are drawn."""
     resume: str | None = None
     """Goes on with a run that stopped: its folder, or one of its checkpoints. auto: with this command's latest run in
     runs/, or in the given folder, if that has not ended; else a new one begins."""
@@ -221,6 +223,7 @@ class TrainConfig:
         _check("threads", self.threads, 0 <= self.threads <= MOST_THREADS, f"0 (share the cores out) to {MOST_THREADS}")
         _check("timeout", self.timeout, self.timeout is None or 1 <= self.timeout < 1e8, "1 to 1e8 seconds")
         _check("resume", self.resume, self.resume is None or bool(self.resume.strip()), "auto, a run or a checkpoint")
+        _check("weights", self.weights, self.weights is None or bool(self.weights.strip()), "a run or a checkpoint")
         _check("folder", self.folder, self.folder is None or _is_name(self.folder), "a name, in UTF-8")
         if self.workers is not None and self.workers < 1:
             raise UserError(f"workers: expected at least 1 worker process, got {self.workers}; leave it out for one")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import paceline as pl
-from paceline.checkpoint.folder import set_aside
+from paceline.checkpoint.folder import CHECKPOINTS, set_aside
 from paceline.comm.devices import strategy_on
 from paceline.comm.patience import StepPatience
 from paceline.core.errors import UserError
@@ -21,7 +21,7 @@ from paceline.launch.seat import Seat
 from paceline.launch.stop import StopRequest, ended_at_once, exit_status
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.train.build import build_model, make_update, open_loader, prepare_text
-from paceline.train.checkpoints import Checkpoints, load_checkpoint
+from paceline.train.checkpoints import Checkpoints, begin_from, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
 from paceline.train.failover import Former, LeaveJob, go_on
 from paceline.train.meter import Meter, Readback
@@ -31,7 +31,7 @@ from paceline.train.optim import learning_rate
 from paceline.train.outputs import Outputs
 from paceline.train.progress import Progress, ValidationProgress
 from paceline.train.resume import Resume, find_resume
-from paceline.train.run_folder import CHECKPOINTS, EVENTS, RunFolder, check_run_folder, create_run_folder
+from paceline.train.run_folder import EVENTS, RunFolder, check_run_folder, create_run_folder
 from paceline.train.summary import (
     SAMPLING,
     SAVING,
@@ -92,9 +92,11 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     text = {"tokens": corpus.facts.train.tokens, "tokenizer": zlib.crc32(corpus.definition.encode())}
     model = build_model(config, corpus, world)
     update = make_update(config, model, world)
-    first = 0
+    first, begun = 0, None
     if resume is not None and resume.checkpoint is not None:
         first = load_checkpoint(resume.checkpoint, model, update, text).step
+    elif config.weights is not None:
+        begun = begin_from(config.weights, model)
     update.done = first
     with open_loader(config, corpus, model, world, first) as loader, former.stop if former else StopRequest() as stop:
         # The folder comes last of what may fail, so that a mistake leaves none behind.
@@ -104,6 +106,8 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
                 outputs.begin(replace(config, resume=None), corpus, threads)
                 if not goes_on:
                     outputs.say(*opening(config, corpus, model.config, world, threads, folder.path, first))
+                if begun is not None:
+                    outputs.say(f"weights: step {begun.step:,} of {begun.path}")
                 if resume is not None:
                     _tell_resumed(outputs, folder, first, former, resume)
             (path, *_) = pl.all_gather_json(None if folder is None else str(folder.path.resolve()), "the run's folder")
