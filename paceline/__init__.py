@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from paceline.engine.grad_scaler import GradScaler
     from paceline.engine.optimizers import elementwise
+    from paceline.engine.replicas import check_replicas
     from paceline.plan.check import check
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ _HOMES = {
     "paceline.comm.transport": ("CommunicationError",),
     "paceline.engine.grad_scaler": ("GradScaler",),
     "paceline.engine.optimizers": ("elementwise",),
+    "paceline.engine.replicas": ("check_replicas",),
     "paceline.comm.control": ("all_gather_json", "barrier"),
     "paceline.comm.world": ("World", "init", "shutdown"),
     "paceline.engine.api": (
@@ -92,6 +94,7 @@ __all__ = [
     "broadcast_buffers",
     "build_layout",
     "check",
+    "check_replicas",
     "clip_grad_norm_",
     "elementwise",
     "engine_of",
