@@ -56,7 +56,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
     engine = engine_of(model)
     engine.require_between_steps("pl.check_replicas")
     engine.settle()
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     sums = {
         f"{held.name}/{held.shard}": _checksum(held.tensor)
         for held in (*_weights(engine), *_states(engine, optimizers))
@@ -104,7 +104,7 @@ def _states(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[_Held]:
 
 def _checksum(tensor: Tensor) -> int:
     elements = tensor.detach().reshape(-1).cpu().contiguous()
-    return zlib.crc32(elements.view(torch.uint8).numpy()) if elements.numel() else 0
+    return zlib.crc32(elements.view(torch.uint8).numpy().data) if elements.numel() else 0
 
 
 def _differ(told: Sequence[dict[str, int]]) -> list[str]:
@@ -119,7 +119,8 @@ def _refuse(told: Sequence[dict[str, int]]) -> None:
     Raises:
         EngineError: That.
     """
-    lines, suspects = [], set()
+    lines: list[str] = []
+    suspects: set[int] = set()
     keys = _differ(told)
     for key in keys:
         holders = {rank: each[key] for rank, each in enumerate(told) if key in each}
