@@ -80,12 +80,18 @@ def _weights(engine: Engine) -> Iterator[_Held]:
     flat = engine.program.parameters.flat
     for index, slot in enumerate(flat.layout.slots):
         name = slot.spec.name
-        if index in flat.local and not engine.schedule.has_server:
-            yield _Held(f"{name} as it is updated", engine.schedule.shard_index, flat.local[index])
         if index not in flat.local:
             yield _Held(name, -1, flat.all[index].data)
-        elif not flat.is_sharded:
-            yield _Held(f"{name} as it is computed with", -1, flat.views[index])
+            continue
+        updated, computed = flat.local[index], None if flat.is_sharded else flat.views[index]
+        # What is updated may be a part of what is computed with, and is compared as that.
+        if computed is not None and _storage(updated) == _storage(computed):
+            yield _Held(name, -1, computed)
+            continue
+        if not engine.schedule.has_server:
+            yield _Held(f"{name} as it is updated", engine.schedule.shard_index, updated)
+        if computed is not None:
+            yield _Held(f"{name} as it is computed with", -1, computed)
 
 
 def _states(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[_Held]:
@@ -100,6 +106,10 @@ def _states(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[_Held]:
                 if isinstance(state, Tensor) and index is not None:
                     shard = engine.schedule.shard_index if index in flat.local else -1
                     yield _Held(f"{flat.layout.slots[index].spec.name}'s {name} in {what}", shard, state)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _checksum(tensor: Tensor) -> int:

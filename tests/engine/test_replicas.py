@@ -31,7 +31,8 @@ def place(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> tup
         if not slot.spec.trainable:
             continue
         if where == "as it is updated":
-            tensor = parameters.flat.local.get(index, parameters.all[index].data)
+            kept = parameters.flat.local.get(index)
+            tensor = parameters.all[index].data if kept is None else kept
         elif where == "as it is computed with":
             tensor = parameters.flat.views[index]
         else:
@@ -73,9 +74,9 @@ FLIPS = [
     (Strategy(**SMALL), 2, "as it is updated", 1, "{} on rank 0, 1. "),
     full(Strategy(precision="bfloat16"), 3, "as it is updated", 1, "{} as it is updated on rank 1. "),
     full(Strategy(precision="bfloat16"), 3, "as it is computed with", 1, "{} as it is computed with on rank 1. "),
-    full(Strategy(zero=1, **SMALL), 3, "as it is computed with", 0, "{} as it is computed with on rank 0. "),
-    full(Strategy(zero=2, **SMALL), 3, "as it is computed with", 0, "{} as it is computed with on rank 0. "),
-    (HYBRID, 4, "as it is updated", 3, "{} as it is updated on rank 1, 3. "),
+    full(Strategy(zero=1, **SMALL), 3, "as it is computed with", 0, "{} on rank 0. "),
+    full(Strategy(zero=2, **SMALL), 3, "as it is computed with", 0, "{} on rank 0. "),
+    (HYBRID, 4, "as it is updated", 3, "{} on rank 3. "),
     full(HYBRID, 4, "exp_avg_sq", 0, "{}'s exp_avg_sq in AdamW on rank 0, 2. "),
     full(Strategy(zero=3, shard=2, **SMALL), 4, "as it is updated", 2, "{} as it is updated on rank 0, 2. "),
     full(SYSTEMS["parameter server"], 3, "as it is updated", 2, "{} on rank 2. "),
