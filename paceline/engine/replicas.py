@@ -50,8 +50,8 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
     Example:
         >>> model = pl.parallelize(torch.nn.Linear(8, 8))
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> if step % 100 == 0:
-        ...     pl.check_replicas(model, optimizer)
+        >>> pl.check_replicas(model, optimizer)  # of one rank nobody else holds anything
+        0
     """
     engine = engine_of(model)
     engine.require_between_steps("pl.check_replicas")
