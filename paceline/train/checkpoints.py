@@ -116,6 +116,8 @@ class Checkpoints:
             pause: Called before one begins, which waits for the one before: on a slow disk longer than a step takes.
         """
         self.tell(say)
+        if self._config.check_replicas and step % self._config.check_replicas == 0:
+            pl.check_replicas(self._model, self._update.optimizer)
         # On GPUs the answer comes a step late, when rank 0 may have asked once more.
         asked = asked and step - self._last_step > 2
         if asked or (self._config.steps and step % self._config.steps == 0):
@@ -165,6 +167,8 @@ class Checkpoints:
         return {"model": asdict(self._model.config), "update": self._update.state_dict(), "text": self._text}
 
     def _begin(self, step: int, background: bool) -> None:
+        if self._config.check_replicas:
+            pl.check_replicas(self._model, self._update.optimizer)
         self._last, self._last_step = time.monotonic(), step
         self._is_told = False
         self._saving = pl.save(

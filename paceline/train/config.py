@@ -143,11 +143,15 @@ class CheckpointConfig:
     """How many of the latest stay."""
     keep_every: int = 0
     """Those of steps that this divides stay too. 0: none."""
+    check_replicas: int = 0
+    """Steps between two comparisons of what ranks should hold alike, to the bit (`pl.check_replicas`); where there are
+    any, one is made before each checkpoint, too, so that none keeps a flipped bit. 0: none."""
 
     def __post_init__(self) -> None:
         good = self.every >= 0 if isinstance(self.every, int) else _TIME.fullmatch(self.every) is not None
         _check("checkpoint.every", self.every, good, "steps such as 500, or a time such as 90s, 15m or 2h")
         _check("checkpoint.keep", self.keep, self.keep >= 1, "at least 1")
+        _check("checkpoint.check_replicas", self.check_replicas, self.check_replicas >= 0, "0 (none) or more steps")
         _check("checkpoint.keep_every", self.keep_every, self.keep_every >= 0, "0 (none) or more steps")
 
     @property
