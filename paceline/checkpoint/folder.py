@@ -44,6 +44,11 @@ def make_folder(path: Path) -> None:
         raise UserError(f"{path} cannot be made: {error.strerror}; name a folder on another disk") from error
 
 
+def complete_steps(parent: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, in order."""
+    return sorted(step for step, _ in _steps(parent))
+
+
 def discard(path: Path) -> None:
     """Removes what a checkpoint that failed has written, so that it takes no room."""
     if not is_complete(path):

@@ -1,0 +1,193 @@
+"""A run's folder, read as far as it can be; what is missing or damaged is said, and nothing is made up for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paceline.core.errors import UserError
+from paceline.report.history import History, Row
+from paceline.report.lines import Damage, read_lines
+from paceline.report.meetings import groups_of
+from paceline.report.recordings import Place, choose, find_recordings, read_recording
+from paceline.report.steps import Step
+
+if TYPE_CHECKING:
+    from paceline.train.config import TrainConfig
+
+MOST_EVENTS = 100_000
+"""So many are read for a page, which has 50 bytes of each."""
+
+
+class Facts(msgspec.Struct):
+    """What environment.json says that a page needs."""
+
+    started: str = ""
+    host: str = ""
+    processor: str = ""
+    gpus: list[str] = []
+    ranks: int = 0
+    ranks_per_host: int = 0
+    threads_per_rank: int = 0
+    backend: str = ""
+    versions: dict[str, str | None] = {}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run.
+
+    Attributes:
+        path: Its folder.
+        config: Its settings; None if they cannot be read.
+        facts: Where it took place, as far as that is written down.
+        history: Its figures.
+        places: Where the recorded steps lie.
+        steps: Those of them that were read, in order.
+        checkpoints: Steps of the checkpoints that are there.
+        problems: Sentences that say what is missing, damaged or left out.
+    """
+
+    path: Path
+    config: TrainConfig | None
+    facts: Facts
+    history: History
+    places: tuple[Place, ...]
+    steps: tuple[Step, ...]
+    checkpoints: tuple[int, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return max([self.facts.ranks, *(step.recording.ranks[-1] + 1 for step in self.steps)])
+
+    @property
+    def typical(self) -> Step | None:
+        """Of the steps that were read, the one in the middle by how long they took."""
+        by_length = sorted(self.steps, key=lambda step: step.seconds)
+        return by_length[(len(by_length) - 1) // 2] if by_length else None
+
+    @property
+    def slowest(self) -> Step | None:
+        """Of the steps that were read, the one that took longest."""
+        return max(self.steps, key=lambda step: step.seconds, default=None)
+
+
+def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
+    """Reads a run's folder.
+
+    Args:
+        path: The folder.
+        most: How many events to read, about.
+    """
+    from paceline.checkpoint.folder import CHECKPOINTS, complete_steps
+    from paceline.train.run_folder import ENVIRONMENT, EVENTS, METRICS
+
+    problems: list[str] = []
+    config = _config(path, problems)
+    facts = _facts(path / ENVIRONMENT, problems)
+    damage = Damage()
+    lines = read_lines(path / METRICS, msgspec.json.Decoder(dict[str, Any]), damage)
+    rows = [Row.of(line.value) for line in lines]
+    damage.lines += rows.count(None)
+    problems += damage.describe(METRICS)
+    history = History(tuple(row for row in rows if row is not None))
+    if not history.rows:
+        problems.append(f"{METRICS} holds no figures: the run has not written any yet, or it is another program's.")
+    damage = Damage()
+    places = find_recordings(path / EVENTS, damage)
+    problems += damage.describe(EVENTS)
+    if not places:
+        problems.append(
+            f"{EVENTS} holds no events, so there is no timeline: log.events-every says in which steps they are "
+            "recorded; 0 is in none."
+        )
+    steps = _steps(path / EVENTS, places, config, facts, most, problems)
+    return Run(
+        path=path,
+        config=config,
+        facts=facts,
+        history=history,
+        places=tuple(places),
+        steps=tuple(steps),
+        checkpoints=tuple(complete_steps(path / CHECKPOINTS)),
+        problems=tuple(problems),
+    )
+
+
+def _steps(
+    path: Path, places: Sequence[Place], config: TrainConfig | None, facts: Facts, most: int, problems: list[str]
+) -> list[Step]:
+    chosen = choose(places, most)
+    count = sum(place.count for place in places)
+    if len(chosen) < len(places):
+        problems.append(
+            f"The run recorded {count:,} events of {len(places):,} steps. To keep the page small, it shows "
+            f"{len(chosen)} of these steps: the typical one, the slowest, and others spread over the run. What it says "
+            "of events is about those."
+        )
+    steps = []
+    for place in chosen:
+        recording = read_recording(path, place, most)
+        world = max([facts.ranks, *(rank + 1 for rank in place.events)])
+        strategy = None if config is None else config.strategy
+        try:
+            groups = groups_of(strategy, world)
+        except UserError:
+            # Lines of a rank that the strategy has no place for, or another run's settings.
+            groups = groups_of(None, world)
+        steps.append(Step(recording, groups))
+        problems += _what_is_missing(steps[-1], world, len(recording.events) < place.count)
+    return steps
+
+
+def _what_is_missing(step: Step, world: int, is_sampled: bool) -> list[str]:
+    recording, found = step.recording, []
+    if is_sampled:
+        found.append(
+            f"Step {step.number:,} has {recording.place.count:,} events; {len(recording.events):,} of them are shown, "
+            f"of {len(recording.ranks):,} of its {len(recording.place.events):,} ranks."
+        )
+    elif missing := sorted(set(range(world)) - set(recording.ranks)):
+        named = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
+        found.append(
+            f"Step {step.number:,} has no events of rank{'s' * (len(missing) > 1)} {named}: who came last at a "
+            "collective, and what that took, cannot be said of it."
+        )
+    jumped = [rank for rank, offset in step.clocks.items() if not offset.is_steady]
+    if jumped:
+        found.append(
+            f"In step {step.number:,} no offset makes the clock of rank {', '.join(map(str, jumped[:8]))} agree with "
+            "that of rank 0: it jumped, or lines are missing. Times between these ranks mean little there."
+        )
+    return found
+
+
+def _config(path: Path, problems: list[str]) -> TrainConfig | None:
+    from paceline.train.command_line import parse_train_arguments
+    from paceline.train.run_folder import CONFIG
+
+    try:
+        return parse_train_arguments([str(path / CONFIG)])
+    except (UserError, OSError) as error:
+        problems.append(f"The run's settings cannot be read: {error}.")
+        return None
+
+
+def _facts(path: Path, problems: list[str]) -> Facts:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Facts)
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}.")
+        return Facts()
