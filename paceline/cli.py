@@ -31,6 +31,7 @@ commands:
   check       prove a run's schedule for N devices: no deadlock, no race, no gradient lost
   verify      compare N ranks with one process, for your own model and every stage of ZeRO
   checkpoint  show, verify, export, import or prune checkpoints
+  report      show a run as one page: where the time went, who came last, loss over steps
   trace       write one step of a run as a timeline for ui.perfetto.dev
   bench       time strategies, collectives and slow links against their peers
   completion  print what lets bash, zsh or fish complete these commands
@@ -126,6 +127,7 @@ def _run(arguments: list[str]) -> int:
         "check": _check,
         "verify": _verify,
         "checkpoint": _checkpoint,
+        "report": _report,
         "trace": _trace,
         "bench": _bench,
         "completion": _completion,
@@ -201,6 +203,12 @@ def _checkpoint(arguments: list[str]) -> int:
     from paceline.checkpoint.command import main as checkpoint
 
     return checkpoint(arguments)
+
+
+def _report(arguments: list[str]) -> int:
+    from paceline.report.report_command import main as report
+
+    return report(arguments)
 
 
 def _trace(arguments: list[str]) -> int:

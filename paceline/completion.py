@@ -44,6 +44,7 @@ def commands() -> dict[str, Flags]:
     from paceline.checkpoint.arguments import CheckpointArguments
     from paceline.plan.check_cli import CheckArguments
     from paceline.plan.cli import PlanArguments
+    from paceline.report.report_command import ReportArguments
     from paceline.report.trace_command import TraceArguments
     from paceline.train.config import TrainConfig
     from paceline.train.sample_command import SampleArguments
@@ -57,6 +58,7 @@ def commands() -> dict[str, Flags]:
         "check": _flags(options(CheckArguments)) | train,
         "verify": _flags(options(VerifyArguments)),
         "checkpoint": _flags(options(CheckpointArguments)),
+        "report": _flags(options(ReportArguments)),
         "trace": _flags(options(TraceArguments)),
         "bench": {"bench": BENCHMARKS},
         "completion": {"completion": tuple(SCRIPTS)},

@@ -26,7 +26,7 @@ def test_help_names_every_command_and_comes_without_torch(capsys: pytest.Capture
     for arguments in ([], ["help"], ["--help"], ["-h"]):
         assert main(arguments) == 0
         out = capsys.readouterr().out
-        for command in ("train", "sample", "trace", "bench", "completion", "version"):
+        for command in ("train", "sample", "report", "trace", "bench", "completion", "version"):
             assert f"\n  {command} " in out
     script = "import sys; from paceline.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
@@ -43,7 +43,7 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "trace", "plan", "check", "verify", "completion"])
+@pytest.mark.parametrize("command", ["train", "sample", "report", "trace", "plan", "check", "verify", "completion"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         assert main([command, "--help"]) == 0
@@ -128,6 +128,7 @@ def test_output_that_finds_no_room_is_one_line(tmp_path: Path) -> None:
         full(["plan", "--model", "a" * 300, "--devices", "2"], "aaa: File name too long; choose another"),
         (["bench", "strateges"], "did you mean strategies?"),
         (["train", "no-such.yaml"], "no-such.yaml: cannot be read"),
+        (["report", "no-such-run"], "there is no run folder no-such-run"),
         (["trace", "no-such-run"], "there is no run folder no-such-run"),
     ],
 )

@@ -16,6 +16,7 @@ from paceline.checkpoint.arguments import CheckpointArguments
 from paceline.command_line.parse import parse
 from paceline.plan.check_cli import main as check
 from paceline.plan.cli import PlanArguments
+from paceline.report.report_command import ReportArguments
 from paceline.train.command_line import parse_train_arguments
 from paceline.verify.arguments import parse as parse_verify_arguments
 
@@ -75,6 +76,8 @@ def test_every_command_is_understood(page: str, words: list[str], tmp_path: Path
         assert check(words[2:]) == 0
     elif words[1] == "verify":
         assert parse_verify_arguments(words[2:]).workers > 0
+    elif words[1] == "report":
+        assert parse(ReportArguments, words[2:], "paceline report").run
     else:
         assert words[1] in ("sample", "trace", "completion", "help", "version")
 

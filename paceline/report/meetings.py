@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from paceline.core.events import Event
 from paceline.core.mesh import REPLICATE, SHARD, Mesh
@@ -34,12 +35,12 @@ class Meeting:
         """Whether every rank's event is there, of more than one."""
         return len(self.ranks) == len(self.events) > 1
 
-    @property
+    @cached_property
     def last(self) -> Event:
         """Of the rank that came last."""
         return max(self.events, key=lambda event: event.start)
 
-    @property
+    @cached_property
     def came(self) -> float:
         """When all had come."""
         return self.last.start
@@ -50,7 +51,7 @@ class Meeting:
         first, *others = sorted((event.start for event in self.events), reverse=True)
         return first - others[0] if others else 0.0
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """From when all had come to when the last has done: what the collective itself took."""
         return max(0.0, max(event.end for event in self.events) - self.came)
@@ -59,7 +60,7 @@ class Meeting:
         """Seconds in which the rank of one of the events computed nothing because another had not come yet."""
         return max(0.0, min(self.came, event.end) - max(event.start, event.end - event.exposed))
 
-    @property
+    @cached_property
     def algorithm_bandwidth(self) -> float | None:
         """Bytes of the buffer per second; None where that cannot be told."""
         size = max(event.bytes for event in self.events)

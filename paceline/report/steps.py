@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +15,11 @@ from paceline.report.clocks import Offset, aligned, offsets
 from paceline.report.critical_path import After, Segment, critical_path
 from paceline.report.meetings import Groups, Meeting, meetings
 from paceline.report.recordings import Recording
+
+_MOST_CHANCE = 0.25
+"""A rank is named if ranks that are alike would make one of them look as slow less often than this."""
+_LEAST = 0.02
+"""Of a step: what a rank has to cost the others to be named."""
 
 Cause = Literal["computing", "what it does between ops", "what it does before its first op, such as getting data"]
 
@@ -108,6 +115,7 @@ class Step:
                 stood = meeting.waited(event)
                 waited[event.rank] = waited.get(event.rank, 0.0) + stood
                 cost[meeting.last.rank] = cost.get(meeting.last.rank, 0.0) + stood / max(1, len(by_rank) - 1)
+        last = Counter(meeting.last.rank for meeting in whole)
         found = []
         first = min((e.start for e in self.events if e.stream == "compute"), default=0.0)
         for rank, events in sorted(by_rank.items()):
@@ -124,7 +132,7 @@ class Step:
                     waiting=waited.get(rank, 0.0),
                     between=between,
                     before=start - first,
-                    last=sum(meeting.last.rank == rank for meeting in whole),
+                    last=last[rank],
                     meetings=len(whole),
                     cost=cost.get(rank, 0.0),
                 )
@@ -138,14 +146,16 @@ class Straggler:
 
     Attributes:
         rank: The rank.
-        share: How often it comes last: of all collectives.
-        cost: Seconds of a step that another rank stands still for it, on average.
+        steps: In how many steps the others stood still longest for it.
+        last: At which share of all collectives it came last.
+        cost: Seconds of a step that another rank stands still for it, in the middle of all steps.
         of_step: The same as a share of the step.
         cause: What takes it longer than the others.
     """
 
     rank: int
-    share: float
+    steps: int
+    last: float
     cost: float
     of_step: float
     cause: Cause
@@ -171,16 +181,19 @@ def mean_times(steps: Sequence[Step]) -> list[RankTimes]:
     ]
 
 
-def straggler(steps: Sequence[Step], least: float = 0.02) -> Straggler | None:
-    """The rank that costs the others most, if that is at least a share `least` of a step and most come before it."""
-    times = mean_times(steps)
-    seconds = statistics.fmean(step.seconds for step in steps) if steps else 0.0
-    if len(times) < 2 or seconds <= 0:
+def straggler(steps: Sequence[Step]) -> Straggler | None:
+    """The rank that the others stand still for: in so many of the steps that it is no chance, and not for nothing."""
+    met = [step for step in steps if any(times.meetings for times in step.ranks)]
+    times = mean_times(met)
+    if len(times) < 2:
         return None
-    slow = max(times, key=lambda each: each.cost)
+    costliest = Counter(max(step.ranks, key=lambda each: each.cost).rank for step in met)
+    rank, often = costliest.most_common(1)[0]
+    slow = next(each for each in times if each.rank == rank)
     others = [each for each in times if each is not slow]
-    share = slow.last / slow.meetings if slow.meetings else 0.0
-    if slow.cost < least * seconds or slow.cost < 2 * statistics.fmean(each.cost for each in others) or share < 0.5:
+    cost = statistics.median(each.cost for step in met for each in step.ranks if each.rank == rank)
+    seconds = statistics.median(step.seconds for step in met)
+    if len(times) * _by_chance(often, len(met), 1 / len(times)) > _MOST_CHANCE or cost < _LEAST * seconds:
         return None
     more: dict[Cause, float] = {
         "computing": slow.computing - statistics.median(each.computing for each in others),
@@ -188,4 +201,10 @@ def straggler(steps: Sequence[Step], least: float = 0.02) -> Straggler | None:
         "what it does before its first op, such as getting data": slow.before
         - statistics.median(each.before for each in others),
     }
-    return Straggler(slow.rank, share, slow.cost, slow.cost / seconds, max(more, key=lambda cause: more[cause]))
+    cause = max(more, key=lambda cause: more[cause])
+    return Straggler(rank, often, slow.last / slow.meetings, cost, cost / seconds, cause)
+
+
+def _by_chance(least: int, tries: int, probability: float) -> float:
+    """How likely something of this probability happens in so many tries or more, out of all."""
+    return sum(math.comb(tries, n) * probability**n * (1 - probability) ** (tries - n) for n in range(least, tries + 1))

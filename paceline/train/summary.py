@@ -133,6 +133,7 @@ def next_steps(config: TrainConfig, world: World, path: Path) -> list[str]:
         f"run folder: {path}",
         "next:",
         f'    paceline sample {short} --prompt "class "',
+        f"    paceline report {short}",
         *([f"    paceline trace {short}"] if config.log.events_every else []),
         f"    paceline train --model.preset {preset}{workers}",
     ]

@@ -24,9 +24,9 @@ def test_standing_still_inside_an_op_is_no_computing() -> None:
 
 
 def test_the_slow_rank_is_named_with_what_it_costs_and_why() -> None:
-    slow = straggler([step(SLOW)])
+    slow = straggler([step(SLOW)] * 5)
     assert slow is not None
-    assert (slow.rank, slow.share, slow.cost, slow.cause) == (1, 1, 2, "computing")
+    assert (slow.rank, slow.steps, slow.last, slow.cost, slow.cause) == (1, 5, 1, 2, "computing")
     assert slow.of_step == pytest.approx(2 / 7.5)
 
 
@@ -37,24 +37,31 @@ def moved(event: Event, by: float) -> Event:
 def test_a_rank_that_begins_late_waited_before_its_step() -> None:
     one = [compute("backward", 0, 0, 1), collective(0, 1, 5, exposed=4), compute("update", 0, 5, 6)]
     other = [compute("backward", 1, 3, 4), collective(1, 4, 5, exposed=1), compute("update", 1, 5, 6)]
-    slow = straggler([step([*one, *other])])
+    slow = straggler([step([*one, *other])] * 5)
     assert slow is not None and slow.rank == 1 and "before its first op" in slow.cause
 
 
 def test_a_rank_that_pauses_between_ops() -> None:
     one = [compute("forward", 0, 0, 1), compute("backward", 0, 1, 2), collective(0, 2, 6, exposed=4)]
     other = [compute("forward", 1, 0, 1), compute("backward", 1, 4, 5), collective(1, 5, 6, exposed=1)]
-    slow = straggler([step([*one, *other, compute("update", 0, 6, 7), compute("update", 1, 6, 7)])])
+    slow = straggler([step([*one, *other, compute("update", 0, 6, 7), compute("update", 1, 6, 7)])] * 5)
     assert slow is not None and slow.rank == 1 and slow.cause == "what it does between ops"
 
 
 def test_equal_ranks_and_single_ones_are_not_blamed() -> None:
     mirrored = [replace(event, rank=1 - event.rank) for event in SLOW]
-    assert straggler([step(SLOW), step(mirrored)]) is None
-    assert straggler([step(SLOW[:4], 1)]) is None
+    assert straggler([step(SLOW), step(mirrored)] * 5) is None
+    assert straggler([step(SLOW[:4], 1)] * 5) is None
     assert straggler([]) is None
     small = [moved(event, 1000) if event.kind == "update" else event for event in SLOW]
-    assert straggler([step(small)]) is None
+    assert straggler([step(small)] * 5) is None
+
+
+@pytest.mark.parametrize(("slow", "steps", "is_named"), [(2, 2, False), (3, 3, True), (7, 10, False), (8, 10, True)])
+def test_what_may_be_chance_names_nobody(slow: int, steps: int, is_named: bool) -> None:
+    mirrored = [replace(event, rank=1 - event.rank) for event in SLOW]
+    found = straggler([step(SLOW)] * slow + [step(mirrored)] * (steps - slow))
+    assert (found is not None and found.rank == 1) == is_named
 
 
 def test_means_are_over_steps() -> None:

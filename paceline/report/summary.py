@@ -1,0 +1,123 @@
+"""The page's first section: what the run did, in single numbers, and what binds it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from paceline.report import quantities as said
+from paceline.report.critical_path import What
+from paceline.report.html import Html, Section, bar, figures, join, tag
+from paceline.report.run import Run
+from paceline.report.steps import Step, straggler
+
+_WORDS: dict[What, str] = {
+    "computing": "Computing",
+    "communicating": "Communication",
+    "between ops": "What ranks do between ops (Python, clipping, the operating system)",
+}
+
+
+def summary(run: Run) -> Section:
+    """Steps, rate, exposed communication, goodput, memory, the slowest rank; and the verdict."""
+    history, spent, slow = run.history, run.history.goodput, straggler(run.steps)
+    rate, mfu, exposed = history.mean("perf/tokens_per_second"), history.mean("perf/mfu"), exposed_share(run)
+    flops, peak = history.mean("perf/tflops"), history.last_figure("memory/peak_bytes")
+    loss, bits = history.last_figure("train/loss"), history.last_figure("val/bits_per_byte")
+    unknown = "not known"
+    items: list[tuple[str, str, str, float | None]] = [
+        ("steps", "Steps", _steps(run), history.steps),
+        ("loss", "Last loss", unknown if loss is None else said.digits(loss), loss),
+        ("tokens_per_second", "Tokens/s, all ranks", unknown if rate is None else said.count(rate), rate),
+        ("mfu", "MFU", said.share(mfu), mfu)
+        if mfu is not None
+        else ("tflops", "TFLOP/s (of what peak is not known)", unknown if flops is None else said.digits(flops), flops),
+        ("exposed", "Exposed communication", unknown if exposed is None else said.share(exposed), exposed),
+        (
+            "goodput",
+            "Goodput",
+            unknown if spent is None else said.share(spent.share),
+            None if spent is None else spent.share,
+        ),
+        ("peak_bytes", "Peak memory of a rank", unknown if peak is None else said.size(peak), peak),
+        (
+            "slowest_rank",
+            "Slowest rank",
+            "none stands out" if slow is None else f"rank {slow.rank}",
+            None if slow is None else slow.rank,
+        ),
+    ]
+    if bits is not None:
+        items.insert(2, ("bits_per_byte", "Bits per byte, held-out text", said.digits(bits), bits))
+    return Section("summary", "Summary", verdict(run), join([figures(items), _where_the_time_went(run)]))
+
+
+def exposed_share(run: Run) -> float | None:
+    """Share of the time in which ranks stood still for communication: of all steps, else of those with events."""
+    measured = run.history.mean("comm/exposed_fraction")
+    if measured is None and run.steps:
+        spans = [(times.exposed, times.seconds) for step in run.steps for times in step.ranks]
+        whole = sum(seconds for _, seconds in spans)
+        measured = sum(exposed for exposed, _ in spans) / whole if whole > 0 else None
+    return measured
+
+
+def path_shares(steps: Sequence[Step]) -> dict[What, float]:
+    """What the critical paths of steps consist of, as shares of their length."""
+    spent: dict[What, float] = dict.fromkeys(_WORDS, 0.0)
+    for step in steps:
+        for segment in step.path:
+            spent[segment.what] += segment.seconds
+    whole = sum(spent.values())
+    return {what: part / whole for what, part in spent.items()} if whole > 0 else {}
+
+
+def verdict(run: Run) -> str:
+    """A sentence: what the steps' length comes from."""
+    shares, slow = path_shares(run.steps), straggler(run.steps)
+    if not shares:
+        return "Without events of a step it cannot be said what binds this run."
+    length = statistics.median(step.seconds for step in run.steps)
+    parts = sorted(shares.items(), key=lambda item: -item[1])
+    rest = " and ".join(f"{what} {said.share(part)}" for what, part in parts[1:])
+    about = f"of the critical path of {said.count(len(run.steps), 'recorded step')}"
+    if slow is not None:
+        return (
+            f"Rank {slow.rank} binds this run: each other rank stands still {said.seconds(slow.cost)} a step for it, "
+            f"{said.share(slow.of_step)} of {said.seconds(length)}, since it takes longer {_in(slow.cause)}. "
+            f"{_WORDS[parts[0][0]]} is {said.share(parts[0][1])} {about}, {rest}."
+        )
+    first, part = parts[0]
+    return (
+        f"{_WORDS[first]} {'bind' if first == 'between ops' else 'binds'} this run: it is {said.share(part)} {about} "
+        f"({said.seconds(length)} in the middle), {rest}."
+    )
+
+
+def _in(cause: str) -> str:
+    return "computing" if cause == "computing" else f"with {cause}"
+
+
+def _steps(run: Run) -> str:
+    planned = run.config.steps if run.config is not None else 0
+    done = said.count(run.history.steps)
+    return f"{done} of {planned:,}" if planned > run.history.steps else done
+
+
+def _where_the_time_went(run: Run) -> Html:
+    spent = run.history.goodput
+    if spent is None:
+        return Html("")
+    parts = [
+        ("useful", "steps that count", spent.useful),
+        ("repeated", "steps done again after a restart", spent.repeated),
+        ("validating", "validating", spent.validating),
+        ("interrupted", "interrupted", spent.interrupted),
+        ("other", "starting, saving and the rest", spent.other),
+    ]
+    shown = [part for part in parts if part[2] > 0]
+    told = ", ".join(f"{words} {said.seconds(seconds)}" for _, words, seconds in shown)
+    caption = f"Of {said.seconds(spent.seconds)}: {told}."
+    drawn = bar([(f"time-{name}", seconds / spent.seconds) for name, _, seconds in shown], caption)
+    keys = [tag("li", tag("span", class_=f"key time-{name}"), words) for name, words, _ in shown]
+    return tag("figure", drawn, tag("figcaption", caption), tag("ul", *keys, class_="keys"))

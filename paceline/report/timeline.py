@@ -1,0 +1,175 @@
+"""The page's timeline: what its script draws, as columns of numbers, one step after another."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.events import Event
+from paceline.core.ops import COMPUTE, STREAMS
+from paceline.report import quantities as said
+from paceline.report.html import Html, Section, data, join, tag
+from paceline.report.run import Run
+from paceline.report.steps import Step, mean_times
+
+MOST_RANKS = 32
+"""More lanes than theirs do not fit on a screen."""
+_KEYS = (
+    ("forward", "forward"),
+    ("backward", "backward"),
+    ("update", "update"),
+    ("other", "copying, adding up"),
+    ("hidden", "communication, hidden"),
+    ("exposed", "communication that a rank stands still for"),
+)
+_HELP = (
+    "Drag to move, double-click or Ctrl + wheel to zoom. With the keyboard: + and − zoom, the arrow keys left and "
+    "right move, up and down change the lane, N and P go to the next and the previous op, 0 shows the whole step, C "
+    "marks the critical path."
+)
+
+
+def timeline(run: Run) -> Section:
+    """The section."""
+    if not run.steps:
+        return Section(
+            "timeline", "Timeline", "No events of steps were recorded, so there is nothing to draw.", Html("")
+        )
+    chosen = {id(step): name for name, step in (("slowest", run.slowest), ("typical", run.typical))}
+    options = [
+        tag("option", f"{chosen[id(step)]}: {_option(step)}", value=run.steps.index(step))
+        for step in dict.fromkeys((run.typical, run.slowest))
+        if step is not None
+    ]
+    options += [tag("option", _option(step), value=index) for index, step in enumerate(run.steps)]
+    controls = tag(
+        "div",
+        tag("label", "Step ", tag("select", *options, id="step")),
+        *(
+            tag("button", words, type="button", id=name, **more)
+            for name, words, more in (
+                ("zoom-in", "Zoom in", {}),
+                ("zoom-out", "Zoom out", {}),
+                ("whole-step", "Whole step", {}),
+                ("critical", "Critical path", {"aria_pressed": "false"}),
+            )
+        ),
+        class_="controls",
+    )
+    keys = [tag("li", tag("span", class_=f"key op-{name}"), words) for name, words in _KEYS]
+    body = [
+        controls,
+        tag(
+            "canvas",
+            id="lanes",
+            tabindex=0,
+            role="application",
+            aria_label="Timeline of a step: one lane per rank and stream",
+            aria_describedby="timeline-help details",
+        ),
+        tag("p", "Point at an op, or press N, to see what it is.", id="details", role="status"),
+        tag("ul", *keys, class_="keys"),
+        tag("p", _HELP, id="timeline-help", class_="note"),
+        data("timeline-data", timeline_data(run)),
+    ]
+    return Section("timeline", "Timeline", _sentence(run), join(body))
+
+
+def timeline_data(run: Run) -> dict[str, Any]:
+    """The steps' lanes, events and critical paths; times are in microseconds from the step's first op."""
+    kinds: dict[str, int] = {}
+    names: dict[str, int] = {}
+    steps = [_columns(step, _ranks_shown(run), kinds, names) for step in run.steps]
+    typical = next((index for index, step in enumerate(run.steps) if step is run.typical), 0)
+    return {"kinds": list(kinds), "names": list(names), "streams": list(STREAMS), "typical": typical, "steps": steps}
+
+
+def _columns(step: Step, ranks: Sequence[int], kinds: dict[str, int], names: dict[str, int]) -> dict[str, Any]:
+    present = {(event.rank, event.stream) for event in step.events}
+    lanes: list[tuple[int, str]] = [(rank, stream) for rank in ranks for stream in STREAMS if (rank, stream) in present]
+    lane_of = {lane: index for index, lane in enumerate(lanes)}
+    shown = [event for event in step.events if (event.rank, event.stream) in lane_of]
+    shown.sort(key=lambda event: (lane_of[event.rank, event.stream], event.start))
+    index_of = {id(event): index for index, event in enumerate(shown)}
+    met = [meeting for meeting in step.meetings if any(id(event) in index_of for event in meeting.events)]
+    meeting_of = {id(event): number for number, meeting in enumerate(met) for event in meeting.events}
+
+    def since(seconds: float) -> float:
+        return round((seconds - step.origin) * 1e6, 1)
+
+    return {
+        "number": step.number,
+        "seconds": step.seconds,
+        "lanes": [[rank, STREAMS.index(stream)] for rank, stream in lanes],
+        "kind": [kinds.setdefault(event.kind, len(kinds)) for event in shown],
+        "name": [names.setdefault(event.target, len(names)) for event in shown],
+        "lane": [lane_of[event.rank, event.stream] for event in shown],
+        "start": [since(event.start) for event in shown],
+        "took": [round(event.seconds * 1e6, 1) for event in shown],
+        "exposed": [round(event.exposed * 1e6, 1) for event in shown],
+        "bytes": [event.bytes for event in shown],
+        "sent": [event.sent for event in shown],
+        "microBatch": [event.micro_batch for event in shown],
+        "unplanned": [index for index, event in enumerate(shown) if not event.planned],
+        "meeting": [meeting_of.get(id(event), -1) for event in shown],
+        "came": [since(meeting.came) for meeting in met],
+        "last": [meeting.last.rank for meeting in met],
+        "lastEvent": [index_of.get(id(meeting.last), -1) for meeting in met],
+        "busBandwidth": [meeting.bus_bandwidth for meeting in met],
+        "next": _what_waited(shown),
+        "path": [
+            [since(part.start), since(part.end), lane_of.get((part.rank, _stream(part.event)), -1)]
+            for part in step.path
+        ],
+    }
+
+
+def _stream(event: Event | None) -> str:
+    return "compute" if event is None else event.stream
+
+
+def _what_waited(events: Sequence[Event]) -> list[list[int]]:
+    """Pairs of a collective that a rank stood still for and the compute op that it then went on with."""
+    computed: dict[int, tuple[list[float], list[int]]] = {}
+    for index, event in sorted(enumerate(events), key=lambda item: item[1].end):
+        if event.kind in COMPUTE:
+            ends, indices = computed.setdefault(event.rank, ([], []))
+            ends.append(event.end)
+            indices.append(index)
+    pairs = []
+    for index, event in enumerate(events):
+        if event.kind not in COMPUTE and event.exposed > 0 and event.rank in computed:
+            ends, indices = computed[event.rank]
+            if (place := bisect_right(ends, event.end)) < len(ends):
+                pairs.append([index, indices[place]])
+    return pairs
+
+
+def _ranks_shown(run: Run) -> list[int]:
+    """All ranks, or of many those that the others stand still for longest."""
+    times = mean_times(run.steps)
+    costly = sorted(times, key=lambda each: (-each.cost, each.rank))[:MOST_RANKS]
+    return sorted(each.rank for each in costly)
+
+
+def _option(step: Step) -> str:
+    return f"step {step.number:,}, {said.seconds(step.seconds)}"
+
+
+def _sentence(run: Run) -> str:
+    step = run.typical
+    assert step is not None
+    times = step.ranks
+    exposed, seconds = sum(each.exposed for each in times), sum(each.seconds for each in times)
+    talked = sum(event.seconds for event in step.events if event.kind not in COMPUTE)
+    sentence = f"Step {step.number:,}, the typical one of {len(run.steps):,}, takes {said.seconds(step.seconds)}"
+    if talked > 0 and seconds > 0:
+        hidden = max(0.0, 1 - exposed / talked)
+        sentence += (
+            f": ranks compute nothing for {said.share(exposed / seconds)} of it as they wait for collectives, and "
+            f"{said.share(hidden)} of the time that collectives take is hidden behind computing"
+        )
+    if len(times) > MOST_RANKS:
+        sentence += f". Of {len(times):,} ranks those {MOST_RANKS} are drawn that the others stand still for longest"
+    return sentence + "."

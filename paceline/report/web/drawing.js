@@ -1,0 +1,31 @@
+"use strict";
+// What both kinds of picture need: colours as the style sheet has them, quantities in words, and when to draw again.
+const drawing = (() => {
+  const redrawn = [];
+
+  function colour(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  }
+
+  function digits(value) {
+    if (value === 0) return "0";
+    const places = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value))));
+    return places > 6 ? value.toExponential(2) : value.toLocaleString("en", {
+      minimumFractionDigits: places, maximumFractionDigits: places,
+    });
+  }
+
+  function withUnit(value, units) {
+    const [size, name] = units.find(([unit]) => Math.abs(value) >= unit) || units[units.length - 1];
+    return digits(value / size) + " " + name;
+  }
+
+  const microseconds = (value) => withUnit(value, [[1e6, "s"], [1e3, "ms"], [1, "µs"]]);
+  const bytes = (value) => withUnit(value, [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]]);
+
+  // The colours of paper are not those of a dark screen.
+  const again = () => redrawn.forEach((draw) => draw());
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", again);
+
+  return { colour, digits, microseconds, bytes, onChange: (draw) => redrawn.push(draw) };
+})();

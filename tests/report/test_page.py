@@ -1,0 +1,352 @@
+"""The page of a run, as a browser shows it: its numbers, what hand and keyboard do, and who is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline as pl
+from paceline.cli import main
+from paceline.core.events import Event
+from paceline.models.transformer import Block
+from paceline.report.page import page as page_of
+from paceline.report.run import read_run
+from paceline.report.trace import read_events
+from tests.report.browser import Browser
+from tests.report.events import SLOW, figures, write_run
+from tests.train.processes import metrics, trained
+
+WIDTHS = (1280, 400)
+
+
+@contextlib.contextmanager
+def slow_rank() -> Iterator[None]:
+    """Inside, the blocks of rank 1 take their time."""
+    plain = Block.forward
+
+    def forward(self: Block, *arguments: Any, **more: Any) -> Any:
+        if pl.init().rank == 1:
+            time.sleep(0.02)
+        return plain(self, *arguments, **more)
+
+    Block.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Block.forward = plain  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def run(ranks: Any, text: Path, nano: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks, of which one is slow, and its page."""
+    folder = tmp_path_factory.mktemp("reported")
+    flags = ["--steps", "16", "--log.every", "4", "--log.events-every", "4", "--strategy.zero", "2", "--folder", "run"]
+    status, _, errors = trained(ranks, 2, folder, [*nano, *flags], slow_rank)
+    assert status == 0, errors
+    assert main(["report", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def shown(run: Path, page: Browser) -> Browser:
+    page.open(run / "report.html")
+    return page
+
+
+def value(page: Browser, name: str) -> float:
+    return float(page.run("document.querySelector(`[data-figure=${arguments[0]}]`).dataset.value", name))
+
+
+# ---- numbers
+
+
+def test_the_numbers_are_those_of_the_runs_files(run: Path, shown: Browser) -> None:
+    rows = [row for row in metrics(run) if "train/loss" in row and row["step"] > 1]
+    seconds = [row["perf/step_seconds"] * steps for row, steps in zip(rows, (3, 4, 4, 4), strict=True)]
+    weighed = {
+        name: sum(row[key] * time for row, time in zip(rows, seconds, strict=True)) / sum(seconds)
+        for name, key in (("tokens_per_second", "perf/tokens_per_second"), ("exposed", "comm/exposed_fraction"))
+    }
+    for name, expected in weighed.items():
+        assert value(shown, name) == pytest.approx(expected)
+    assert value(shown, "steps") == 16
+    assert value(shown, "loss") == rows[-1]["train/loss"]
+    assert value(shown, "peak_bytes") == rows[-1]["memory/peak_bytes"]
+
+
+def test_the_timeline_has_every_event_of_every_step(run: Path, shown: Browser) -> None:
+    events = read_events(run / "events.jsonl")
+    steps = shown.run("timeline.data.steps")
+    assert [step["number"] for step in steps] == sorted({event.step + 1 for event in events})
+    for step in steps:
+        mine = [event for event in events if event.step == step["number"] - 1]
+        assert len(step["start"]) == len(mine)
+        assert sum(step["took"]) == pytest.approx(sum(event.seconds for event in mine) * 1e6, rel=0.01, abs=10)
+        assert sum(step["exposed"]) == pytest.approx(sum(event.exposed for event in mine) * 1e6, rel=0.01, abs=10)
+        assert sum(step["sent"]) == sum(event.sent for event in mine)
+    assert shown.run("timeline.state.lanes.length") == len({(event.rank, event.stream) for event in events})
+    lengths = [max(e.end for e in mine) - min(e.start for e in mine) for mine in _computed_by_step(events)]
+    typical = steps[shown.run("timeline.data.typical")]["seconds"]
+    assert typical == pytest.approx(sorted(lengths)[(len(lengths) - 1) // 2])
+
+
+def _computed_by_step(events: list[Event]) -> list[list[Event]]:
+    return [
+        [event for event in events if event.step == step and event.stream == "compute"]
+        for step in sorted({event.step for event in events})
+    ]
+
+
+def test_the_slow_rank_is_named_with_what_it_costs_and_why(run: Path, shown: Browser) -> None:
+    assert value(shown, "slowest_rank") == 1
+    assert shown.text("#summary .sentence").startswith("Rank 1 binds this run")
+    assert "takes longer computing" in shown.text("#ranks .sentence")
+    found = read_run(run)
+    # Two blocks sleep for 20 ms each; the other rank stands still for most of that.
+    cost = statistics.median(step.ranks[1].cost for step in found.steps)
+    assert cost > 0.02
+
+
+def test_charts_show_the_figures_that_were_logged(run: Path, shown: Browser) -> None:
+    charts = {chart["title"]: chart for chart in shown.run("charts.data.charts")}
+    rows = [row for row in metrics(run) if "train/loss" in row]
+    loss = charts["Loss, nats per token"]
+    assert loss["steps"] == [row["step"] for row in rows]
+    assert loss["lines"][0]["values"] == pytest.approx([row["train/loss"] for row in rows], rel=1e-5)
+    assert loss["lines"][1]["values"][-1] == pytest.approx(metrics(run)[-1]["val/loss"], rel=1e-5)
+    assert (
+        shown.run("charts.plots().length") == len(charts) == len(shown.run("[...document.querySelectorAll('.u-over')]"))
+    )
+    assert shown.run("charts.data.marks.checkpoint") == [16]
+
+
+# ---- hand and keyboard
+
+
+def test_pointing_at_an_op_tells_what_it_is(shown: Browser) -> None:
+    step = shown.run("timeline.data.typical")
+    columns = shown.run("timeline.data.steps[arguments[0]]", step)
+    index = max(range(len(columns["took"])), key=lambda i: columns["took"][i])
+    place = shown.run("timeline.boxOf(arguments[0])", index)
+    shown.point(place["x"], place["y"])
+    told = shown.text("#details")
+    kind, name = shown.run("timeline.data.kinds"), shown.run("timeline.data.names")
+    assert told.startswith(f"{kind[columns['kind'][index]]} of {name[columns['name'][index]]}; rank ")
+    assert told == shown.run("timeline.describe(arguments[0])", index)
+
+
+def test_a_collective_names_the_rank_that_came_last_and_its_bytes(shown: Browser) -> None:
+    columns = shown.run("timeline.data.steps[timeline.data.typical]")
+    rank_of = [columns["lanes"][lane][0] for lane in columns["lane"]]
+    waits = [i for i, met in enumerate(columns["meeting"]) if met >= 0 and columns["last"][met] == 1 and not rank_of[i]]
+    told = [shown.run("timeline.describe(arguments[0])", i) for i in waits]
+    assert any(
+        re.search(r"a buffer of .* of which this rank sent .*; rank 1 came last, [\d.]+ ms later", t) for t in told
+    )
+
+
+def test_zoom_and_moving(shown: Browser) -> None:
+    def view() -> tuple[float, float]:
+        state = shown.run("[timeline.state.from, timeline.state.to]")
+        return state[0], state[1]
+
+    whole = view()
+    shown.click("zoom-in")
+    near = view()
+    assert near[1] - near[0] == pytest.approx((whole[1] - whole[0]) / 2)
+    assert sum(near) == pytest.approx(sum(whole))
+    shown.press("+")
+    assert view()[1] - view()[0] == pytest.approx((whole[1] - whole[0]) / 4)
+    before = view()
+    shown.press("\ue014")  # the arrow to the right
+    assert view()[0] - before[0] == pytest.approx(0.2 * (before[1] - before[0]))
+    shown.click("zoom-out")
+    shown.press("0")
+    assert view() == pytest.approx(whole)
+    # Never beyond the step, however often.
+    shown.press("+" * 60)
+    assert view()[1] - view()[0] > 0
+    shown.press("\ue012" * 40 + "-" * 70)
+    assert view() == pytest.approx(whole)
+
+
+def test_the_wheel_zooms_at_the_pointer(shown: Browser) -> None:
+    at = shown.run("timeline.state.length / 3")
+    x = shown.run("timeline.boxOf(0).x")
+    script = """(() => {
+      const canvas = document.getElementById('lanes'), box = canvas.getBoundingClientRect();
+      canvas.dispatchEvent(new WheelEvent('wheel', {ctrlKey: true, deltaY: -300, clientX: box.x + arguments[0],
+        clientY: box.y + 30, bubbles: true, cancelable: true}));
+    })()"""
+    shown.run(script, x)
+    shown.settle()
+    assert shown.run("timeline.boxOf(0).x") == pytest.approx(x, abs=shown.run("timeline.state.step.took[0]") * 10 + 2)
+    assert shown.run("timeline.state.to - timeline.state.from") < 3 * at / 2
+
+
+def test_the_keyboard_walks_over_ops(shown: Browser) -> None:
+    shown.press("n")
+    assert shown.run("timeline.state.selected") == 0
+    shown.press("nn")
+    assert shown.run("timeline.state.selected") == 2
+    shown.press("p")
+    assert shown.run("timeline.state.selected") == 1
+    shown.press("\ue015")  # down
+    assert shown.run("timeline.state.step.lane[timeline.state.selected]") == 1
+    assert shown.text("#details") == shown.run("timeline.describe(timeline.state.selected)")
+    shown.press("c")
+    assert shown.run("timeline.state.critical") is True
+    assert shown.run("document.getElementById('critical').getAttribute('aria-pressed')") == "true"
+    shown.press("\ue00c")
+    assert "Point at an op" in shown.text("#details")
+
+
+def test_the_step_picker_shows_another_step(run: Path, shown: Browser) -> None:
+    slowest = read_run(run).slowest
+    assert slowest is not None
+    script = """(() => { const picker = document.getElementById('step');
+      picker.value = [...picker.options].find((option) => option.text.startsWith(arguments[0])).value;
+      picker.dispatchEvent(new Event('change')); })()"""
+    shown.run(script, "slowest")
+    shown.settle()
+    assert shown.run("timeline.state.step.number") == slowest.number
+    assert shown.run("timeline.state.length") >= 1e6 * slowest.seconds * 0.999
+    shown.run(script, "step 4,")
+    assert shown.run("timeline.state.step.number") == 4
+
+
+# ---- layout
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_sticks_out_of_the_window(run: Path, page: Browser, width: int, dark: bool) -> None:
+    page.open(run / "report.html", width, dark=dark)
+    assert page.run("document.documentElement.scrollWidth") <= width
+    assert page.run("[...document.querySelectorAll('canvas')].every((c) => c.clientWidth > 100 && c.clientHeight > 60)")
+    background = page.run("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") != dark
+
+
+def test_everything_has_a_name_for_who_cannot_see_it(shown: Browser) -> None:
+    assert shown.run("document.documentElement.lang") == "en"
+    unnamed = """[...document.querySelectorAll('canvas#lanes, svg, .chart, [role=region], nav, section')].filter(
+      (element) => !element.getAttribute('aria-label') && !element.getAttribute('aria-labelledby')).length"""
+    assert shown.run(unnamed) == 0
+    assert (
+        shown.run(
+            "document.querySelectorAll('th:not([scope])').length - document.querySelectorAll('.u-legend th').length"
+        )
+        == 0
+    )
+
+
+def test_on_paper_there_is_no_button_and_no_dark(run: Path, page: Browser) -> None:
+    page.open(run / "report.html", dark=True)
+    page.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    page.settle()
+    assert page.run("getComputedStyle(document.querySelector('.controls')).display") == "none"
+    assert page.run("drawing.colour('page')") == "#ffffff"
+
+
+# ---- what no run should hold
+
+
+HOSTILE = [
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "\u2028\u2029<!--",
+    "'\"><svg onload=window.hacked=1>",
+    "]]>&lt;{{1}}${1}\x00\x1b[31m\ud800",
+]
+
+
+def test_names_that_are_markup_stay_text(page: Browser, tmp_path: Path) -> None:
+    events = [replace(event, target=HOSTILE[i % len(HOSTILE)], kind=event.kind) for i, event in enumerate(SLOW)]
+    folder = write_run(tmp_path / "<b onclick=hacked=1>run", events, [figures(1, 1.0)])
+    facts = {"ranks": 2, "host": HOSTILE[0], "processor": HOSTILE[3], "versions": {"torch": HOSTILE[1]}}
+    (folder / "environment.json").write_text(json.dumps(facts))
+    (folder / "config.yaml").write_text(f"model: {{preset: {json.dumps(HOSTILE[1])}}}\n")
+    assert main(["report", str(folder), "--out", str(tmp_path / "report.html")]) == 0
+    page.open(tmp_path / "report.html")
+    page.press("n")
+    assert HOSTILE[0] in page.text("#details") + page.run("timeline.describe(0)")
+    assert page.text("h1") == "<b onclick=hacked=1>run"
+    assert page.run("window.hacked === undefined")
+    assert page.run("document.querySelectorAll('img, b').length") == 0
+
+
+def test_only_the_pages_own_scripts_may_run(run: Path, browser: Browser, tmp_path: Path) -> None:
+    text = (run / "report.html").read_text()
+    (tmp_path / "changed.html").write_text(text.replace("<main>", "<main><script>window.hacked = 1</script>"))
+    browser.open(tmp_path / "changed.html")
+    assert browser.run("window.hacked === undefined")
+    assert "Content Security Policy" in "".join(browser.complaints())
+
+
+@pytest.mark.parametrize("kind", ["empty", "no metrics", "no events", "one rank"])
+def test_what_a_run_lacks_is_said(page: Browser, tmp_path: Path, kind: str) -> None:
+    events = {"no metrics": SLOW, "one rank": SLOW[:4]}.get(kind, [])
+    rows = [figures(step, float(step)) for step in (1, 2)] if kind in ("no events", "one rank") else []
+    folder = write_run(tmp_path / "run", events, rows)
+    assert main(["report", str(folder)]) == 0
+    page.open(folder / "report.html")
+    assert page.run("document.querySelectorAll('section').length") == 5
+    assert page.run("document.querySelectorAll('#problems li').length") >= 1
+
+
+def test_a_page_is_one_small_file_that_fetches_nothing(run: Path) -> None:
+    text = (run / "report.html").read_text()
+    assert len(text.encode()) < 2_000_000
+    assert not re.search(
+        r"""(?:src|href)=["'](?!#)|@import|url\(""", re.sub(r"<script>.*?</script>", "", text, flags=re.S)
+    )
+
+
+# ---- size
+
+
+@pytest.mark.full
+def test_a_step_of_100_000_ops_is_drawn_quickly(page: Browser, tmp_path: Path) -> None:
+    count = 12_500
+    events = [
+        replace(event, target=f"blocks.{i}", micro_batch=i, start=i + event.start / 10, end=i + event.end / 10)
+        for rank in (0, 1)
+        for i in range(count)
+        for event in SLOW
+        if event.rank == rank
+    ]
+    assert len(events) == 100_000
+    (tmp_path / "large.html").write_text(page_of(read_run(write_run(tmp_path / "run", events, [figures(1, 1.0)]))))
+    page.open(tmp_path / "large.html")
+    assert page.run("timeline.state.step.start.length") == 100_000
+    frames = page.run("""(() => { const took = [];
+      for (let i = 0; i < 24; i++) {
+        const length = timeline.state.length;
+        timeline.look(i % 2 ? 0 : length * i / 48, length * (0.5 + i / 48));
+        const began = performance.now();
+        timeline.draw();
+        took.push(performance.now() - began);
+      }
+      return took; })()""")
+    middle = statistics.median(frames)
+    print(f"a frame of 100,000 ops: {middle:.1f} ms in the middle, {max(frames):.1f} ms at most")
+    # A screen shows a new picture every 17 ms; a machine that does other things meanwhile has longer.
+    assert middle < 500
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", SLOW, [figures(1, 1.0)])
+    assert main(["report", str(folder), "--out", str(tmp_path / "missing" / "page.html")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert "there is no run folder" in capsys.readouterr().err
