@@ -11,6 +11,9 @@ from paceline.core.events import Event
 from paceline.core.ops import COMPUTE, Key
 from paceline.report.meetings import JOINT, Meeting
 
+STOOD_STILL = 20e-6
+"""Seconds from which a rank stood still for a collective: to find that one is over takes it some, too."""
+
 What = Literal["computing", "communicating", "between ops"]
 After = Mapping[Key, tuple[Key, ...]]
 """What the ops of a step come after, besides those before them on their stream."""
@@ -104,7 +107,7 @@ class _Walk:
                 continue
             if other.kind in COMPUTE and other.end <= event.start:
                 return other
-            if other.kind not in COMPUTE and other.exposed > 0:
+            if other.kind not in COMPUTE and other.exposed > STOOD_STILL:
                 return other
         return None
 

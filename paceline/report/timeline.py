@@ -9,6 +9,7 @@ from typing import Any
 from paceline.core.events import Event
 from paceline.core.ops import COMPUTE, STREAMS
 from paceline.report import quantities as said
+from paceline.report.critical_path import STOOD_STILL
 from paceline.report.html import Html, Section, data, join, tag
 from paceline.report.run import Run
 from paceline.report.steps import Step, mean_times
@@ -82,7 +83,14 @@ def timeline_data(run: Run) -> dict[str, Any]:
     names: dict[str, int] = {}
     steps = [_columns(step, _ranks_shown(run), kinds, names) for step in run.steps]
     typical = next((index for index, step in enumerate(run.steps) if step is run.typical), 0)
-    return {"kinds": list(kinds), "names": list(names), "streams": list(STREAMS), "typical": typical, "steps": steps}
+    return {
+        "kinds": list(kinds),
+        "names": list(names),
+        "streams": list(STREAMS),
+        "typical": typical,
+        "steps": steps,
+        "stoodStill": STOOD_STILL * 1e6,
+    }
 
 
 def _columns(step: Step, ranks: Sequence[int], kinds: dict[str, int], names: dict[str, int]) -> dict[str, Any]:
@@ -139,7 +147,7 @@ def _what_waited(events: Sequence[Event]) -> list[list[int]]:
             indices.append(index)
     pairs = []
     for index, event in enumerate(events):
-        if event.kind not in COMPUTE and event.exposed > 0 and event.rank in computed:
+        if event.kind not in COMPUTE and event.exposed > STOOD_STILL and event.rank in computed:
             ends, indices = computed[event.rank]
             if (place := bisect_right(ends, event.end)) < len(ends):
                 pairs.append([index, indices[place]])

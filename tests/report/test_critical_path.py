@@ -52,6 +52,11 @@ def test_a_rank_that_stands_still_in_the_middle_of_an_op() -> None:
     assert short(path(events, 1)) == [("computing", 0, 0, 1), ("communicating", 0, 1, 3), ("computing", 0, 3, 5)]
 
 
+def test_a_collective_that_was_over_when_it_was_asked_for_is_not_on_it() -> None:
+    events = [compute("forward", 0, 0, 1), collective(0, 1, 3, exposed=2e-6), compute("backward", 0, 1, 5)]
+    assert short(path(events, 1)) == [("computing", 0, 0, 1), ("computing", 0, 1, 5)]
+
+
 def test_a_collective_began_after_what_the_schedule_says() -> None:
     # The second op ends just before the collective begins, which waited for another collective.
     events = [

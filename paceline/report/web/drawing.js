@@ -23,9 +23,11 @@ const drawing = (() => {
   const microseconds = (value) => withUnit(value, [[1e6, "s"], [1e3, "ms"], [1, "µs"]]);
   const bytes = (value) => withUnit(value, [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]]);
 
+  const rate = (value) => withUnit(value, [[1e9, "GB/s"], [1e6, "MB/s"], [1e3, "kB/s"], [1, "B/s"]]);
+
   // The colours of paper are not those of a dark screen.
   const again = () => redrawn.forEach((draw) => draw());
   for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", again);
 
-  return { colour, digits, microseconds, bytes, onChange: (draw) => redrawn.push(draw) };
+  return { colour, digits, microseconds, bytes, rate, onChange: (draw) => redrawn.push(draw) };
 })();

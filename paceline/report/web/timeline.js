@@ -156,7 +156,7 @@ const timeline = (() => {
     context.textBaseline = "middle";
     for (let i = firstAfter(lane, state.from); i < state.lanes[lane][1] && start[i] < state.to; i++) {
       const left = gutter + (start[i] - state.from) * scale, long = took[i] * scale;
-      const stood = Math.min(exposed[i], took[i]);
+      const stood = exposed[i] > data.stoodStill ? Math.min(exposed[i], took[i]) : 0;
       // What lies in the pixel that was painted last would not be seen, unless a rank stood still for it.
       if (left + long < right && (isExposed || !stood)) continue;
       const kind = kindOf(i);
@@ -304,10 +304,10 @@ const timeline = (() => {
     if (meeting >= 0) {
       const waited = step.came[meeting] - step.start[i];
       const speed = step.busBandwidth[meeting];
-      if (speed !== null) parts.push(`busbw ${drawing.digits(speed / 1e9)} GB/s`);
+      if (speed !== null) parts.push(`busbw ${drawing.rate(speed)}`);
       parts.push(step.last[meeting] === rank || waited <= 0
         ? "this rank came last" : `rank ${step.last[meeting]} came last, ${took(waited)} later`);
-      parts.push(step.exposed[i] > 0 ? `the rank stood still for it for ${took(step.exposed[i])}` : "hidden behind computing");
+      parts.push(step.exposed[i] > data.stoodStill ? `the rank stood still for it for ${took(step.exposed[i])}` : "hidden behind computing");
     }
     return parts.join("; ") + ".";
   }
