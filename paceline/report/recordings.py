@@ -65,6 +65,11 @@ class Recording:
         return self.place.step
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks, as far as those that wrote events tell."""
+        return max(self.place.events, default=-1) + 1
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that there are events of."""
         return tuple(sorted({event.rank for event in self.events}))

@@ -14,7 +14,9 @@ from paceline.core.errors import UserError
 from paceline.report.history import History, Row
 from paceline.report.lines import Damage, read_lines
 from paceline.report.meetings import groups_of
-from paceline.report.recordings import Place, choose, find_recordings, read_recording
+from paceline.report.prediction import Prediction
+from paceline.report.program import Program, program_of
+from paceline.report.recordings import Place, Recording, choose, find_recordings, read_recording
 from paceline.report.steps import Step
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class Run:
         history: Its figures.
         places: Where the recorded steps lie.
         steps: Those of them that were read, in order.
+        program: What the recorded steps executed; None if that is not known.
         checkpoints: Steps of the checkpoints that are there.
         problems: Sentences that say what is missing, damaged or left out.
     """
@@ -59,6 +62,7 @@ class Run:
     history: History
     places: tuple[Place, ...]
     steps: tuple[Step, ...]
+    program: Program | None
     checkpoints: tuple[int, ...]
     problems: tuple[str, ...]
 
@@ -70,7 +74,12 @@ class Run:
     @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
-        return max([self.facts.ranks, *(step.recording.ranks[-1] + 1 for step in self.steps)])
+        return max([self.facts.ranks, *(step.recording.world_size for step in self.steps)])
+
+    @cached_property
+    def prediction(self) -> Prediction | None:
+        """The typical step as its schedule has it; None if that is not known."""
+        return None if self.program is None or self.typical is None else Prediction(self.program, self.typical)
 
     @property
     def typical(self) -> Step | None:
@@ -113,7 +122,9 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
             f"{EVENTS} holds no events, so there is no timeline: log.events-every says in which steps they are "
             "recorded; 0 is in none."
         )
-    steps = _steps(path / EVENTS, places, config, facts, most, problems)
+    recordings = _recordings(path / EVENTS, places, most, problems)
+    program = _program(path, config, facts, recordings)
+    steps = [_step(recording, config, facts, program, problems) for recording in recordings]
     return Run(
         path=path,
         config=config,
@@ -121,14 +132,13 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
         history=history,
         places=tuple(places),
         steps=tuple(steps),
+        program=program,
         checkpoints=tuple(complete_steps(path / CHECKPOINTS)),
         problems=tuple(problems),
     )
 
 
-def _steps(
-    path: Path, places: Sequence[Place], config: TrainConfig | None, facts: Facts, most: int, problems: list[str]
-) -> list[Step]:
+def _recordings(path: Path, places: Sequence[Place], most: int, problems: list[str]) -> list[Recording]:
     chosen = choose(places, most)
     count = sum(place.count for place in places)
     if len(chosen) < len(places):
@@ -137,19 +147,30 @@ def _steps(
             f"{len(chosen)} of these steps: the typical one, the slowest, and others spread over the run. What it says "
             "of events is about those."
         )
-    steps = []
-    for place in chosen:
-        recording = read_recording(path, place, most)
-        world = max([facts.ranks, *(rank + 1 for rank in place.events)])
-        strategy = None if config is None else config.strategy
-        try:
-            groups = groups_of(strategy, world)
-        except UserError:
-            # Lines of a rank that the strategy has no place for, or another run's settings.
-            groups = groups_of(None, world)
-        steps.append(Step(recording, groups))
-        problems += _what_is_missing(steps[-1], world, len(recording.events) < place.count)
-    return steps
+    return [read_recording(path, place, most) for place in chosen]
+
+
+def _program(path: Path, config: TrainConfig | None, facts: Facts, recordings: Sequence[Recording]) -> Program | None:
+    """The program, if all that was recorded of steps is by it."""
+    if config is None or not recordings:
+        return None
+    worlds = {max(facts.ranks, recording.world_size) for recording in recordings}
+    program = program_of(path, config, worlds.pop()) if len(worlds) == 1 else None
+    return program if program is not None and all(map(program.suits, recordings)) else None
+
+
+def _step(
+    recording: Recording, config: TrainConfig | None, facts: Facts, program: Program | None, problems: list[str]
+) -> Step:
+    world = max(facts.ranks, recording.world_size)
+    try:
+        groups = groups_of(None if config is None else config.strategy, world)
+    except UserError:
+        # Lines of a rank that the strategy has no place for, or another run's settings.
+        groups = groups_of(None, world)
+    step = Step(recording, groups, None if program is None else program.after)
+    problems += _what_is_missing(step, world, len(recording.events) < recording.place.count)
+    return step
 
 
 def _what_is_missing(step: Step, world: int, is_sampled: bool) -> list[str]:

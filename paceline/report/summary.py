@@ -11,6 +11,10 @@ from paceline.report.html import Html, Section, bar, figures, join, tag
 from paceline.report.run import Run
 from paceline.report.steps import Step, straggler
 
+_BINDS = 0.1
+"""Of a step: what a slow rank costs the others from here on is the first thing to say."""
+_LEAST_GAIN = 0.01
+"""Of a step: less is not worth a sentence."""
 _WORDS: dict[What, str] = {
     "computing": "Computing",
     "communicating": "Communication",
@@ -81,16 +85,28 @@ def verdict(run: Run) -> str:
     parts = sorted(shares.items(), key=lambda item: -item[1])
     rest = " and ".join(f"{what} {said.share(part)}" for what, part in parts[1:])
     about = f"of the critical path of {said.count(len(run.steps), 'recorded step')}"
-    if slow is not None:
+    hope = _hope(run, slow is not None)
+    if slow is not None and slow.of_step >= _BINDS:
         return (
             f"Rank {slow.rank} binds this run: each other rank stands still {said.seconds(slow.cost)} a step for it, "
             f"{said.share(slow.of_step)} of {said.seconds(length)}, since it takes longer {_in(slow.cause)}. "
-            f"{_WORDS[parts[0][0]]} is {said.share(parts[0][1])} {about}, {rest}."
+            f"{_WORDS[parts[0][0]]} is {said.share(parts[0][1])} {about}, {rest}.{hope}"
         )
     first, part = parts[0]
     return (
         f"{_WORDS[first]} {'bind' if first == 'between ops' else 'binds'} this run: it is {said.share(part)} {about} "
-        f"({said.seconds(length)} in the middle), {rest}."
+        f"({said.seconds(length)} in the middle), {rest}.{hope}"
+    )
+
+
+def _hope(run: Run, one_is_slow: bool) -> str:
+    """What the simulation expects to help most."""
+    changes = [] if run.prediction is None else run.prediction.changes(one_is_slow)
+    if not changes or changes[0].gain < _LEAST_GAIN:
+        return ""
+    return (
+        f" By simulation it would help most if {changes[0].what}: the typical step would take "
+        f"{said.share(changes[0].gain)} less time."
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.core.events import Event
@@ -16,6 +17,9 @@ from paceline.report.steps import Step, mean_times
 
 MOST_RANKS = 32
 """More lanes than theirs do not fit on a screen."""
+_MOST_PREDICTED = 8
+"""Ranks beside whose lanes there is room for predicted ones."""
+_MOST_NAMED = 6
 _KEYS = (
     ("forward", "forward"),
     ("backward", "backward"),
@@ -37,6 +41,7 @@ def timeline(run: Run) -> Section:
         return Section(
             "timeline", "Timeline", "No events of steps were recorded, so there is nothing to draw.", Html("")
         )
+    drawn = timeline_data(run)
     chosen = {id(step): name for name, step in (("slowest", run.slowest), ("typical", run.typical))}
     options = [
         tag("option", f"{chosen[id(step)]}: {_option(step)}", value=run.steps.index(step))
@@ -54,6 +59,7 @@ def timeline(run: Run) -> Section:
                 ("zoom-out", "Zoom out", {}),
                 ("whole-step", "Whole step", {}),
                 ("critical", "Critical path", {"aria_pressed": "false"}),
+                ("predicted", "Predicted", {"aria_pressed": "true", "hidden": drawn["predicted"] is None}),
             )
         ),
         class_="controls",
@@ -72,7 +78,7 @@ def timeline(run: Run) -> Section:
         tag("p", "Point at an op, or press N, to see what it is.", id="details", role="status"),
         tag("ul", *keys, class_="keys"),
         tag("p", _HELP, id="timeline-help", class_="note"),
-        data("timeline-data", timeline_data(run)),
+        data("timeline-data", drawn),
     ]
     return Section("timeline", "Timeline", _sentence(run), join(body))
 
@@ -90,15 +96,31 @@ def timeline_data(run: Run) -> dict[str, Any]:
         "typical": typical,
         "steps": steps,
         "stoodStill": STOOD_STILL * 1e6,
+        "predicted": _predicted(run, kinds, names),
+        "parameters": {}
+        if run.program is None
+        else {name: _named(each) for name, each in run.program.parameters.items()},
     }
 
 
+def _predicted(run: Run, kinds: dict[str, int], names: dict[str, int]) -> dict[str, Any] | None:
+    """The simulated step of each rank that is drawn, unless these are many."""
+    ranks = _ranks_shown(run)
+    if run.prediction is None or len(ranks) > _MOST_PREDICTED:
+        return None
+    events: list[Event] = []
+    for rank in ranks:
+        if rank in run.prediction.seconds:
+            of_rank = run.prediction.events(rank)
+            origin = min(event.start for event in of_rank)
+            events += [replace(e, start=e.start - origin, end=e.end - origin) for e in of_rank]
+    lanes, shown = _in_lanes(events, ranks)
+    return _ops(shown, lanes, 0.0, kinds, names)
+
+
 def _columns(step: Step, ranks: Sequence[int], kinds: dict[str, int], names: dict[str, int]) -> dict[str, Any]:
-    present = {(event.rank, event.stream) for event in step.events}
-    lanes: list[tuple[int, str]] = [(rank, stream) for rank in ranks for stream in STREAMS if (rank, stream) in present]
+    lanes, shown = _in_lanes(step.events, ranks)
     lane_of = {lane: index for index, lane in enumerate(lanes)}
-    shown = [event for event in step.events if (event.rank, event.stream) in lane_of]
-    shown.sort(key=lambda event: (lane_of[event.rank, event.stream], event.start))
     index_of = {id(event): index for index, event in enumerate(shown)}
     met = [meeting for meeting in step.meetings if any(id(event) in index_of for event in meeting.events)]
     meeting_of = {id(event): number for number, meeting in enumerate(met) for event in meeting.events}
@@ -109,16 +131,7 @@ def _columns(step: Step, ranks: Sequence[int], kinds: dict[str, int], names: dic
     return {
         "number": step.number,
         "seconds": step.seconds,
-        "lanes": [[rank, STREAMS.index(stream)] for rank, stream in lanes],
-        "kind": [kinds.setdefault(event.kind, len(kinds)) for event in shown],
-        "name": [names.setdefault(event.target, len(names)) for event in shown],
-        "lane": [lane_of[event.rank, event.stream] for event in shown],
-        "start": [since(event.start) for event in shown],
-        "took": [round(event.seconds * 1e6, 1) for event in shown],
-        "exposed": [round(event.exposed * 1e6, 1) for event in shown],
-        "bytes": [event.bytes for event in shown],
-        "sent": [event.sent for event in shown],
-        "microBatch": [event.micro_batch for event in shown],
+        **_ops(shown, lanes, step.origin, kinds, names),
         "unplanned": [index for index, event in enumerate(shown) if not event.planned],
         "meeting": [meeting_of.get(id(event), -1) for event in shown],
         "came": [since(meeting.came) for meeting in met],
@@ -131,6 +144,43 @@ def _columns(step: Step, ranks: Sequence[int], kinds: dict[str, int], names: dic
             for part in step.path
         ],
     }
+
+
+def _in_lanes(events: Iterable[Event], ranks: Sequence[int]) -> tuple[list[tuple[int, str]], list[Event]]:
+    """The lanes of some ranks that hold events, and these, lane by lane in the order of time."""
+    listed = [event for event in events if event.rank in set(ranks)]
+    present = {(event.rank, event.stream) for event in listed}
+    lanes: list[tuple[int, str]] = [(rank, stream) for rank in ranks for stream in STREAMS if (rank, stream) in present]
+    lane_of = {lane: index for index, lane in enumerate(lanes)}
+    return lanes, sorted(listed, key=lambda event: (lane_of[event.rank, event.stream], event.start))
+
+
+def _ops(
+    events: Sequence[Event],
+    lanes: Sequence[tuple[int, str]],
+    origin: float,
+    kinds: dict[str, int],
+    names: dict[str, int],
+) -> dict[str, Any]:
+    """Columns of what measured and predicted events have in common."""
+    lane_of = {lane: index for index, lane in enumerate(lanes)}
+    return {
+        "lanes": [[rank, STREAMS.index(stream)] for rank, stream in lanes],
+        "kind": [kinds.setdefault(event.kind, len(kinds)) for event in events],
+        "name": [names.setdefault(event.target, len(names)) for event in events],
+        "lane": [lane_of[event.rank, event.stream] for event in events],
+        "start": [round((event.start - origin) * 1e6, 1) for event in events],
+        "took": [round(event.seconds * 1e6, 1) for event in events],
+        "exposed": [round(event.exposed * 1e6, 1) for event in events],
+        "bytes": [event.bytes for event in events],
+        "sent": [event.sent for event in events],
+        "microBatch": [event.micro_batch for event in events],
+    }
+
+
+def _named(parameters: Sequence[str]) -> str:
+    more = len(parameters) - _MOST_NAMED
+    return ", ".join(parameters[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _stream(event: Event | None) -> str:
@@ -177,6 +227,11 @@ def _sentence(run: Run) -> str:
         sentence += (
             f": ranks compute nothing for {said.share(exposed / seconds)} of it as they wait for collectives, and "
             f"{said.share(hidden)} of the time that collectives take is hidden behind computing"
+        )
+    if run.prediction is not None and (longest := max(run.prediction.seconds.values(), default=0.0)) > 0:
+        sentence += (
+            f". By its schedule, with nobody to wait for and no pause between ops, the slowest rank would need "
+            f"{said.seconds(longest)}"
         )
     if len(times) > MOST_RANKS:
         sentence += f". Of {len(times):,} ranks those {MOST_RANKS} are drawn that the others stand still for longest"

@@ -65,6 +65,8 @@ class Browser:
         from selenium.webdriver.common.action_chains import ActionChains
 
         canvas = self.window.find_element("id", "lanes")
+        # Offsets count from the middle of what is in view.
+        self.run("arguments[0].scrollIntoView({block: 'center'})", canvas)
         width, height = canvas.size["width"], canvas.size["height"]
         chain = ActionChains(self.window).move_to_element_with_offset(canvas, int(x - width / 2), int(y - height / 2))
         (chain.click() if click else chain).perform()

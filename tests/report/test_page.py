@@ -93,7 +93,8 @@ def test_the_timeline_has_every_event_of_every_step(run: Path, shown: Browser) -
         assert sum(step["took"]) == pytest.approx(sum(event.seconds for event in mine) * 1e6, rel=0.01, abs=10)
         assert sum(step["exposed"]) == pytest.approx(sum(event.exposed for event in mine) * 1e6, rel=0.01, abs=10)
         assert sum(step["sent"]) == sum(event.sent for event in mine)
-    assert shown.run("timeline.state.lanes.length") == len({(event.rank, event.stream) for event in events})
+    measured = [lane for lane in shown.run("timeline.state.step.lanes") if len(lane) == 2]
+    assert len(measured) == len({(event.rank, event.stream) for event in events})
     lengths = [max(e.end for e in mine) - min(e.start for e in mine) for mine in _computed_by_step(events)]
     typical = steps[shown.run("timeline.data.typical")]["seconds"]
     assert typical == pytest.approx(sorted(lengths)[(len(lengths) - 1) // 2])
@@ -222,6 +223,39 @@ def test_the_step_picker_shows_another_step(run: Path, shown: Browser) -> None:
     assert shown.run("timeline.state.length") >= 1e6 * slowest.seconds * 0.999
     shown.run(script, "step 4,")
     assert shown.run("timeline.state.step.number") == 4
+
+
+def test_predicted_lanes_lie_under_the_measured_ones_and_can_be_hidden(run: Path, shown: Browser) -> None:
+    prediction = read_run(run).prediction
+    assert prediction is not None
+    columns = shown.run("timeline.data.predicted")
+    for rank, seconds in prediction.seconds.items():
+        computed = [i for i, lane in enumerate(columns["lane"]) if columns["lanes"][lane] == [rank, 0]]
+        ends = max(columns["start"][i] + columns["took"][i] for i in computed)
+        assert ends - min(columns["start"][i] for i in computed) == pytest.approx(seconds * 1e6, abs=1)
+    lanes, order = shown.run("timeline.state.step.lanes"), shown.run("timeline.state.order")
+    assert [lanes[lane][0] for lane in order] == sorted(lane[0] for lane in lanes)
+    assert [len(lanes[lane]) for lane in order if lanes[lane][0] == 0] == sorted(len(x) for x in lanes if x[0] == 0)
+    first = shown.run("timeline.data.steps[timeline.data.typical].start.length")
+    place = shown.run("timeline.boxOf(arguments[0])", first)
+    shown.point(place["x"], place["y"])
+    assert shown.text("#details").startswith("predicted: ")
+    tall = shown.run("document.getElementById('lanes').clientHeight")
+    shown.click("predicted")
+    assert shown.run("timeline.state.lanes.length") == len(lanes) - len(columns["lanes"])
+    assert shown.run("document.getElementById('lanes').clientHeight") < tall
+
+
+def test_a_bucket_names_its_parameters(shown: Browser) -> None:
+    columns = shown.run("timeline.data.steps[timeline.data.typical]")
+    names, streams = shown.run("timeline.data.names"), shown.run("timeline.data.streams")
+    reduced = [i for i, lane in enumerate(columns["lane"]) if streams[columns["lanes"][lane][1]] == "reduce"]
+    parameters = shown.run("timeline.data.parameters")
+    assert any("blocks.1.attention.qkv.weight" in each for each in parameters.values())
+    for i in reduced:
+        assert f"; parameters {parameters[names[columns['name'][i]]]};" in shown.run(
+            "timeline.describe(arguments[0])", i
+        )
 
 
 # ---- layout

@@ -13,7 +13,8 @@ const timeline = (() => {
   const COMPUTE = new Set(["forward", "backward", "update", "unshard", "reshard", "copy_in", "statistics", "publish", "cast"]);
 
   const state = {
-    step: null, index: -1, from: 0, to: 1, length: 1, selected: -1, hovered: -1, critical: false, lanes: [], drawn: 0,
+    step: null, index: -1, from: 0, to: 1, length: 1, selected: -1, hovered: -1, critical: false,
+    predictions: Boolean(data.predicted), lanes: [], order: [], row: [], drawn: 0,
     frameMs: 0,
   };
   let colours = {}, hatch = null, pending = false, width = 0, gutter = 0;
@@ -21,7 +22,7 @@ const timeline = (() => {
   // ---- steps
 
   function show(index) {
-    const step = data.steps[index];
+    const step = state.predictions ? withPrediction(data.steps[index]) : data.steps[index];
     state.step = step;
     state.index = index;
     state.length = Math.max(1, ...step.start.map((start, i) => start + step.took[i]));
@@ -32,10 +33,28 @@ const timeline = (() => {
       if (lane[1] === 0) lane[0] = i;
       lane[1] = i + 1;
     }
+    const byPlace = (a, b) => step.lanes[a][0] - step.lanes[b][0] || isPredicted(a) - isPredicted(b) || a - b;
+    state.order = step.lanes.map((_, lane) => lane).sort(byPlace);
+    state.row = [];
+    state.order.forEach((lane, row) => { state.row[lane] = row; });
     resize();
     whole();
     tell();
   }
+
+  // The same ops by the schedule's own times, as more lanes behind the measured ones.
+  function withPrediction(step) {
+    const more = data.predicted, joined = { ...step };
+    for (const name of ["kind", "name", "start", "took", "exposed", "bytes", "sent", "microBatch"]) {
+      joined[name] = step[name].concat(more[name]);
+    }
+    joined.lanes = step.lanes.concat(more.lanes.map(([rank, stream]) => [rank, stream, 1]));
+    joined.lane = step.lane.concat(more.lane.map((lane) => lane + step.lanes.length));
+    joined.meeting = step.meeting.concat(more.lane.map(() => -1));
+    return joined;
+  }
+
+  const isPredicted = (lane) => state.step.lanes[lane].length > 2;
 
   function whole() {
     look(-0.005 * state.length, 1.005 * state.length);
@@ -64,7 +83,7 @@ const timeline = (() => {
 
   const x = (time) => gutter + (width - gutter) * (time - state.from) / (state.to - state.from);
   const time = (at) => state.from + (at - gutter) / (width - gutter) * (state.to - state.from);
-  const top = (lane) => AXIS + lane * LANE;
+  const top = (lane) => AXIS + state.row[lane] * LANE;
 
   // The first op of a lane that ends after a time.
   function firstAfter(lane, at) {
@@ -78,8 +97,8 @@ const timeline = (() => {
   }
 
   function opAt(px, py) {
-    const lane = Math.floor((py - AXIS) / LANE);
-    if (!(lane >= 0 && lane < state.lanes.length) || px < gutter) return -1;
+    const lane = state.order[Math.floor((py - AXIS) / LANE)];
+    if (lane === undefined || px < gutter) return -1;
     const slack = 2 * (state.to - state.from) / (width - gutter), at = time(px);
     let found = -1, least = slack;
     for (let i = firstAfter(lane, at - slack); i < state.lanes[lane][1] && state.step.start[i] <= at + slack; i++) {
@@ -114,7 +133,7 @@ const timeline = (() => {
 
   function resize() {
     width = canvas.clientWidth;
-    gutter = width < 600 ? 76 : 128;
+    gutter = width < 600 ? 76 : 150;
     const height = AXIS + Math.max(1, state.lanes.length) * LANE + 4, ratio = window.devicePixelRatio || 1;
     canvas.style.height = height + "px";
     canvas.width = Math.round(width * ratio);
@@ -152,6 +171,7 @@ const timeline = (() => {
     const { start, took, exposed } = state.step, y = top(lane) + 2, tall = LANE - 4;
     const scale = (width - gutter) / (state.to - state.from);
     let right = -1, isExposed = false;
+    const alpha = isPredicted(lane) ? 0.6 : 1;
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
     for (let i = firstAfter(lane, state.from); i < state.lanes[lane][1] && start[i] < state.to; i++) {
@@ -161,6 +181,7 @@ const timeline = (() => {
       if (left + long < right && (isExposed || !stood)) continue;
       const kind = kindOf(i);
       const wide = Math.max(1, long);
+      context.globalAlpha = alpha;
       context.fillStyle = colours[kind];
       context.fillRect(left, y, wide, tall);
       if (stood > 0) {
@@ -168,7 +189,8 @@ const timeline = (() => {
         context.fillRect(left + wide - Math.max(1, stood * scale), y, Math.max(1, stood * scale), tall);
       }
       if (wide > 3) { context.strokeStyle = colours.page; context.lineWidth = 1; context.strokeRect(left, y, wide, tall); }
-      if (wide > 34) label(i, left, wide, y + tall / 2, kind, stood > 0);
+      context.globalAlpha = 1;
+      if (wide > 34) label(i, left, wide, y + tall / 2, kind, stood > 0 || alpha < 1);
       right = Math.max(right, left + 1);
       isExposed = stood > 0;
       state.drawn++;
@@ -213,9 +235,10 @@ const timeline = (() => {
     context.textBaseline = "middle";
     context.fillStyle = colours.page;
     context.fillRect(0, AXIS, gutter - 1, canvas.clientHeight);
-    state.step.lanes.forEach(([rank, stream], lane) => {
-      const before = lane > 0 ? state.step.lanes[lane - 1][0] : -1, name = data.streams[stream];
-      if (lane > 0 && before !== rank) {
+    let before = -1;
+    for (const lane of state.order) {
+      const [rank, stream] = state.step.lanes[lane], name = data.streams[stream], foretold = isPredicted(lane);
+      if (before >= 0 && before !== rank) {
         context.strokeStyle = colours.soft;
         context.beginPath();
         context.moveTo(0, top(lane));
@@ -223,9 +246,11 @@ const timeline = (() => {
         context.stroke();
       }
       context.fillStyle = before !== rank ? colours.text : colours.soft;
+      context.font = `${foretold ? "italic " : ""}12px system-ui, sans-serif`;
       const long = width < 600 ? `${rank} ${name.slice(0, 7)}` : `rank ${rank} ${name}`;
-      context.fillText(long, 4, top(lane) + LANE / 2, gutter - 8);
-    });
+      context.fillText(foretold ? long + (width < 600 ? " (p)" : ", predicted") : long, 4, top(lane) + LANE / 2, gutter - 8);
+      before = rank;
+    }
   }
 
   function drawPath() {
@@ -293,13 +318,15 @@ const timeline = (() => {
   function describe(i) {
     const step = state.step, [rank, stream] = step.lanes[step.lane[i]], kind = data.kinds[step.kind[i]];
     const took = drawing.microseconds;
+    const parameters = COMPUTE.has(kind) ? "" : new Map(Object.entries(data.parameters)).get(data.names[step.name[i]]);
     const parts = [
-      `${kind} of ${data.names[step.name[i]]}`,
+      `${isPredicted(step.lane[i]) ? "predicted: " : ""}${kind} of ${data.names[step.name[i]]}`,
       `rank ${rank}, ${data.streams[stream]}` + (step.microBatch[i] >= 0 ? `, micro-batch ${step.microBatch[i]}` : ""),
       `from ${took(step.start[i])}, takes ${took(step.took[i])}`,
     ];
     if (step.unplanned.includes(i)) parts.push("not in the schedule of every step");
     if (step.bytes[i]) parts.push(`a buffer of ${drawing.bytes(step.bytes[i])}, of which this rank sent ${drawing.bytes(step.sent[i])}`);
+    if (parameters) parts.push(`parameters ${parameters}`);
     const meeting = step.meeting[i];
     if (meeting >= 0) {
       const waited = step.came[meeting] - step.start[i];
@@ -382,13 +409,13 @@ const timeline = (() => {
   }
 
   function firstVisible() {
-    const lane = state.lanes.findIndex(([low, high]) => high > low);
+    const lane = state.order[0];
     return Math.min(firstAfter(lane, state.from), state.lanes[lane][1] - 1);
   }
 
   function changeLane(by) {
     const i = state.selected >= 0 ? state.selected : firstVisible();
-    const lane = Math.min(state.lanes.length - 1, Math.max(0, state.step.lane[i] + by));
+    const lane = state.order[Math.min(state.order.length - 1, Math.max(0, state.row[state.step.lane[i]] + by))];
     select(Math.min(firstAfter(lane, state.step.start[i]), state.lanes[lane][1] - 1));
   }
 
@@ -396,6 +423,12 @@ const timeline = (() => {
     state.critical = !state.critical;
     document.getElementById("critical").setAttribute("aria-pressed", String(state.critical));
     ask();
+  }
+
+  function togglePrediction() {
+    state.predictions = !state.predictions;
+    document.getElementById("predicted").setAttribute("aria-pressed", String(state.predictions));
+    show(state.index);
   }
 
   const keys = {
@@ -414,6 +447,7 @@ const timeline = (() => {
   document.getElementById("zoom-out").addEventListener("click", () => zoom(2));
   document.getElementById("whole-step").addEventListener("click", whole);
   document.getElementById("critical").addEventListener("click", toggleCritical);
+  document.getElementById("predicted").addEventListener("click", togglePrediction);
   picker.addEventListener("change", () => show(Number(picker.value)));
   new ResizeObserver(resize).observe(canvas.parentElement);
   drawing.onChange(takeColours);

@@ -1,0 +1,84 @@
+"""The schedule that a run executed, built again from its settings; known only if what was recorded has its ops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import UserError
+from paceline.core.ops import Key, Op
+from paceline.core.schedule import Schedule
+from paceline.report.recordings import Recording
+
+if TYPE_CHECKING:
+    from paceline.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Program:
+    """A run's steps as they were scheduled.
+
+    Attributes:
+        schedule: Of rank 0.
+        micro_batches: Of a step.
+    """
+
+    schedule: Schedule
+    micro_batches: int
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """Rank 0's ops of a step."""
+        return self.schedule.step(self.micro_batches)
+
+    @cached_property
+    def after(self) -> dict[Key, tuple[Key, ...]]:
+        """What each op comes after, which is the same on all ranks."""
+        return {op.key: op.after for op in self.ops}
+
+    @cached_property
+    def parameters(self) -> dict[str, tuple[str, ...]]:
+        """Names of the parameters in each bucket."""
+        layout = self.schedule.layout
+        return {bucket.name: tuple(layout.slots[slot].spec.name for slot in bucket.slots) for bucket in layout.buckets}
+
+    def suits(self, recording: Recording) -> bool:
+        """Whether the planned ops of a recorded step are the schedule's.
+
+        What follows the update may be missing: it is still under way when a step is written down.
+        """
+        planned = {
+            Key(event.kind, event.target, event.micro_batch, event.phase)
+            for event in recording.events
+            if event.planned and event.rank == recording.ranks[0]
+        }
+        under_way = {op.key for op in self.ops if op.phase == "update" and op.stream != "compute"}
+        return planned <= self.after.keys() and self.after.keys() - planned <= under_way
+
+
+def program_of(path: Path, config: TrainConfig, world_size: int) -> Program | None:
+    """The program of a run's folder; None if its tokenizer, which gives the model's size, cannot be read."""
+    import torch
+
+    from paceline.core.build_layout import build_layout
+    from paceline.core.layout import ROOT
+    from paceline.data import Tokenizer
+    from paceline.engine.statistics import length
+    from paceline.engine.units import find_units, parameter_specs
+    from paceline.models.transformer import Transformer
+    from paceline.train.run_folder import TOKENIZER
+
+    try:
+        entries = Tokenizer((path / TOKENIZER).read_text(encoding="utf-8"), str(path / TOKENIZER)).vocabulary
+        with torch.device("meta"):
+            model = Transformer(config.model.shape(entries))
+        units = tuple(find_units(model, config.strategy.units))
+        specs = parameter_specs(model, units)
+        layout = build_layout(specs, (ROOT, *units), config.strategy, world_size)
+        schedule = Schedule(layout, config.strategy, world_size, 0, units, statistics=length(len(specs)))
+        return Program(schedule, math.ceil(math.ceil(config.batch / world_size) / config.micro_batch))
+    except (UserError, OSError, UnicodeDecodeError):
+        return None
