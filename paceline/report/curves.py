@@ -33,15 +33,10 @@ def curves(run: Run) -> Section:
     if not rows:
         return Section("curves", "Over the steps", "There are no figures over steps yet.", Html(""))
     charts = chart_data(run)
-    places = [
-        tag("figure", tag("figcaption", chart["title"]), tag("div", class_="chart", data_chart=index))
-        for index, chart in enumerate(charts["charts"])
-    ]
     body = [
-        tag("div", *places, class_="charts"),
+        draw(charts),
         tag("p", _marks(charts["marks"]), class_="note"),
         tag("details", tag("summary", "The figures as a table"), _table(rows, run.history.validations)),
-        data("charts", charts),
     ]
     return Section("curves", "Over the steps", _sentence(run), join(body))
 
@@ -71,6 +66,30 @@ def chart_data(run: Run) -> dict[str, Any]:
         "charts": charts,
         "marks": {"restart": restarts, "skipped": run.history.skipped, "checkpoint": list(run.checkpoints)},
     }
+
+
+def compared_charts(runs: Sequence[Run]) -> dict[str, Any]:
+    """The first line of each chart, of several runs."""
+    charts = []
+    for title, ((key, label), *more) in _CHARTS:
+        values = [{r.step: r.figures[key] for r in _thinned(run.history.kept) if _is_there(r, key)} for run in runs]
+        if steps := sorted({step for by_step in values for step in by_step}):
+            lines = [
+                {"name": run.name, "values": [_value(by_step.get(step)) for step in steps]}
+                for run, by_step in zip(runs, values, strict=True)
+                if by_step
+            ]
+            charts.append({"title": f"{title}: {label}" if more else title, "steps": steps, "lines": lines})
+    return {"charts": charts, "marks": {"restart": [], "skipped": [], "checkpoint": []}}
+
+
+def draw(charts: Mapping[str, Any]) -> Html:
+    """Places for charts, and what their script draws there."""
+    places = [
+        tag("figure", tag("figcaption", chart["title"]), tag("div", class_="chart", data_chart=index))
+        for index, chart in enumerate(charts["charts"])
+    ]
+    return join([tag("div", *places, class_="charts"), data("charts", charts)])
 
 
 def _sentence(run: Run) -> str:

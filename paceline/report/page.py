@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from paceline.core.errors import UserError
 from paceline.report.communication import communication
+from paceline.report.comparison import comparison
 from paceline.report.curves import curves
 from paceline.report.html import Html, Section, join, tag
 from paceline.report.rank_times import ranks
@@ -21,8 +23,19 @@ _SCRIPTS = ("uPlot.min.js", "drawing.js", "timeline.js", "charts.js")
 
 
 def page(run: Run) -> str:
-    """The page."""
+    """The page of a run."""
     sections = [summary(run), timeline(run), communication(run), curves(run), ranks(run)]
+    return _document(run.name, [tag("p", _where(run))], sections, _problems(run))
+
+
+def comparison_page(runs: Sequence[Run]) -> str:
+    """The page of two runs side by side."""
+    where = [tag("p", f"{run.name}: {_where(run)}") for run in runs]
+    problems = [join([tag("p", run.name, class_="note"), _problems(run)]) for run in runs if run.problems]
+    return _document(" and ".join(run.name for run in runs), where, comparison(*runs), join(problems))
+
+
+def _document(title: str, where: Sequence[Html], sections: Sequence[Section], problems: Html) -> str:
     scripts = [_file(name) for name in _SCRIPTS]
     # Only these scripts run, whatever else comes to stand in the page; and nothing is fetched.
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
@@ -31,27 +44,26 @@ def page(run: Run) -> str:
         Html('<meta charset="utf-8">'),
         Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        tag("title", f"{run.name}: paceline report"),
+        tag("title", f"{title}: paceline report"),
         Html(f"<!-- uPlot, which draws the charts:\n\n{_file('uPlot.LICENSE')}-->"),
         *(Html(f"<style>{_file(name)}</style>") for name in _STYLES),
     ]
     body = [
-        tag("a", "Skip to the timeline", href="#timeline", class_="skip"),
-        tag("header", tag("h1", run.name), tag("p", _where(run)), _links(sections)),
-        _problems(run),
-        tag("main", *(section.html() for section in sections)),
+        tag("a", "Skip to the sections", href="#main", class_="skip"),
+        tag("header", tag("h1", title), *where, _links(sections)),
+        problems,
+        tag("main", *(section.html() for section in sections), id="main"),
         *(Html(f"<script>{script}</script>") for script in scripts),
     ]
     return f'<!doctype html>\n<html lang="en"><head>{join(head)}</head><body>{join(body)}</body></html>\n'
 
 
-def write_page(run: Run, out: Path) -> None:
-    """Writes the page.
+def write_page(text: str, out: Path) -> None:
+    """Writes a page.
 
     Raises:
         UserError: It cannot be written.
     """
-    text = page(run)
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -80,7 +92,7 @@ def _where(run: Run) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _links(sections: list[Section]) -> Html:
+def _links(sections: Sequence[Section]) -> Html:
     return tag("nav", *(tag("a", each.title, href=f"#{each.name}") for each in sections), aria_label="Sections")
 
 
@@ -88,4 +100,4 @@ def _problems(run: Run) -> Html:
     if not run.problems:
         return Html("")
     listed = [tag("li", problem) for problem in run.problems]
-    return tag("aside", tag("h2", "What is missing"), tag("ul", *listed), class_="problems", id="problems")
+    return tag("aside", tag("h2", "What is missing"), tag("ul", *listed), class_="problems")

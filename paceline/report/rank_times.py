@@ -10,7 +10,7 @@ from paceline.report.run import Run
 from paceline.report.steps import RankTimes, mean_times, straggler
 
 _MOST_RANKS = 64
-_PARTS = (
+PARTS = (
     ("computing", "computing"),
     ("between", "between ops"),
     ("transfer", "standing still while data moves"),
@@ -38,7 +38,7 @@ def ranks(run: Run) -> Section:
         f", of the {_MOST_RANKS} of {len(times):,} ranks that cost the others most" if len(shown) < len(times) else ""
     )
     rows = [(f"rank {each.rank}", _bar(each, longest), *_cells(each)) for each in shown]
-    keys = [tag("li", tag("span", class_=f"key time-{name}"), words) for name, words in _PARTS]
+    keys = [tag("li", tag("span", class_=f"key time-{name}"), words) for name, words in PARTS]
     note = (
         "A rank comes last at a collective if it begins it after all others; what that costs is the time in which "
         "another rank computes nothing until it has come, on average over the others. How long the collective's own op "
@@ -70,15 +70,20 @@ def _sentence(run: Run, times: list[RankTimes]) -> str:
     )
 
 
-def _bar(each: RankTimes, longest: float) -> Html:
-    parts = {
+def parts_of(each: RankTimes) -> dict[str, float]:
+    """Seconds of each of `PARTS`."""
+    return {
         "computing": each.computing,
         "between": each.between,
         "transfer": max(0.0, each.exposed - each.waiting),
         "waiting": each.waiting,
     }
-    told = ", ".join(f"{words} {said.seconds(parts[name])}" for name, words in _PARTS)
-    drawn = [("nothing", each.before / longest), *((f"time-{name}", parts[name] / longest) for name, _ in _PARTS)]
+
+
+def _bar(each: RankTimes, longest: float) -> Html:
+    parts = parts_of(each)
+    told = ", ".join(f"{words} {said.seconds(parts[name])}" for name, words in PARTS)
+    drawn = [("nothing", each.before / longest), *((f"time-{name}", parts[name] / longest) for name, _ in PARTS)]
     return bar(drawn, f"rank {each.rank}: {told}")
 
 

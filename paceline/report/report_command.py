@@ -1,4 +1,4 @@
-"""`paceline report`: a run as one page."""
+"""`paceline report`: a run, or two side by side, as one page."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ class ReportArguments:
 
     run: Annotated[str, Value("RUN", positional=True)]
     """The run's folder, such as runs/latest."""
+    other: Annotated[str, Value("OTHER", positional=True)] = ""
+    """Another run, to be shown beside it."""
     out: Annotated[str, Value("FILE")] = ""
-    """The file to write. Without it: report.html in the run's folder."""
+    """The file to write. Without it: report.html in the run's folder, or beside-OTHER.html for two."""
     open: bool = False
     """Open the page in the browser."""
 
@@ -31,16 +33,18 @@ def main(arguments: Sequence[str]) -> int:
         UserError: There is no such run.
     """
     options = parse(ReportArguments, arguments, "paceline report")
-    from paceline.report.page import write_page
+    from paceline.report.page import comparison_page, page, write_page
     from paceline.report.run import read_run
     from paceline.train.run_folder import find_run
 
-    run = read_run(find_run(options.run))
-    out = Path(options.out).expanduser() if options.out else run.path / "report.html"
-    write_page(run, out)
+    runs = [read_run(find_run(name)) for name in (options.run, options.other) if name]
+    name = f"beside-{runs[1].name}.html" if len(runs) > 1 else "report.html"
+    out = Path(options.out).expanduser() if options.out else runs[0].path / name
+    write_page(comparison_page(runs) if len(runs) > 1 else page(runs[0]), out)
     print(f"{out}: open it in a browser")
-    for problem in run.problems:
-        print(f"note: {problem}")
+    for run in runs:
+        for problem in run.problems:
+            print(f"note: {run.name}: {problem}" if len(runs) > 1 else f"note: {problem}")
     if options.open:
         webbrowser.open(out.resolve().as_uri())
     return 0

@@ -24,6 +24,11 @@ _WORDS: dict[What, str] = {
 
 def summary(run: Run) -> Section:
     """Steps, rate, exposed communication, goodput, memory, the slowest rank; and the verdict."""
+    return Section("summary", "Summary", verdict(run), join([figures(key_figures(run)), _where_the_time_went(run)]))
+
+
+def key_figures(run: Run) -> list[tuple[str, str, str, float | None]]:
+    """The single numbers, as `figures` takes them."""
     history, spent, slow = run.history, run.history.goodput, straggler(run.steps)
     rate, mfu, exposed = history.mean("perf/tokens_per_second"), history.mean("perf/mfu"), exposed_share(run)
     flops, peak = history.mean("perf/tflops"), history.last_figure("memory/peak_bytes")
@@ -53,7 +58,7 @@ def summary(run: Run) -> Section:
     ]
     if bits is not None:
         items.insert(2, ("bits_per_byte", "Bits per byte, held-out text", said.digits(bits), bits))
-    return Section("summary", "Summary", verdict(run), join([figures(items), _where_the_time_went(run)]))
+    return items
 
 
 def exposed_share(run: Run) -> float | None:

@@ -111,7 +111,7 @@ def _begun(run: Path, config: TrainConfig) -> TrainConfig:
 
 def _changed(begun: TrainConfig, config: TrainConfig) -> list[tuple[str, Any, Any]]:
     """Settings that differ from the run's and may not: (name, the run's, now)."""
-    before, now = _flat(begun.to_dict()), _flat(config.to_dict())
+    before, now = flat(begun.to_dict()), flat(config.to_dict())
     return [
         (name, value, now.get(name))
         for name, value in before.items()
@@ -119,8 +119,9 @@ def _changed(begun: TrainConfig, config: TrainConfig) -> list[tuple[str, Any, An
     ]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by their dotted names."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found

@@ -18,6 +18,7 @@ import paceline as pl
 from paceline.cli import main
 from paceline.core.events import Event
 from paceline.models.transformer import Block
+from paceline.report import quantities as said
 from paceline.report.page import page as page_of
 from paceline.report.run import read_run
 from paceline.report.trace import read_events
@@ -321,7 +322,9 @@ def test_names_that_are_markup_stay_text(page: Browser, tmp_path: Path) -> None:
 
 def test_only_the_pages_own_scripts_may_run(run: Path, browser: Browser, tmp_path: Path) -> None:
     text = (run / "report.html").read_text()
-    (tmp_path / "changed.html").write_text(text.replace("<main>", "<main><script>window.hacked = 1</script>"))
+    changed = text.replace("</main>", "<script>window.hacked = 1</script></main>")
+    assert changed != text
+    (tmp_path / "changed.html").write_text(changed)
     browser.open(tmp_path / "changed.html")
     assert browser.run("window.hacked === undefined")
     assert "Content Security Policy" in "".join(browser.complaints())
@@ -335,7 +338,7 @@ def test_what_a_run_lacks_is_said(page: Browser, tmp_path: Path, kind: str) -> N
     assert main(["report", str(folder)]) == 0
     page.open(folder / "report.html")
     assert page.run("document.querySelectorAll('section').length") == 5
-    assert page.run("document.querySelectorAll('#problems li').length") >= 1
+    assert page.run("document.querySelectorAll('.problems li').length") >= 1
 
 
 def test_a_page_is_one_small_file_that_fetches_nothing(run: Path) -> None:
@@ -384,3 +387,43 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "there is no run folder" in capsys.readouterr().err
+
+
+# ---- two runs
+
+
+def test_two_runs_side_by_side(run: Path, page: Browser, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", SLOW, [figures(step, float(step)) for step in (1, 4, 8)], "steps: 8\n")
+    assert main(["report", str(run), str(other), "--out", str(tmp_path / "both.html")]) == 0
+    page.open(tmp_path / "both.html", 400)
+    assert page.run("document.documentElement.scrollWidth") <= 400
+    rate = read_run(run).history.mean("perf/tokens_per_second")
+    assert rate is not None
+    cells = page.run(
+        "[...document.querySelectorAll('#figures tr')].map((row) => [...row.children].map((c) => c.textContent))"
+    )
+    shown = {row[0]: row[1:] for row in cells}
+    assert shown["Tokens/s, all ranks"][1] == "100"
+    assert float(shown["Tokens/s, all ranks"][2]) == pytest.approx(100 / rate, rel=0.01)
+    assert shown["The typical step"][1] == "7.50 s"
+    more = max(rate / 100, 100 / rate) - 1
+    assert f"does {said.share(more)} more tokens/s" in page.text("#figures .sentence")
+    assert "at step 8, the last that both tell of" in page.text("#figures .sentence")
+    script = (
+        "[...document.querySelectorAll('#settings tbody tr')].map((r) => [0, 2].map((i) => r.cells[i].textContent))"
+    )
+    settings = dict(page.run(script))
+    assert settings["steps"] == "8" and settings["strategy.zero"] == "0" and "seed" not in settings
+    lines = page.run("charts.data.charts[0].lines")
+    assert [line["name"] for line in lines] == ["run", "other"]
+    steps = page.run("charts.data.charts[0].steps")
+    assert {step: v for step, v in zip(steps, lines[1]["values"], strict=True) if v} == {1: 2, 4: 2, 8: 2}
+
+
+def test_a_run_beside_one_without_anything(page: Browser, tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first", SLOW, [figures(1, 1.0)])
+    write_run(tmp_path / "second")
+    assert main(["report", str(first), str(tmp_path / "second")]) == 0
+    page.open(first / "beside-second.html")
+    assert "not known" in page.text("#figures .sentence")
+    assert main(["report", str(first), str(first)]) == 0
