@@ -13,6 +13,7 @@ from paceline.report.communication import communication
 from paceline.report.comparison import comparison
 from paceline.report.curves import curves
 from paceline.report.html import Html, Section, join, tag
+from paceline.report.memory import memory
 from paceline.report.rank_times import ranks
 from paceline.report.run import Run
 from paceline.report.summary import summary
@@ -24,7 +25,7 @@ _SCRIPTS = ("uPlot.min.js", "drawing.js", "timeline.js", "charts.js")
 
 def page(run: Run) -> str:
     """The page of a run."""
-    sections = [summary(run), timeline(run), communication(run), curves(run), ranks(run)]
+    sections = [summary(run), timeline(run), communication(run), memory(run), curves(run), ranks(run)]
     return _document(run.name, [tag("p", _where(run))], sections, _problems(run))
 
 

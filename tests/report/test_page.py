@@ -17,6 +17,7 @@ import pytest
 import paceline as pl
 from paceline.cli import main
 from paceline.core.events import Event
+from paceline.core.memory import memory as planned_memory
 from paceline.models.transformer import Block
 from paceline.report import quantities as said
 from paceline.report.page import page as page_of
@@ -116,6 +117,19 @@ def test_the_slow_rank_is_named_with_what_it_costs_and_why(run: Path, shown: Bro
     # Two blocks sleep for 20 ms each; the other rank stands still for most of that.
     cost = statistics.median(step.ranks[1].cost for step in found.steps)
     assert cost > 0.02
+
+
+def test_the_plan_of_memory_is_the_schedules(run: Path, shown: Browser) -> None:
+    program = read_run(run).program
+    assert program is not None
+    plan = planned_memory(program.schedule, program.micro_batches)
+    script = "[...document.querySelectorAll('#memory tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+    rows = shown.run(script)
+    assert [row[1] for row in rows] == [
+        said.size(getattr(plan, name))
+        for name in ("parameters", "gradients", "optimizer", "buckets", "gathered", "total")
+    ]
+    assert f"plans {said.size(plan.total)}" in shown.text("#memory .sentence")
 
 
 def test_charts_show_the_figures_that_were_logged(run: Path, shown: Browser) -> None:
@@ -337,7 +351,7 @@ def test_what_a_run_lacks_is_said(page: Browser, tmp_path: Path, kind: str) -> N
     folder = write_run(tmp_path / "run", events, rows)
     assert main(["report", str(folder)]) == 0
     page.open(folder / "report.html")
-    assert page.run("document.querySelectorAll('section').length") == 5
+    assert page.run("document.querySelectorAll('section').length") == 6
     assert page.run("document.querySelectorAll('.problems li').length") >= 1
 
 
