@@ -59,12 +59,15 @@ def _sum_up(name: str, met: Sequence[Meeting], steps: int) -> Collective:
     bandwidths = [meeting.algorithm_bandwidth for meeting in met if meeting.algorithm_bandwidth is not None]
     on_the_bus = [meeting.bus_bandwidth for meeting in met if meeting.bus_bandwidth is not None]
 
+    # Each rank takes part in the meetings of one group.
+    groups = max(1, len({meeting.ranks for meeting in met}))
+
     def per_rank(values: Sequence[float]) -> float:
-        return sum(values) / steps
+        return sum(values) / steps / groups
 
     return Collective(
         name=name,
-        count=len(met) / steps / max(1, len({meeting.ranks for meeting in met})),
+        count=len(met) / steps / groups,
         bytes=per_rank([meeting.events[0].bytes for meeting in met]),
         sent=per_rank([statistics.fmean(event.sent for event in meeting.events) for meeting in met]),
         formula=per_rank([meeting.events[0].bytes * meeting.share for meeting in met])
