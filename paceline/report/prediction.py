@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -69,13 +68,13 @@ class Prediction:
         events = simulate(schedule, costs, self._program.micro_batches, _STEPS)
         return [event for event in events if event.step == _STEPS - 1]
 
-    def changes(self, one_is_slow: bool) -> list[Change]:
+    def changes(self, waits: float) -> list[Change]:
         """What would help, and how much: the most first.
 
         Collectives that take no time are simulated; pauses are what the slowest rank's step took beyond its simulation.
 
         Args:
-            one_is_slow: Whether a rank is slower than others in more than this step.
+            waits: Share of a step that ranks stand still for one that is slow; 0 where none is.
         """
         slowest = max(self.seconds, key=lambda rank: self.seconds[rank])
         longest = self.seconds[slowest]
@@ -87,9 +86,8 @@ class Prediction:
             Change("collectives took no time", 1 - free / longest),
             Change("nothing happened between ops", 1 - longest / max(busy, longest)),
         ]
-        if one_is_slow:
-            middle = statistics.median_low(self.seconds.values())
-            found.append(Change("every rank were as fast as the one in the middle", 1 - middle / longest))
+        if waits:
+            found.append(Change("no rank were slower than the others", waits))
         return sorted(found, key=lambda change: -change.gain)
 
     @cached_property

@@ -46,17 +46,17 @@ class Program:
         return {bucket.name: tuple(layout.slots[slot].spec.name for slot in bucket.slots) for bucket in layout.buckets}
 
     def suits(self, recording: Recording) -> bool:
-        """Whether the planned ops of a recorded step are the schedule's.
+        """Whether the planned ops of a recorded step are the schedule's, on every rank that wrote events.
 
         What follows the update may be missing: it is still under way when a step is written down.
         """
-        planned = {
-            Key(event.kind, event.target, event.micro_batch, event.phase)
-            for event in recording.events
-            if event.planned and event.rank == recording.ranks[0]
-        }
+        planned: dict[int, set[Key]] = {rank: set() for rank in recording.ranks}
+        for event in recording.events:
+            if event.planned:
+                planned[event.rank].add(Key(event.kind, event.target, event.micro_batch, event.phase))
+        known = self.after.keys()
         under_way = {op.key for op in self.ops if op.phase == "update" and op.stream != "compute"}
-        return planned <= self.after.keys() and self.after.keys() - planned <= under_way
+        return all(keys <= known and known - keys <= under_way for keys in planned.values())
 
 
 def program_of(path: Path, config: TrainConfig, world_size: int) -> Program | None:

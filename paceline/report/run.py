@@ -51,7 +51,7 @@ class Run:
         history: Its figures.
         places: Where the recorded steps lie.
         steps: Those of them that were read, in order.
-        program: What the recorded steps executed; None if that is not known.
+        program: What recorded steps executed, most of them; None if that is not known.
         checkpoints: Steps of the checkpoints that are there.
         problems: Sentences that say what is missing, damaged or left out.
     """
@@ -79,7 +79,9 @@ class Run:
     @cached_property
     def prediction(self) -> Prediction | None:
         """The typical step as its schedule has it; None if that is not known."""
-        return None if self.program is None or self.typical is None else Prediction(self.program, self.typical)
+        if self.program is None or self.typical is None or not self.program.suits(self.typical.recording):
+            return None
+        return Prediction(self.program, self.typical)
 
     @property
     def typical(self) -> Step | None:
@@ -151,12 +153,12 @@ def _recordings(path: Path, places: Sequence[Place], most: int, problems: list[s
 
 
 def _program(path: Path, config: TrainConfig | None, facts: Facts, recordings: Sequence[Recording]) -> Program | None:
-    """The program, if all that was recorded of steps is by it."""
+    """The program, if a recorded step is by it."""
     if config is None or not recordings:
         return None
     worlds = {max(facts.ranks, recording.world_size) for recording in recordings}
     program = program_of(path, config, worlds.pop()) if len(worlds) == 1 else None
-    return program if program is not None and all(map(program.suits, recordings)) else None
+    return program if program is not None and any(map(program.suits, recordings)) else None
 
 
 def _step(
@@ -168,7 +170,7 @@ def _step(
     except UserError:
         # Lines of a rank that the strategy has no place for, or another run's settings.
         groups = groups_of(None, world)
-    step = Step(recording, groups, None if program is None else program.after)
+    step = Step(recording, groups, program.after if program is not None and program.suits(recording) else None)
     problems += _what_is_missing(step, world, len(recording.events) < recording.place.count)
     return step
 

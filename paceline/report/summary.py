@@ -90,7 +90,7 @@ def verdict(run: Run) -> str:
     parts = sorted(shares.items(), key=lambda item: -item[1])
     rest = " and ".join(f"{what} {said.share(part)}" for what, part in parts[1:])
     about = f"of the critical path of {said.count(len(run.steps), 'recorded step')}"
-    hope = _hope(run, slow is not None)
+    hope = _hope(run, 0.0 if slow is None else slow.of_step)
     if slow is not None and slow.of_step >= _BINDS:
         return (
             f"Rank {slow.rank} binds this run: each other rank stands still {said.seconds(slow.cost)} a step for it, "
@@ -104,14 +104,16 @@ def verdict(run: Run) -> str:
     )
 
 
-def _hope(run: Run, one_is_slow: bool) -> str:
-    """What the simulation expects to help most."""
-    changes = [] if run.prediction is None else run.prediction.changes(one_is_slow)
+def _hope(run: Run, waits: float) -> str:
+    """What is expected to help most; `waits` is the share of a step that ranks stand still for a slow one."""
+    changes = [] if run.prediction is None else run.prediction.changes(waits)
     if not changes or changes[0].gain < _LEAST_GAIN:
         return ""
     return (
-        f" By simulation it would help most if {changes[0].what}: the typical step would take "
+        f" It would help most if {changes[0].what}: by simulation a step would take at most "
         f"{said.share(changes[0].gain)} less time."
+        if not waits or changes[0].gain != waits
+        else f" It would help most if {changes[0].what}: a step would take about {said.share(waits)} less time."
     )
 
 
