@@ -112,7 +112,7 @@ def test_the_screen_shows_the_work_the_figures_and_what_to_do_next(run: tuple[Pa
     assert re.search(r"trained 12 steps on 2 ranks in 0:\d\d, .* validating took 0:\d\d, saving 0:\d\d\n", out)
     assert re.search(r"this model +\d\.\d+\n +gzip -9 +\d\.\d+\n +xz -9e +\d\.\d+", out)
     commands = re.findall(r"^    (paceline .*)$", out, re.MULTILINE)
-    assert [command.split()[1] for command in commands] == ["sample", "trace", "train"]
+    assert [command.split()[1] for command in commands] == ["sample", "report", "trace", "train"]
 
 
 def test_a_sample_shows_what_a_terminal_would_obey_and_json_keeps_it(run: tuple[Path, str]) -> None:
