@@ -67,7 +67,9 @@ def main(arguments: Sequence[str]) -> int:
             rows.append(_row(fault, result, time.monotonic() - began))
             show(f"  {result}, {rows[-1]['seconds']:.1f} s", warning=quiet)
     json_file.write(given.json, rows)
-    counts = {kind: sum(row["result"].startswith(kind) for row in rows) for kind in ("as expected", "FAILED", "skipped")}
+    counts = {
+        kind: sum(row["result"].startswith(kind) for row in rows) for kind in ("as expected", "FAILED", "skipped")
+    }
     show(", ".join(f"{count} {kind}" for kind, count in counts.items()), warning=quiet)
     return int(counts["FAILED"] > 0)
 
