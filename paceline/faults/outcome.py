@@ -14,7 +14,7 @@ Curve = Mapping[int, tuple[float, ...]]
 
 
 def curve(run: Path) -> dict[int, tuple[float, ...]]:
-    """Loss, gradient norm and tokens so far by step of a run's metrics.jsonl; of a repeated step, the last."""
+    """Loss and gradient norm by step of a run's metrics.jsonl; of a repeated step, the last."""
     path = run / "metrics.jsonl"
     found: dict[int, tuple[float, ...]] = {}
     for text in path.read_text().splitlines() if path.exists() else ():
@@ -24,7 +24,7 @@ def curve(run: Path) -> dict[int, tuple[float, ...]]:
             # The last line of a process that was killed, or of one that is writing.
             continue
         if "train/loss" in line:
-            found[int(line["step"])] = (line["train/loss"], line["train/grad_norm"], line.get("train/tokens", 0))
+            found[int(line["step"])] = (line["train/loss"], line["train/grad_norm"])
     return found
 
 
