@@ -17,7 +17,7 @@ model = pl.parallelize(build_model(seed=0), pl.Strategy(bucket_mb=1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 for step in range(100):
-    inputs, targets = (rows[world.rank :: world.world_size] for rows in DATA.batch(step))
+    inputs, targets = (rows[world.rank :: world.world_size] for rows in DATA.batch(step, world.device))
     micro_batches = zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True)
     for x, y in pl.accumulate(model, micro_batches):
         loss = F.mse_loss(model(x), y) / MICRO_BATCHES

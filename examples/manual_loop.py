@@ -12,14 +12,14 @@ from torch.nn import functional as F
 import paceline as pl
 
 world = pl.init()
-model = build_model(seed=world.rank)  # every rank starts elsewhere, on purpose
+model = build_model(seed=world.rank).to(world.device)  # every rank starts elsewhere, on purpose
 if world.world_size > 1:
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)  # now all have rank 0's weights
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(100):
-    inputs, targets = DATA.batch(step)
+    inputs, targets = DATA.batch(step, world.device)
     mine = slice(world.rank, None, world.world_size)  # every rank its own rows
     loss = F.mse_loss(model(inputs[mine]), targets[mine])
     loss.backward()

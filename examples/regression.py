@@ -14,10 +14,10 @@ class Curve:
     inputs: Tensor
     targets: Tensor
 
-    def batch(self, step: int, size: int = 16) -> tuple[Tensor, Tensor]:
-        """The rows of one step: (size, 1) inputs and targets."""
+    def batch(self, step: int, device: torch.device, size: int = 16) -> tuple[Tensor, Tensor]:
+        """The rows of one step, where they are computed with: (size, 1) inputs and targets."""
         rows = torch.randperm(len(self.inputs), generator=torch.Generator().manual_seed(step))[:size]
-        return self.inputs[rows], self.targets[rows]
+        return self.inputs[rows].to(device), self.targets[rows].to(device)
 
 
 _x = torch.linspace(-3, 3, 256, dtype=torch.float64)[:, None]
@@ -32,5 +32,6 @@ def build_model(seed: int) -> nn.Module:
 
 def evaluate(model: nn.Module) -> float:
     """Mean squared error over the whole curve."""
+    device = next(model.parameters()).device
     with torch.no_grad():
-        return F.mse_loss(model(DATA.inputs), DATA.targets).item()
+        return F.mse_loss(model(DATA.inputs.to(device)), DATA.targets.to(device)).item()

@@ -16,7 +16,7 @@ model = pl.parallelize(model)  # (2) same weights everywhere, gradients averaged
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 for step in range(100):
-    inputs, targets = DATA.batch(step)
+    inputs, targets = DATA.batch(step, world.device)
     mine = slice(world.rank, None, world.world_size)  # (3) every rank its own rows
     loss = F.mse_loss(model(inputs[mine]), targets[mine])
     loss.backward()

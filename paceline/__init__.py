@@ -32,12 +32,14 @@ if TYPE_CHECKING:
         clip_grad_norm_,
         engine_of,
         full_parameters,
+        full_state_dict,
         parallelize,
         release,
         reset,
     )
     from paceline.engine.grad_scaler import GradScaler
     from paceline.engine.optimizers import elementwise
+    from paceline.engine.replicas import check_replicas
     from paceline.plan.check import check
 
 __version__ = "0.1.0"
@@ -46,6 +48,7 @@ _HOMES = {
     "paceline.comm.transport": ("CommunicationError",),
     "paceline.engine.grad_scaler": ("GradScaler",),
     "paceline.engine.optimizers": ("elementwise",),
+    "paceline.engine.replicas": ("check_replicas",),
     "paceline.comm.control": ("all_gather_json", "barrier"),
     "paceline.comm.world": ("World", "init", "shutdown"),
     "paceline.engine.api": (
@@ -54,6 +57,7 @@ _HOMES = {
         "clip_grad_norm_",
         "engine_of",
         "full_parameters",
+        "full_state_dict",
         "parallelize",
         "release",
         "reset",
@@ -92,10 +96,12 @@ __all__ = [
     "broadcast_buffers",
     "build_layout",
     "check",
+    "check_replicas",
     "clip_grad_norm_",
     "elementwise",
     "engine_of",
     "full_parameters",
+    "full_state_dict",
     "init",
     "load",
     "parallelize",

@@ -30,7 +30,7 @@ commands:
   plan        what a model costs on N devices: memory and bytes sent, at each stage of ZeRO
   check       prove a run's schedule for N devices: no deadlock, no race, no gradient lost
   verify      compare N ranks with one process, for your own model and every stage of ZeRO
-  checkpoint  show, verify, export or prune the checkpoints of a run
+  checkpoint  show, verify, export, import or prune checkpoints
   trace       write one step of a run as a timeline for ui.perfetto.dev
   bench       time strategies, collectives and slow links against their peers
   faults      kill, damage, fill and cut a small training, and prove that it goes on

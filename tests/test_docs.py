@@ -60,6 +60,7 @@ def test_every_command_is_understood(page: str, words: list[str], tmp_path: Path
         monkeypatch.chdir(tmp_path)
         for word in words[2:]:
             if word.endswith((".yaml", ".yml")):
+                Path(word).parent.mkdir(exist_ok=True)
                 Path(word).write_text("steps: 5\n")
         Path("runs/latest").mkdir(parents=True)
         Path("runs/latest/config.yaml").write_text("steps: 5\n")

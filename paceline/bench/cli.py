@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.bench import events, faults, model, overhead, strategies, trainer
+from paceline.bench import events, faults, gpu, model, overhead, strategies, trainer
 from paceline.bench.comm import command as comm
 from paceline.bench.network import command as network
 from paceline.command_line.help_page import fill
@@ -20,6 +20,7 @@ from paceline.launch.temporary_folder import TemporaryFolder
 
 BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], object]]] = {
     "strategies": (strategies.StrategiesBench, strategies.main),
+    "gpu": (gpu.GpuBench, gpu.main),
     "model": (model.ModelBench, model.main),
     "trainer": (trainer.TrainerBench, trainer.main),
     "events": (events.EventsBench, events.main),

@@ -74,21 +74,29 @@ def main(options: FaultsBench) -> list[Recovery]:
     """Trains with each system in turn, kills its workers, prints and writes the figures."""
     if options.workers < 2 or options.kills < 1:
         raise UserError("bench faults: expected at least 2 workers and 1 kill, as others go on without the killed one")
-    rows = []
+    rows: list[Recovery] = []
+    failures: list[dict[str, object]] = []
     with TemporaryFolder("bench") as folder, progress() as report:
         for number, (system, arguments) in enumerate(_systems(options).items()):
             run = folder.path / str(number)
             report(f"{system}: starting")
             with _Training([*arguments, "--folder", str(run)], run) as training:
-                training.wait_for_steps(options.every)
-                for kill in range(options.kills):
-                    report(f"{system}: kill {kill + 1} of {options.kills}")
-                    training.kill_one(options.workers)
+                try:
                     training.wait_for_steps(options.every)
-            rows.append(recovery(system, training.steps(), training.kills))
-    _print(rows)
-    if options.json:
-        write_json(options.json, rows)
+                    for kill in range(options.kills):
+                        report(f"{system}: kill {kill + 1} of {options.kills}")
+                        training.kill_one(options.workers)
+                        training.wait_for_steps(options.every)
+                except UserError as error:
+                    report("")
+                    print(f"{system}: after {len(training.kills)} kills {error}")
+                    failures.append({"system": system, "kills": len(training.kills), "reason": str(error)})
+                else:
+                    rows.append(recovery(system, training.steps(), training.kills))
+            if options.json:  # each time, so that what one system does costs none of the others' figures
+                write_json(options.json, rows, {"failures": failures} if failures else None)
+    if rows:
+        _print(rows)
     return rows
 
 
@@ -183,7 +191,7 @@ class _Training:
         while max((step for step, _ in self.steps()), default=0) <= known:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 command = shlex.join(self._arguments)
-                raise UserError(f"bench faults: the training does not go on: python {command}; try it by itself")
+                raise UserError(f"the training does not go on: python {command}; try it by itself")
             time.sleep(0.05)
         time.sleep(seconds)
 

@@ -239,6 +239,8 @@ def _measure(case: Case, precision: Precision, system: System) -> Measured:
     base = held_bytes(world.device)
     with watching_memory(world.device) as peak:
         training = system.build(case, world, precision)
+        if system.name == "paceline":
+            pl.engine_of(training.model).record_events()
         for _ in range(4):
             training.step()
         # All ranks' peaks belong to the time in which all share what they share.

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.arguments import CheckpointArguments
-from paceline.checkpoint.folder import checkpoints_in, prune, read_manifest
+from paceline.checkpoint.exchange.export import export
+from paceline.checkpoint.exchange.imports import import_checkpoint
+from paceline.checkpoint.folder import checkpoints_in, folder_of, prune, read_manifest
 from paceline.checkpoint.manifest import ITEM_BYTES, Manifest
 from paceline.checkpoint.rank_file import DamagedError, Reader
 from paceline.command_line import json_file
 from paceline.command_line.parse import parse
-from paceline.core.errors import UserError
 from paceline.launch.screen import show
 
+_OUT = {"safetensors": "model.safetensors", "huggingface": "huggingface", "torch": "checkpoint.pt"}
+"""What is written where --out is not given."""
 TELL_SECONDS = 5.0
 """Reading says so often how far it has come."""
 
@@ -27,8 +30,10 @@ def main(arguments: Sequence[str]) -> int:
         UserError: There is no checkpoint, or what is to be written is there already.
     """
     given = parse(CheckpointArguments, arguments, "paceline checkpoint")
-    path = Path(given.path).expanduser()
-    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if given.action == "import":
+        json_file.write(given.json, {"checkpoints": [_import(given)]})
+        return 0
+    parent = folder_of(given.path)
     if given.action == "prune":
         gone = [str(each) for each in prune(parent, given.keep, given.keep_every)] if checkpoints_in(parent) else []
         json_file.write(given.json, {"removed": gone})
@@ -95,32 +100,16 @@ def _lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _export(given: CheckpointArguments, path: Path) -> dict[str, Any]:
-    """Writes the weights of one checkpoint under the names of the model's `state_dict`."""
-    from safetensors.torch import save_file
-
-    from paceline.checkpoint.rank_file import sync
-
-    out = Path(given.out).expanduser()
-    if out.exists():
-        raise UserError(f"--out: {out} is there already: name a new file")
+    """Writes one checkpoint as others read it."""
+    out = Path(given.out or _OUT[given.format]).expanduser()
     manifest = read_manifest(path)
-    reader = Reader(path, manifest.tensors)
-    tensors = {
-        name.removeprefix("model/"): reader.read(name).reshape(stored.shape)
-        for name, stored in manifest.tensors.items()
-        if name.startswith("model/")
-    }
-    temporary = out.with_name(f".{out.name}.new")
-    try:
-        temporary.touch()
-        rights = temporary.stat().st_mode
-        save_file(tensors, temporary, {"format": "pt"})
-        temporary.chmod(rights)
-        sync(temporary)
-        temporary.replace(out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}: choose another --out") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    _say(given, f"{out}: the weights of step {manifest.step:,}, {len(tensors)} tensors")
+    export(path, manifest, out, given.format)
+    _say(given, f"{out}: step {manifest.step:,} of {path}")
     return _facts(path, manifest) | {"out": str(out)}
+
+
+def _import(given: CheckpointArguments) -> dict[str, Any]:
+    """Makes a checkpoint of what others wrote."""
+    out = Path(given.out).expanduser()
+    _say(given, *import_checkpoint(Path(given.path).expanduser(), out, given.optimizer, given.trust))
+    return _facts(out, read_manifest(out))

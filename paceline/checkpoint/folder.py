@@ -11,6 +11,8 @@ from paceline.checkpoint.manifest import NAME, Manifest, from_bytes, to_bytes
 from paceline.checkpoint.rank_file import DamagedError, sync
 from paceline.core.errors import UserError
 
+CHECKPOINTS = "checkpoints"
+"""Folder of checkpoints in a run's."""
 REPLACED = "replaced"
 """Folder of checkpoints of steps that were taken again."""
 
@@ -96,6 +98,12 @@ def checkpoints_in(path: Path) -> list[Path]:
         what = "holds no complete checkpoint named step-<number>" if path.is_dir() else "is not there"
         raise UserError(f"{path} {what}: name a checkpoint that pl.save wrote, or a folder of them")
     return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def folder_of(path: str) -> Path:
+    """Where the checkpoints lie that a run's folder, a folder of them or one of them names."""
+    given = Path(path).expanduser()
+    return given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
 
 
 def set_aside(parent: Path, step: int) -> list[Path]:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import astuple
 from torch import nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.folder import checkpoints_in, read_manifest
-from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.module_states import persistent_buffers, set_extra_states
+from paceline.checkpoint.manifest import Manifest, Stored
+from paceline.checkpoint.module_states import persistent_buffers, set_extra_states, tied_names
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.plain import decode
 from paceline.checkpoint.random_states import set_random_states
@@ -130,11 +131,11 @@ def _load(
     engine.program.parameters.unpin()
     # Every rank has come this far, so that nobody still reads what is written to below.
     reader = Reader(folder, manifest.tensors)
-    same_random = manifest.world_size == engine.world.world_size
     held, error = _attempt(partial(_read, reader, manifest, engine, ranges, states, optimizers, place))
     _agree(None, error, f"pl.load: what {folder} holds")
     engine.weights_replaced()
     _agree(None, _taken_up(engine, schedulers, loader, held), "pl.load: schedulers and loaders")
+    same_random = manifest.world_size == engine.world.world_size and held["random"] is not None
     if same_random:
         set_random_states(held["random"], engine.world.device)
     return Loaded(folder, manifest.step, held["extra"], manifest.world_size, same_random)
@@ -187,6 +188,10 @@ def _require_fit(manifest: Manifest, engine: Engine, ranges: Ranges) -> None:
     mine = {f"model/{name}": tuple(ranges.spec(index).shape) for index, name in enumerate(ranges.names)}
     mine |= {f"model/{name}": tuple(buffer.shape) for name, buffer in persistent_buffers(engine.module)}
     theirs = {name: stored.shape for name, stored in manifest.tensors.items() if name.startswith("model/")}
+    for name, first in tied_names(engine.module).items():
+        # What did not come from here may hold it under each of its names.
+        if _same(manifest.tensors.get(f"model/{name}"), manifest.tensors.get(f"model/{first}")):
+            del theirs[f"model/{name}"]
     shapes = [
         f"{name} {list(theirs[name])}, now {list(shape)}"
         for name, shape in mine.items()
@@ -204,6 +209,13 @@ def _require_fit(manifest: Manifest, engine: Engine, ranges: Ranges) -> None:
     ]
     if told:
         raise UserError(f"the checkpoint is of another model: {'; '.join(told)}. Build the model as it was saved")
+
+
+def _same(one: Stored | None, other: Stored | None) -> bool:
+    """Whether two tensors hold the same."""
+    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return [part[1:] for part in map(astuple, one.parts)] == [part[1:] for part in map(astuple, other.parts)]
 
 
 def _place_in_data(manifest: Manifest, engine: Engine) -> Any:

@@ -11,12 +11,21 @@ from torch import Tensor, nn
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers by their names in `state_dict`, each once."""
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
+    for name, buffer in _buffers(model):
+        if id(buffer) not in seen:
             seen.add(id(buffer))
-            yield f"{prefix}.{name}" if prefix else name, buffer
+            yield name, buffer
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names that parameters and buffers have in `state_dict`, and the first name of each."""
+    first: dict[int, str] = {}
+    tied = {}
+    state = model.named_parameters(remove_duplicate=False)
+    for name, tensor in (*state, *_buffers(model)):
+        if first.setdefault(id(tensor), name) != name:
+            tied[name] = first[id(tensor)]
+    return tied
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
@@ -35,3 +44,11 @@ def _with_extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield name, module
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that belong to `state_dict`, under each of their names."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

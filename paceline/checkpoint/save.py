@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.folder import discard, make_folder
-from paceline.checkpoint.module_states import extra_states, persistent_buffers
+from paceline.checkpoint.module_states import extra_states, persistent_buffers, tied_names
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.plain import encode
 from paceline.checkpoint.random_states import random_states
@@ -283,6 +283,7 @@ def add_values(
             "schedulers": [encode(one.state_dict(), put, "scheduler.state_dict()") for one in schedulers],
             "extra": encode(extra, put, "extra"),
             "modules": encode(extra_states(engine.module), put, "get_extra_state()"),
+            "tied": tied_names(engine.module),
         }
 
 

@@ -17,8 +17,9 @@ from paceline.comm.cpu import tcp_connect, unix_sockets
 from paceline.comm.cpu.codecs import Wire
 from paceline.comm.cpu.signals import MOST_RANKS
 from paceline.comm.cpu.transport import CpuTransport
+from paceline.comm.gpu_streams import CudaClock, CudaStream
 from paceline.comm.nccl import NcclTransport, last_words
-from paceline.comm.streams import CommStream, CudaClock, CudaStream, HostClock, ThreadStream
+from paceline.comm.streams import CommStream, HostClock, ThreadStream
 from paceline.comm.transport import Transport
 from paceline.comm.world import World
 from paceline.core.errors import UserError
@@ -130,7 +131,7 @@ def open_stream(world: World, name: str) -> CommStream:
 
 def open_clock(world: World) -> HostClock | CudaClock:
     """The clock of this rank's device."""
-    return CudaClock() if world.device.type == "cuda" else HostClock()
+    return CudaClock(world.device) if world.device.type == "cuda" else HostClock()
 
 
 def _host() -> str:

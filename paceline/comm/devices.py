@@ -10,14 +10,17 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
 
 KINDS = ("cpu", "cuda")
+_NVIDIA = Path("/dev/nvidia0")
 
 
 @dataclass(frozen=True)
@@ -26,20 +29,22 @@ class Sight:
 
     Attributes:
         local_rank: Its number among its host's ranks.
+        local_ranks: How many these are.
         wanted: The kind of device that its program asks for; None: whatever fits.
         gpus: How many GPUs it sees.
         uuid: Of the one that it would take; empty where there is none.
-        other: Another accelerator that torch sees, such as "mps"; empty where there is none.
+        other: Why a device that it has is none that it could take, in words; empty where there is no such device.
     """
 
     local_rank: int
+    local_ranks: int
     wanted: str | None
     gpus: int
     uuid: str
     other: str
 
 
-def look(wanted: str | None, local_rank: int) -> Sight:
+def look(wanted: str | None, local_rank: int, local_ranks: int = 1) -> Sight:
     """What this process sees.
 
     Raises:
@@ -48,13 +53,20 @@ def look(wanted: str | None, local_rank: int) -> Sight:
     if wanted is not None and wanted not in KINDS:
         raise UserError(f"device: expected cpu or cuda, got {wanted!r}")
     if wanted == "cpu":
-        return Sight(local_rank, wanted, 0, "", "")
+        return Sight(local_rank, local_ranks, wanted, 0, "", "")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = index_of(local_rank, gpus)
     uuid = _uuid(index) if index < gpus else ""
+    return Sight(local_rank, local_ranks, wanted, gpus, uuid, _other() if not gpus else "")
+
+
+def _other() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    other = accelerator.type if accelerator is not None and accelerator.type not in KINDS else ""
-    return Sight(local_rank, wanted, gpus, uuid, other)
+    if accelerator is not None and accelerator.type not in KINDS:
+        return f"torch sees {accelerator.type}, which paceline does not compute on"
+    if _NVIDIA.exists() and torch.version.cuda is None and torch.version.hip is None:
+        return "there is an NVIDIA GPU, but this torch was built without CUDA"
+    return ""
 
 
 def index_of(local_rank: int, gpus: int) -> int:
@@ -67,6 +79,19 @@ def _uuid(index: int) -> str:
     if found is not None:
         return str(found)
     return f"{socket.gethostname()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')} {index}"
+
+
+def strategy_on(strategy: Strategy, device: torch.device) -> Strategy:
+    """A strategy whose precision is that of a device, where it is left to that.
+
+    Raises:
+        UserError: Other settings do not go with this precision.
+    """
+    if strategy.precision != "auto":
+        return strategy
+    # Older GPUs compute in bf16 by way of fp32, and take longer for it.
+    low = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return replace(strategy, precision="bfloat16" if low else "float32")
 
 
 def tell_all(sight: Sight, store: Any, rank: int, world_size: int) -> list[Sight]:
@@ -105,15 +130,27 @@ def choose(sights: Sequence[Sight]) -> tuple[str, str]:
         return "cpu", ""
     missing = _missing(sights)
     if not missing:
-        return "cuda", ""
+        return "cuda", "" if wanted[0] == "cuda" else _left_over(sights)
+    others = "; ".join(sorted({sight.other for sight in sights if sight.other}))
     if wanted[0] == "cuda":
-        raise UserError(f"device: {missing}; start fewer ranks, give each a GPU of its own, or use the CPU")
+        why = f" ({others})" if others else ""
+        raise UserError(f"device: {missing}{why}; start fewer ranks, give each a GPU of its own, or use the CPU")
     if any(sight.gpus for sight in sights):
         return "cpu", f"GPUs stay idle, all ranks compute on the CPU: {missing}"
-    others = sorted({sight.other for sight in sights if sight.other})
-    if others:
-        return "cpu", f"torch sees {', '.join(others)}, which paceline does not compute on: it uses the CPU"
-    return "cpu", ""
+    return "cpu", f"{others}: it uses the CPU" if others else ""
+
+
+def _left_over(sights: Sequence[Sight]) -> str:
+    """Which GPUs no rank has taken, on the first host that has some; empty if none has."""
+    for rank, sight in enumerate(sights):
+        idle = sight.gpus - sight.local_ranks
+        if idle > 0:
+            return (
+                f"{idle} of the {sight.gpus} GPUs that rank {rank} sees stay idle: start {sight.gpus} ranks on its "
+                f"host (paceline train --workers {sight.gpus}, torchrun --nproc-per-node {sight.gpus}), or show it "
+                "those that it is to use (CUDA_VISIBLE_DEVICES)"
+            )
+    return ""
 
 
 def _missing(sights: Sequence[Sight]) -> str:

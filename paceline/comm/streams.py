@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 from paceline.comm.transport import CommunicationError, explain
 from paceline.core.collectives.rounds import Traffic
 
@@ -34,7 +32,13 @@ class Pending:
 
 
 class CommStream(Protocol):
-    """Runs collectives one after another, concurrently with the caller."""
+    """Runs collectives one after another, concurrently with the caller.
+
+    Attributes:
+        is_timed: Whether somebody will read when collectives start and end.
+    """
+
+    is_timed: bool
 
     def submit(self, work: Callable[[], Traffic], label: str, after: Sequence[Pending] = ()) -> Pending:
         """Enqueues `work`, which starts when all submitted before it, and `after` on other streams, has finished."""
@@ -93,6 +97,8 @@ class ThreadStream:
     A thread, not asynchronous calls: a collective of several rounds moves on while backward runs, and its
     start and end are known.
     """
+
+    is_timed = True
 
     def __init__(self, name: str) -> None:
         """Starts the thread."""
@@ -166,105 +172,25 @@ class ThreadStream:
         pending.done.set()
 
 
-class CudaStream:
-    """A GPU stream: collectives are enqueued behind what has been computed so far; the host never waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Creates a CUDA stream of high priority on `device`, so that collectives are not queued behind kernels."""
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        _gpu_streams.add(self)
-
-    def submit(self, work: Callable[[], Traffic], label: str, after: Sequence[Pending] = ()) -> Pending:
-        """Enqueues `work` behind everything on the current stream."""
-        pending = Pending(label)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        for other in after:
-            self._stream.wait_event(other.end)
-        with torch.cuda.stream(self._stream):
-            pending.start = _record()
-            pending.traffic = work()
-            pending.end = _record()
-        return pending
-
-    def wait(self, pending: Pending) -> None:
-        """Lets the current stream, not the host, wait."""
-        torch.cuda.current_stream().wait_event(pending.end)
-
-    def close(self) -> bool:
-        """Waits until the GPU has finished what was submitted."""
-        self._stream.synchronize()
-        return True
-
-    def abandon(self) -> None:
-        """What was submitted is of no more use: the GPU, not the host, ends it before what is computed next.
-
-        So memory that it uses may be given to somebody else.
-        """
-        for other in (torch.cuda.current_stream(self._device), torch.cuda.default_stream(self._device)):
-            other.wait_stream(self._stream)
-
-    def is_idle(self) -> bool:
-        """Whether the GPU has finished what was submitted, and what it has failed at counts as that."""
-        try:
-            return self._stream.query()
-        except RuntimeError:
-            return True
-
-
-_gpu_streams: weakref.WeakSet[CudaStream] = weakref.WeakSet()
-_LOOK_SECONDS = 0.01
-
-
-def let_end(seconds: float) -> bool:
-    """Lets this process's GPU end what was submitted to any stream, for so long at most; whether it has ended."""
-    deadline = time.monotonic() + seconds
-    while not all(stream.is_idle() for stream in list(_gpu_streams)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_SECONDS)
-    return True
-
-
-def _record() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
 class HostClock:
     """Marks are seconds of the host's monotonic clock."""
 
-    def now(self) -> Mark:
+    def now(self, timed: bool = True) -> Mark:
         """A mark."""
         return time.perf_counter()
 
     def refresh(self) -> None:
         """Nothing to do: the host's clock is the host's clock."""
 
+    def begin_recording(self) -> None:
+        """Nothing to do, as in `refresh`."""
+
+    def follow(self) -> None:
+        """Nothing to do: a CPU computes in the order in which it is told to."""
+
+    def require_no_capture(self) -> None:
+        """Nothing to refuse."""
+
     def seconds(self, mark: Mark) -> float:
         """The time of a mark, in seconds."""
         return float(mark)
-
-
-class CudaClock:
-    """Marks are CUDA events, turned into host seconds when they are read, long after the step."""
-
-    def __init__(self) -> None:
-        """Ties the GPU's time to the host's."""
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Ties them anew, which takes a synchronisation: times are fp32 milliseconds since, so they must stay short."""
-        self._anchor = _record()
-        self._anchor.synchronize()
-        self._anchor_seconds = time.perf_counter()
-
-    def now(self) -> Mark:
-        """A mark on the current stream."""
-        return _record()
-
-    def seconds(self, mark: Mark) -> float:
-        """The time of a mark, in seconds; waits until the GPU has reached it."""
-        mark.synchronize()
-        return float(self._anchor_seconds + self._anchor.elapsed_time(mark) / 1e3)

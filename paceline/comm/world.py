@@ -24,8 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm.devices import choose, index_of, look, tell_all
 from paceline.comm.environment import JOINING, read_environment
+from paceline.comm.gpu_streams import let_end
 from paceline.comm.nccl import abort_process_group, is_of_nccl, last_words
-from paceline.comm.streams import let_end
 from paceline.core.errors import UserError
 
 
@@ -97,7 +97,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     if _world is not None:
         return _world
     rank, world_size, local_rank, local_world_size, method = read_environment(os.environ)
-    sight, store = look(device, local_rank), None
+    sight, store = look(device, local_rank, local_world_size), None
     if world_size > 1:
         with _joining(rank, world_size, method):
             joining = min(timeout, float(os.environ.get(JOINING, timeout)))

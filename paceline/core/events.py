@@ -61,6 +61,25 @@ class Event:
         return cls(**values)
 
 
+def exposed_in_step(events: Iterable[Event], step: int) -> float | None:
+    """Share of one step in which a rank computed nothing because it waited for a collective; None without its events.
+
+    What the step before sent at its end is waited for in this one, and counts here.
+
+    Args:
+        events: Of one rank: all of this step and the one before that are over when this one's update is.
+        step: Its number.
+    """
+    listed = list(events)
+    own = [event for event in listed if event.step == step and event.phase != "update"]
+    sent = [event for event in listed if event.step == step - 1 and event.phase == "update"]
+    ran = [event for event in listed if event.step == step and event.stream == "compute"]
+    if not ran:
+        return None
+    seconds = max(event.end for event in ran) - min(event.start for event in ran)
+    return exposed_fraction([*own, *sent], seconds)
+
+
 def exposed_fraction(events: Iterable[Event], seconds: float) -> float:
     """Share of `seconds` (a wall time) in which one rank computed nothing because it waited for a collective.
 

@@ -34,9 +34,9 @@ class Strategy:
             the parameters between them, in memory that they share. Each updates its shard in place, and nothing is
             gathered. A rank's part of that copy is the shard that it would hold at zero 3, where this differs from
             zero 2 in nothing else.
-        precision: What parameters and gradients are computed in. float32 leaves the model as it is; with the others
-            each rank keeps an fp32 master of the shard that it updates. torch's dtypes and the short names are
-            understood, too.
+        precision: What parameters and gradients are computed in. float32 leaves the model as it is; with bfloat16 and
+            float16 each rank keeps an fp32 master of the shard that it updates. auto: bfloat16 on GPUs that compute in
+            it, else float32. torch's dtypes and the short names are understood, too.
         reduce_in_float32: With low precision: whether gradients are kept, sent and reduced in fp32. If not, they are
             kept and sent as computed, summed in fp32 and rounded once.
         accumulation: What happens between the micro-batches of a step. each: gradients are reduced in every
@@ -73,7 +73,7 @@ class Strategy:
     zero: Literal[0, 1, 2, 3, "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"] = 0
     shard: int = 0
     share_parameters: bool = False
-    precision: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "float32"
+    precision: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "float32"
     reduce_in_float32: bool = True
     accumulation: Accumulation = "auto"
     recompute: Literal["none", "unit", "keep_attention"] = "none"
@@ -95,7 +95,7 @@ class Strategy:
             "collective": ("all_reduce", "parameter_server"),
             "gradients": ("mean", "sum"),
             "wire": ("full", "bfloat16", "int8"),
-            "precision": ("float32", "bfloat16", "float16"),
+            "precision": ("auto", "float32", "bfloat16", "float16"),
             "accumulation": ("auto", "each", "defer", "hold"),
             "recompute": ("none", "unit", "keep_attention"),
             "zero": (0, 1, 2, 3, *SHARDING),
@@ -135,7 +135,7 @@ class Strategy:
                 "activations: set recompute to unit or keep_attention, or leave recompute_every out",
             ),
             (
-                not self.reduce_in_float32 and not self.low,
+                not self.reduce_in_float32 and self.precision == "float32",
                 "reduce_in_float32 is off, which is for gradients computed in low precision, but precision=float32 "
                 "computes them in fp32: set precision to bfloat16 or float16, or leave reduce_in_float32 on",
             ),
@@ -203,7 +203,7 @@ class Strategy:
     @property
     def low(self) -> bool:
         """Whether parameters are computed with in low precision, beside an fp32 master."""
-        return self.precision != "float32"
+        return self.precision in ("bfloat16", "float16")
 
     @property
     def reduces_each(self) -> bool:

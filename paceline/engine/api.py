@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,10 +17,7 @@ from paceline.comm.world import current_world
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.engine.engine import Engine
-
-_ATTRIBUTE = "_paceline_engine"
-_OURS = (_ATTRIBUTE, "no_sync", "__deepcopy__", "__reduce_ex__")
-"""What is set on a model while it is parallel."""
+from paceline.engine.plain_copies import ENGINE, SET, copy_plain, reduce_plain
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -68,14 +64,14 @@ def parallelize(
         >>> optimizer.zero_grad()
     """
     _require_types(model, strategy)
-    if getattr(model, _ATTRIBUTE, None) is not None:
+    if getattr(model, ENGINE, None) is not None:
         raise ValueError("parallelize: this model is already parallel")
     engine = Engine(model, strategy or Strategy(), current_world(), init, weights)
-    setattr(model, _ATTRIBUTE, engine)
+    setattr(model, ENGINE, engine)
     reference: weakref.ref[nn.Module] = weakref.ref(model)
     model.no_sync = partial(_no_sync, weakref.ref(engine))  # type: ignore[assignment]
-    model.__deepcopy__ = partial(_copy, reference)  # type: ignore[assignment]
-    model.__reduce_ex__ = partial(_reduce, reference)  # type: ignore[method-assign]
+    model.__deepcopy__ = partial(copy_plain, reference)  # type: ignore[assignment]
+    model.__reduce_ex__ = partial(reduce_plain, reference)  # type: ignore[method-assign]
     return model
 
 
@@ -97,28 +93,6 @@ def _no_sync(reference: weakref.ref[Engine]) -> AbstractContextManager[None]:
     return alive.no_sync()
 
 
-def _reduce(reference: weakref.ref[nn.Module], protocol: int) -> Any:
-    """What `torch.save` and pickle write of a parallel model is a plain model with whole parameters."""
-    return (_as_it_is, (copy.deepcopy(reference()),))
-
-
-def _as_it_is(model: nn.Module) -> nn.Module:
-    """What a file of a parallel model gives: the plain copy that was written, whose hooks need it to live."""
-    return model
-
-
-def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a parallel model is a plain model with whole parameters."""
-    model = reference()
-    assert model is not None
-    ours = {name: model.__dict__.pop(name) for name in _OURS}
-    try:
-        with ours[_ATTRIBUTE].full_parameters():
-            return copy.deepcopy(model, memo)
-    finally:
-        model.__dict__.update(ours)
-
-
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a parallel model, to look into: its strategy, schedule, layout and events.
 
@@ -129,11 +103,12 @@ def engine_of(model: nn.Module) -> Engine:
         >>> model = pl.parallelize(torch.nn.Linear(4, 2))
         >>> pl.engine_of(model).strategy.zero
         0
+        >>> pl.engine_of(model).record_events()
         >>> model(torch.randn(8, 4).to(pl.init().device)).square().mean().backward()
         >>> [event.kind for event in pl.engine_of(model).drain_events()]
         ['forward', 'backward']
     """
-    engine = getattr(model, _ATTRIBUTE, None)
+    engine = getattr(model, ENGINE, None)
     if engine is None:
         raise ValueError(f"{type(model).__name__} is not parallel: call pl.parallelize(model) first")
     return engine  # type: ignore[no-any-return]
@@ -238,6 +213,29 @@ def full_parameters(model: nn.Module) -> AbstractContextManager[None]:
     return engine_of(model).full_parameters()
 
 
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """What `model.state_dict()` gives, on rank 0 alone: the others keep nothing of it. A collective call.
+
+    Where parameters are sharded, or updated in another dtype than they are computed with, they are gathered a bucket at
+    a time and put into rank 0's host memory: other ranks never hold more than one bucket of them, as with
+    `model.state_dict()` each does.
+
+    Returns:
+        Names and tensors on rank 0; nothing on other ranks.
+
+    Example:
+        >>> model = pl.parallelize(torch.nn.Linear(4, 2), pl.Strategy(zero=3))
+        >>> weights = pl.full_state_dict(model)
+        >>> if pl.init().rank == 0:
+        ...     torch.save(weights, "weights.pt")
+    """
+    engine = engine_of(model)
+    if engine.world.rank == 0:
+        return model.state_dict()
+    engine.forward.whole.attend()
+    return {}
+
+
 def broadcast_buffers(model: nn.Module) -> None:
     """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call.
 
@@ -278,6 +276,6 @@ def release(model: nn.Module) -> Any:
         torch.Size([2, 4])
     """
     engine_of(model).close()
-    for name in _OURS:
+    for name in SET:
         delattr(model, name)
     return model

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.comm.devices import strategy_on
 from paceline.comm.world import World
 from paceline.core.errors import EngineError
 from paceline.core.events import Event
@@ -73,13 +74,14 @@ class Engine:
         Raises:
             UserError: Ranks built different models, or it cannot be made with `init` and `weights`.
         """
+        strategy = strategy_on(strategy, world.device)
         strategy.shards(world.world_size)
         require_own_parameters(module)
         self.module, self.strategy, self.world = module, strategy, world
         self.units = find_units(module, strategy.units)
         made_by = materialiser(module, self.units.values(), world, init, weights)
         if made_by is None:
-            module.to(world.device)
+            module.to(world.device, non_blocking=True)
         self.state = StepState()
         self.program = Program(module, self.units, strategy, world, self, made_by)
         self.forward = ForwardPass(self.program, self.state)
@@ -92,7 +94,8 @@ class Engine:
         if self.schedule.copies_gradients:
             before = self._accumulates if Gradients.looks_before(self.schedule) else None
             trained = [p for p in module.parameters() if p.requires_grad]
-            self._handles += watch_parameters(trained, before, self._accumulated)
+            after = self._accumulated if world.backend == "gloo" else self._accumulated_on_a_stream
+            self._handles += watch_parameters(trained, before, after)
         watch_optimizers(self)
         if strategy.recompute != "none":
             blocks = [module.get_submodule(name) for name in find_blocks(module, strategy.units)]
@@ -168,8 +171,15 @@ class Engine:
         """This rank's shards, as they are updated, were written to from outside. A collective call."""
         weights_replaced(self)
 
+    def record_events(self, on: bool = True) -> None:
+        """Whether ops are recorded from now on, to be read with `drain_events`.
+
+        On CPUs they are from the start. On a GPU each takes some microseconds of the host, so it is asked for there.
+        """
+        self.program.record(on)
+
     def drain_events(self) -> list[Event]:
-        """The events of every op executed since the last call."""
+        """The events of every op executed since the last call, while they were recorded: see `record_events`."""
         return self.program.executor.drain()
 
     def broadcast_buffers(self) -> None:
@@ -272,6 +282,13 @@ class Engine:
 
     @gives_up
     def _accumulated(self, parameter: nn.Parameter) -> None:
+        self.backward.accumulated(parameter)
+
+    @gives_up
+    def _accumulated_on_a_stream(self, parameter: nn.Parameter) -> None:
+        # Autograd adds on the stream of the forward that first used the parameter in a graph that still lives, which
+        # need not be that of the backward that copies the gradient.
+        self.program.executor.follow()
         self.backward.accumulated(parameter)
 
     # ---- what a sharded parameter asks (sharded_parameter.Owner)

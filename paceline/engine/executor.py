@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from zlib import crc32
 
-from paceline.comm.streams import CommStream, CudaClock, HostClock, Mark, Pending
+from paceline.comm.gpu_streams import CudaClock
+from paceline.comm.streams import CommStream, HostClock
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.events import Event
 from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
-
-_KEPT = 1 << 14
-"""Ops remembered where nobody drains the events, so that memory stays bounded."""
+from paceline.engine.records import Record, Records
 
 _HASHES = 1 << 20
-
-
-@dataclass(slots=True)
-class _Record:
-    """An executed op whose marks are turned into seconds when it is read."""
-
-    op: Op
-    step: int
-    start: Mark = None
-    end: Mark = None
-    pending: Pending | None = None
-    waits: tuple[Mark, Mark] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.end is not None if self.pending is None else self.waits is not None
 
 
 class Executor:
@@ -43,6 +26,7 @@ class Executor:
 
     Attributes:
         step: Number of the step that was loaded last.
+        records: Whether ops are kept to be drained; see `record`.
     """
 
     def __init__(
@@ -51,6 +35,7 @@ class Executor:
         clock: HostClock | CudaClock,
         streams: Mapping[str, CommStream],
         work: Callable[[Op], Callable[[], Traffic]],
+        records: bool = True,
     ) -> None:
         """Creates an idle executor.
 
@@ -59,22 +44,37 @@ class Executor:
             clock: Makes marks on the compute stream.
             streams: Streams for collectives, by the name that ops give them.
             work: Gives the function that performs a collective.
+            records: Whether to keep what was executed, to be drained.
         """
-        self._rank = rank
         self._clock = clock
         self._streams = streams
         self._work = work
-        self._records: deque[_Record] = deque(maxlen=_KEPT)
-        self._running: _Record | None = None
+        self._records = Records(rank, clock)
+        self._remember = self._records.kept.append
+        self._running: Record | None = None
         self._queues: dict[str, deque[Op]] = {}
         self._known: dict[Key, Op] = {}
         self._done: set[Key] = set()
-        self._outstanding: dict[Key, _Record] = {}
+        self._outstanding: dict[Key, Record] = {}
         self.step = 0
         self._launched: dict[str, int] = {}
+        self.record(records)
+
+    def record(self, on: bool) -> None:
+        """Whether ops are kept to be drained, and on a GPU when each ran, from now on."""
+        if on:
+            self._clock.begin_recording()
+        self.records = on
+        for stream in self._streams.values():
+            stream.is_timed = on
 
     def load(self, step: int, ops: Iterable[Op]) -> None:
-        """Takes the next ops of step `step`; collectives that an earlier load left over are launched first."""
+        """Takes the next ops of step `step`; collectives that an earlier load left over are launched first.
+
+        Raises:
+            EngineError: A CUDA graph is being captured.
+        """
+        self._clock.require_no_capture()
         for name in self._queues:
             self.launch_left(name)
         if step != self.step:
@@ -111,14 +111,19 @@ class Executor:
         if key in self._done:
             # A second forward of a unit in one micro-batch, say.
             op = replace(op, planned=False)
-        self._running = _Record(op, self.step, self._clock.now())
-        self._records.append(self._running)
+        self._running = Record(op, self.step, self.records, self._clock.now(self.records))
+        if self.records:
+            self._remember(self._running)
 
     def end(self) -> None:
         """The running compute op, if any, ends."""
         if self._running is not None:
-            self._running.end = self._clock.now()
+            self._running.end = self._clock.now(self._running.is_timed)
             self._running = None
+
+    def follow(self) -> None:
+        """What is computed next, on whichever stream, comes after what was computed before."""
+        self._clock.follow()
 
     def mark(self, key: Key) -> None:
         """A compute op that takes no time begins and is done."""
@@ -237,11 +242,10 @@ class Executor:
         self.require([op.key for op in ops])
 
     def drain(self) -> list[Event]:
-        """The events of all ops completed since the last call, in order of their start on each stream."""
-        records, self._records = self._records, deque(maxlen=_KEPT)
-        self._records.extend(record for record in records if not record.finished)
-        events = [self._event(record) for record in records if record.finished]
-        self._clock.refresh()
+        """The events of all recorded ops completed since the last call, in order of their start on each stream."""
+        events = self._records.drain()
+        if self.records:
+            self._clock.refresh()
         return events
 
     def _advance(self) -> None:
@@ -266,13 +270,14 @@ class Executor:
     def _launch_op(self, op: Op) -> None:
         self._launch(op, self._work(op), [self._outstanding[key] for key in op.after if key in self._outstanding])
 
-    def _launch(self, op: Op, work: Callable[[], Traffic], after: Sequence[_Record] = ()) -> None:
-        record = _Record(op, self.step)
+    def _launch(self, op: Op, work: Callable[[], Traffic], after: Sequence[Record] = ()) -> None:
+        record = Record(op, self.step, self.records)
         stream = self._streams[op.stream]
         before = [other.pending for other in after if other.pending is not None]
         record.pending = stream.submit(work, op.target, before)
         self._outstanding[op.key] = record
-        self._records.append(record)
+        if self.records:
+            self._remember(record)
         self._done.add(op.key)
         self._launched[op.stream] = (self._launched.get(op.stream, 0) * 31 + crc32(op.target.encode())) % _HASHES
 
@@ -282,18 +287,8 @@ class Executor:
         self._launched.clear()
         return found
 
-    def _wait(self, record: _Record) -> None:
+    def _wait(self, record: Record) -> None:
         assert record.pending is not None
-        start = self._clock.now()
+        start = self._clock.now(record.is_timed)
         self._streams[record.op.stream].wait(record.pending)
-        record.waits = (start, self._clock.now())
-
-    def _event(self, record: _Record) -> Event:
-        op, pending, seconds = record.op, record.pending, self._clock.seconds
-        start, end = (pending.start, pending.end) if pending else (record.start, record.end)
-        sent, received = pending.traffic if pending else (0, 0)
-        exposed = seconds(record.waits[1]) - seconds(record.waits[0]) if record.waits else 0.0
-        return Event(
-            *(op.kind, op.target, op.micro_batch, op.phase, op.stream, op.bytes, sent, received),
-            *(record.step, self._rank, seconds(start), seconds(end), exposed, op.planned),
-        )
+        record.waits = (start, self._clock.now(record.is_timed))

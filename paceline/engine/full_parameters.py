@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.buffers import has_master
+from paceline.core.layout import Bucket
 from paceline.core.ops import READ, WRITTEN
 from paceline.engine.flat_parameters import FlatParameters
 from paceline.engine.parameters import Parameters
@@ -19,6 +20,8 @@ from paceline.engine.tensors import parameter_in
 
 Gather = Callable[[Tensor, Tensor, str], None]
 """(buffer, this rank's shard, label): fills the buffer from all shards; a collective call."""
+
+_STATE_DICT = "model.state_dict()"
 
 
 class FullParameters:
@@ -69,9 +72,21 @@ class FullParameters:
         if shared_by is not None:
             shared_by.barrier(WRITTEN)
 
+    def attend(self) -> None:
+        """Takes part in another rank's `model.state_dict()`, a bucket at a time, and keeps nothing of it."""
+        program = self._program
+        if self.is_full or not program.parameters.flat.managed:
+            return
+        self._wait_for_updates()
+        program.parameters.require_unedited()
+        program.parameters.take_given()
+        if program.collectives is not None:
+            for _ in _gathered(program.parameters.flat, partial(program.collectives.gather, _STATE_DICT)):
+                pass
+
     def open_states(self, edits: bool) -> None:
         """Enters `full`, until `close_state`."""
-        self._states.append(self.full("model.load_state_dict()" if edits else "model.state_dict()", edits))
+        self._states.append(self.full("model.load_state_dict()" if edits else _STATE_DICT, edits))
         self._states[-1].__enter__()
 
     def close_state(self) -> None:
@@ -125,19 +140,28 @@ def _gather_all(flat: FlatParameters, gather: Gather | None, edits: bool) -> dic
     """Whole parameters by bucket, where what is computed with is not what they are."""
     wholes: dict[str, Tensor] = {}
     with torch.no_grad():
-        for bucket in flat.layout.buckets:
-            master, other_dtype = flat.master(bucket), has_master(flat.layout.flats[bucket.flat])
-            if flat.is_sharded or (other_dtype and flat.shards > 1):
-                whole = torch.empty(bucket.numel, dtype=master.dtype, device=flat.device)
-                assert gather is not None
-                gather(whole, master, bucket.name)
+        if gather is not None:
+            for bucket, whole in _gathered(flat, gather):
                 # One bucket at a time on the device.
                 wholes[bucket.name] = whole if edits else whole.cpu()
-            elif other_dtype:
-                wholes[bucket.name] = master
+        for bucket in flat.layout.buckets:
+            if bucket.name in wholes:
+                continue
+            if has_master(flat.layout.flats[bucket.flat]):
+                wholes[bucket.name] = flat.master(bucket)
             elif flat.shares_memory and edits:
                 wholes[bucket.name] = flat.whole(bucket).clone()
     return wholes
+
+
+def _gathered(flat: FlatParameters, gather: Gather) -> Iterator[tuple[Bucket, Tensor]]:
+    """Each bucket that no rank has whole as it is updated, on every rank. Collective calls."""
+    for bucket in flat.layout.buckets:
+        if flat.is_sharded or (has_master(flat.layout.flats[bucket.flat]) and flat.shards > 1):
+            master = flat.master(bucket)
+            whole = torch.empty(bucket.numel, dtype=master.dtype, device=flat.device)
+            gather(whole, master, bucket.name)
+            yield bucket, whole
 
 
 def _view(flat: FlatParameters, wholes: dict[str, Tensor], index: int) -> Tensor:

@@ -36,7 +36,7 @@ class GradientNorm:
         program, schedule, world = self._program, self._program.schedule, self._program.world
         self._update.require_reduced("the gradient norm")
         present = [p.grad for p in program.parameters.all if p.grad is not None]
-        squares = square_sum(present).to(world.device)
+        squares = square_sum(present, world.device)
         if program.collectives is not None and (schedule.shards > 1 or schedule.has_server):
             squares = squares if world.rank == 0 or not schedule.has_server else torch.zeros_like(squares)
             self._settle()

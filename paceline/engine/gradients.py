@@ -217,7 +217,7 @@ class Gradients:
     def square_sum(self) -> Tensor:
         """Sum of the squares of this rank's reduced gradients: fp64, 0-dim."""
         places = (self.flat.reduced_of(index) for index in self.flat.trainable)
-        return square_sum([place for place in places if place is not None])
+        return square_sum([place for place in places if place is not None], self._parameters.flat.device)
 
     @property
     def carries(self) -> bool:

@@ -64,6 +64,8 @@ class Program:
             materialiser: Makes the model, where it is on the meta device.
         """
         self.world = world
+        # On the host's clock that costs next to nothing; on a GPU each op takes two events and more.
+        self._records = world.device.type == "cpu"
         self._module, self._units, self._owner = module, tuple(units), owner
         self._specs = parameter_specs(module, self._units)
         self.gradients: Gradients | None = None
@@ -162,7 +164,12 @@ class Program:
     def start(self) -> None:
         """Starts executing, with nothing under way."""
         streams = self.collectives.streams if self.collectives else {}
-        self.executor = Executor(self.world.rank, open_clock(self.world), streams, self.work)
+        self.executor = Executor(self.world.rank, open_clock(self.world), streams, self.work, self._records)
+
+    def record(self, on: bool) -> None:
+        """Whether ops are recorded from now on; see `Engine.record_events`."""
+        self._records = on
+        self.executor.record(on)
 
     def _wait_for_reduction(self, bucket: Bucket) -> None:
         self.executor.require_reduced(bucket.name)

@@ -163,11 +163,16 @@ class Statistics:
 
     def close(self) -> None:
         """Ends a synchronised micro-batch: the sums are the result, and new ones begin."""
+        device = self.buffer.device
         if self._world_size > 1:
             start = 2 * self._parameters
             self._result = self.buffer[start : start + len(self._values)].clone()
         else:
-            values = [torch.as_tensor(value, dtype=torch.float64, device=self.buffer.device) for value in self._values]
+            # Filled in on the device: to copy a number there a GPU's host would wait.
+            values = [
+                value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
+                for value in self._values
+            ]
             self._result = torch.stack(values) if values else self.buffer[:0].clone()
         self.clear()
 

@@ -89,11 +89,24 @@ class StoredWeights:
         Raises:
             UserError: The file cannot be read.
         """
-        name = next(name for name in names if name in self._file_of)
+        tensor.copy_(self.read(next(name for name in names if name in self._file_of)))
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored, on the CPU.
+
+        Raises:
+            UserError: The file cannot be read.
+        """
         try:
-            tensor.copy_(self._open(self._file_of[name]).get_tensor(name))
+            tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise UserError(f"weights: {name} cannot be read from {self._file_of[name]} ({error})") from error
+        return tensor
+
+    def dtype(self, name: str) -> str:
+        """A tensor's dtype as the format spells it, such as BF16."""
+        dtype: str = self._open(self._file_of[name]).get_slice(name).get_dtype()
+        return dtype
 
 
 def _files(path: Path) -> list[Path]:
@@ -102,10 +115,15 @@ def _files(path: Path) -> list[Path]:
     indices = sorted(path.glob(f"*{_INDEX}"))
     if len(indices) == 1:
         try:
-            names = json.loads(indices[0].read_text())["weight_map"].values()
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+            names = sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(f"weights: {indices[0]} is no index of safetensors files ({error!r})") from error
-        return [path / name for name in sorted(set(names))]
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise UserError(
+                    f"weights: {indices[0]} names {name!r}, which is no file beside it: use another copy of the folder"
+                )
+        return [path / name for name in names]
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise UserError(f"weights: there is no safetensors file at {path}: give one, or a folder that holds some")

@@ -86,9 +86,14 @@ def placeholder(tensor: Tensor) -> Tensor:
     return torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements: fp64, 0-dim, summed in fp32 where they are of lower precision."""
-    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
+def square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of the squares of all elements: fp64, 0-dim, summed in fp32 where they are of lower precision.
+
+    Args:
+        tensors: All on `device`; there may be none.
+        device: Where the sum is.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
     with torch._C.DisableTorchFunctionSubclass():
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             wide = torch.promote_types(dtype, torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -77,6 +78,8 @@ class _ReplacingJob(Job):
         """Workers that have asked for a place, at some time."""
         self._losses: set[int] = set()
         """Those that others went on after."""
+        self._dismissed: set[int] = set()
+        """Those that waited for a place when all were told to stop."""
         self._work = ""
         self._broken_since: float | None = None
         self._gives_up = False
@@ -139,7 +142,7 @@ class _ReplacingJob(Job):
         return f"rank {self._rank_of[number]}" if number in self._rank_of else f"spare {number}"
 
     def _failed(self, number: int) -> bool:
-        return super()._failed(number) and (self._gives_up or number not in self._losses)
+        return super()._failed(number) and (self._gives_up or number not in self._losses | self._dismissed)
 
     def _tend(self) -> None:
         members = self._members_now
@@ -155,15 +158,21 @@ class _ReplacingJob(Job):
             for seat in self._seats:
                 # Those that wait for a place end when their line does.
                 seat.shutdown(socket.SHUT_WR)
-        elif self._stop is not None:
-            # Nobody goes on after a stop.
-            self._gives_up = self._gives_up or members.is_broken
         elif not any(map(self._failed, self._ended)):
-            if members.should_grow():
+            if self._stop is None and members.should_grow():
                 for number in members.ranks:
                     send(self._seats[number], leave=members.epoch)
             self._end_silent()
+            # After a stop, too: those that are left save what they have.
             self._form()
+
+    def _pass_on(self, stop: signal.Signals) -> None:
+        for number, process in enumerate(self._processes):
+            if number not in self._members_now.ranks and number not in self._ended:
+                # It has nothing to save, and may not even have begun to grant stops.
+                self._dismissed.add(number)
+                process.kill()
+        super()._pass_on(stop)
 
     def _tell_loss(self, number: int) -> None:
         members = self._members_now

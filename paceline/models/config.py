@@ -29,7 +29,7 @@ class ModelConfig:
     kv_heads: int = 0
     """Key/value heads, a divisor of heads (grouped-query attention); 0 means as many as heads."""
     ff: int = 0
-    """Inner width of the feed-forward layer; 0 means 4 * width (gelu only, swiglu needs it given)."""
+    """Inner width of the feed-forward layer; 0 means 4 * width (swiglu needs it given)."""
     context: int = 128
     """Longest sequence in tokens."""
     vocabulary: int = 2048
@@ -38,8 +38,9 @@ class ModelConfig:
     """Normalisation before each sublayer and before the output layer."""
     position: Literal["learned", "rotary"] = "learned"
     """A learned vector per position, or queries and keys rotated by their position."""
-    activation: Literal["gelu", "swiglu"] = "gelu"
-    """Feed-forward non-linearity: exact GELU, or SiLU of one projection times another."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """Feed-forward non-linearity: exact GELU, its approximation by tanh, as in the published GPT-2, or SiLU of one
+    projection times another."""
     bias: bool = True
     """Whether linear layers (the output layer excepted) and layernorm carry biases."""
     tied: bool = True
@@ -62,7 +63,7 @@ class ModelConfig:
         for name, allowed in (
             ("norm", ("layernorm", "rmsnorm")),
             ("position", ("learned", "rotary")),
-            ("activation", ("gelu", "swiglu")),
+            ("activation", ("gelu", "gelu_tanh", "swiglu")),
         ):
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}.")

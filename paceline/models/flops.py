@@ -52,39 +52,57 @@ def flops_per_token(config: ModelConfig, context: int, causal: bool = False) -> 
 def peak_flops(device_name: str, precision: str = "bfloat16") -> float | None:
     """Dense peak of a GPU in FLOP/s in a precision, by the name `torch.cuda.get_device_name` gives.
 
-    From the makers' data sheets (dense, without sparsity). The V100 has no bf16 units: its figure is for
-    fp16. None where the peak is not known, as for a MIG slice or the H100 variants between PCIe and SXM.
+    From the makers' data sheets, without sparsity. None where the peak is not known, as for a MIG slice or the H100
+    variants between PCIe and SXM, and where there are no units for the precision.
+
+    Args:
+        device_name: Such as "NVIDIA H200".
+        precision: bfloat16, float16, tf32 or float32, the last without TF32.
     """
     if "MIG" in device_name:
         return None
-    peaks = _PEAKS_FP32 if precision == "float32" else _PEAKS
+    peaks = _PEAKS[precision]
     return next((peak for pattern, peak in peaks if re.search(pattern, device_name, re.IGNORECASE)), None)
 
 
-_PEAKS: tuple[tuple[str, float], ...] = (
-    (r"\bV100\b", 125e12),
-    (r"\bA100\b", 312e12),
-    (r"\bH100 PCIe\b", 756e12),
-    (r"\bH100 80GB HBM3\b|\bH100 SXM", 989.4e12),
-    (r"\bH200\b(?! NVL)", 989.4e12),
-    (r"\bGH200\b", 989e12),
-    (r"\bB200\b", 2250e12),
-    (r"\bGB200\b", 2500e12),
-    (r"\bMI300X\b", 1307.4e12),
-    (r"\bL40S\b", 362.05e12),
-    (r"\bRTX 4090$", 165.2e12),
+_V100, _A100, _L40S, _4090 = r"\bV100\b", r"\bA100\b", r"\bL40S\b", r"\bRTX 4090$"
+_H100, _H100_PCIE, _H200 = r"\bH100 80GB HBM3\b|\bH100 SXM", r"\bH100 PCIe\b", r"\bH200\b(?! NVL)"
+_GH200, _B200, _GB200, _MI300X = r"\bGH200\b", r"\bB200\b", r"\bGB200\b", r"\bMI300X\b"
+
+_HALF: tuple[tuple[str, float], ...] = (
+    (_A100, 312e12),
+    (_H100_PCIE, 756e12),
+    (_H100, 989.4e12),
+    (_H200, 989.4e12),
+    (_GH200, 989e12),
+    (_B200, 2250e12),
+    (_GB200, 2500e12),
+    (_MI300X, 1307.4e12),
+    (_L40S, 362.05e12),
+    (_4090, 165.2e12),
 )
 
-
-_PEAKS_FP32: tuple[tuple[str, float], ...] = (
-    (r"\bA100\b", 19.5e12),
-    (r"\bH100 80GB HBM3\b|\bH100 SXM", 67e12),
-    (r"\bH200\b(?! NVL)", 67e12),
-    (r"\bMI300X\b", 163.4e12),
-    (r"\bL40S\b", 91.6e12),
-    (r"\bRTX 4090$", 82.6e12),
-)
-"""Without TF32, which torch leaves off."""
+_PEAKS: dict[str, tuple[tuple[str, float], ...]] = {
+    "bfloat16": _HALF,
+    "float16": ((_V100, 125e12), *_HALF),
+    "tf32": (
+        (_A100, 156e12),
+        (_H100_PCIE, 378e12),
+        (_H100, 494.7e12),
+        (_H200, 494.7e12),
+        (_MI300X, 653.7e12),
+        (_L40S, 183e12),
+        (_4090, 82.6e12),
+    ),
+    "float32": (
+        (_A100, 19.5e12),
+        (_H100, 67e12),
+        (_H200, 67e12),
+        (_MI300X, 163.4e12),
+        (_L40S, 91.6e12),
+        (_4090, 82.6e12),
+    ),
+}
 
 
 def _qkv_outputs(c: ModelConfig) -> int:

@@ -74,6 +74,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gated = config.activation == "swiglu"
+        # The exact GELU is the default: on CPU it takes half the time of the approximation.
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
         inner = config.feed_forward
         self.up = _linear(config.width, 2 * inner if self.gated else inner, config.bias)
         self.down = _linear(inner, config.width, config.bias)
@@ -85,8 +87,7 @@ class FeedForward(nn.Module):
             gate, value = x.chunk(2, dim=-1)
             x = F.silu(gate) * value
         else:
-            # The exact GELU: on CPU it takes half the time of the tanh approximation.
-            x = F.gelu(x)
+            x = F.gelu(x, approximate=self.approximate)
         y: Tensor = self.down(x)
         return y
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from paceline.comm.devices import strategy_on
 from paceline.core.build_layout import build_layout
 from paceline.core.check import Report, all_ranks
 from paceline.core.check import check as check_schedules
@@ -55,6 +57,8 @@ def examine(model: nn.Module, strategy: Strategy, devices: int, micro_batches: i
     for name, value in (("devices", devices), ("micro_batches", micro_batches)):
         if value < 1:
             raise UserError(f"{name}: expected 1 or more, got {value}")
+    # A precision that is left to the device is this machine's.
+    strategy = strategy_on(strategy, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     strategy.shards(devices)
     units = tuple(find_units(model, strategy.units))
     specs = parameter_specs(model, units)

@@ -88,6 +88,12 @@ def _print_tables(options: PlanArguments, model: Shapes, rows: Sequence[Row]) ->
         "activations, what PyTorch, the driver and the collectives' library hold, fragmentation, and the few\n"
         "numbers that ranks agree on in each step."
     )
+    if options.devices > 1:
+        most = max(rows, key=lambda each: each.communicators)
+        print(
+            f"Between GPUs a rank holds {rows[0].communicators} (zero 0) to {most.communicators} ({most.name}) of "
+            "NCCL's communicators.\nUsers tell of 1 to 2 GB for each; docs/planning.md says what that depends on."
+        )
 
 
 def _assumed(precision: str, dtypes: Iterable[str]) -> str:

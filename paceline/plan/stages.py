@@ -56,6 +56,8 @@ class Row:
     """Bytes that a rank sends in a step, by collective."""
     padding: int
     """Bytes in a whole copy of the trainable parameters that hold none."""
+    communicators: int
+    """How many a rank holds between GPUs, where the few numbers that ranks agree on share the job's own."""
 
     @property
     def name(self) -> str:
@@ -71,6 +73,7 @@ class Row:
             "memory": {**asdict(self.memory), "total": self.memory.total},
             "sent": {**self.sent, "total": sum(self.sent.values())},
             "padding": self.padding,
+            "communicators": self.communicators,
         }
 
 
@@ -83,7 +86,8 @@ def row(model: Shapes, strategy: Strategy, devices: int, micro_batches: int = 1)
     strategy.shards(devices)
     layout = build_layout(model.parameters, (ROOT, *model.units), strategy, devices)
     schedule = Schedule(layout, strategy, devices, rank=0, order=model.units)
-    return Row(strategy, memory(schedule, micro_batches), _sent(schedule, micro_batches), layout.padding_bytes)
+    held, sent = memory(schedule, micro_batches), _sent(schedule, micro_batches)
+    return Row(strategy, held, sent, layout.padding_bytes, len(schedule.groups))
 
 
 def _sent(schedule: Schedule, micro_batches: int) -> dict[str, int]:

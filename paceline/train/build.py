@@ -33,6 +33,8 @@ def prepare_text(config: TrainConfig, world: World, is_known: bool = False) -> C
 def build_model(config: TrainConfig, corpus: Corpus, world: World) -> Transformer:
     """The model, parallel. A collective call."""
     torch.manual_seed(config.seed)
+    if world.device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     with torch.device(world.device):
         model = Transformer(config.model.shape(corpus.facts.vocabulary))
     model = pl.parallelize(model, config.strategy)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import paceline as pl
-from paceline.checkpoint.folder import prune, step_folder
+from paceline.checkpoint.exchange.export import model_of
+from paceline.checkpoint.folder import CHECKPOINTS, folder_of, prune, step_folder
 from paceline.checkpoint.load import Loaded
 from paceline.checkpoint.save import Saving
 from paceline.comm.world import World
@@ -16,7 +18,6 @@ from paceline.core.errors import UserError
 from paceline.models.transformer import Transformer
 from paceline.train.config import CheckpointConfig
 from paceline.train.optim import Update
-from paceline.train.run_folder import CHECKPOINTS
 
 
 def load_checkpoint(path: Path, model: Transformer, update: Update, text: dict[str, Any]) -> Loaded:
@@ -38,6 +39,29 @@ def load_checkpoint(path: Path, model: Transformer, update: Update, text: dict[s
             "Put back what it was, or begin a new run"
         )
     update.load_state_dict(loaded.extra["update"])
+    return loaded
+
+
+def begin_from(path: str, model: Transformer) -> Loaded:
+    """Takes the weights of a checkpoint for a new run. A collective call.
+
+    Args:
+        path: It, a folder of them, or a run's.
+        model: Parallel.
+
+    Raises:
+        UserError: They are another model's.
+    """
+    loaded = pl.load(folder_of(path), model)
+    theirs = model_of(loaded.extra)
+    # What shapes do not tell. Rotary positions may go on further than they did.
+    differ = [
+        f"{name} {getattr(theirs, name)}, now {getattr(model.config, name)}"
+        for name in ("heads", "key_value_heads", "norm", "position", "activation", "tied", "rope_theta", "norm_eps")
+        if theirs is not None and getattr(theirs, name) != getattr(model.config, name)
+    ]
+    if differ:
+        raise UserError(f"weights: {loaded.path} is of another model: {'; '.join(differ)}. Set model as it was")
     return loaded
 
 
@@ -92,6 +116,8 @@ class Checkpoints:
             pause: Called before one begins, which waits for the one before: on a slow disk longer than a step takes.
         """
         self.tell(say)
+        if self._config.check_replicas and step % self._config.check_replicas == 0:
+            pl.check_replicas(self._model, self._update.optimizer)
         # On GPUs the answer comes a step late, when rank 0 may have asked once more.
         asked = asked and step - self._last_step > 2
         if asked or (self._config.steps and step % self._config.steps == 0):
@@ -138,9 +164,11 @@ class Checkpoints:
 
     def extra(self) -> dict[str, Any]:
         """What is saved besides the model and the optimizer's states."""
-        return {"update": self._update.state_dict(), "text": self._text}
+        return {"model": asdict(self._model.config), "update": self._update.state_dict(), "text": self._text}
 
     def _begin(self, step: int, background: bool) -> None:
+        if self._config.check_replicas:
+            pl.check_replicas(self._model, self._update.optimizer)
         self._last, self._last_step = time.monotonic(), step
         self._is_told = False
         self._saving = pl.save(

@@ -143,11 +143,15 @@ class CheckpointConfig:
     """How many of the latest stay."""
     keep_every: int = 0
     """Those of steps that this divides stay too. 0: none."""
+    check_replicas: int = 0
+    """Steps between two comparisons of what ranks should hold alike, to the bit (`pl.check_replicas`); where there are
+    any, one is made before each checkpoint, too, so that none keeps a flipped bit. 0: none."""
 
     def __post_init__(self) -> None:
         good = self.every >= 0 if isinstance(self.every, int) else _TIME.fullmatch(self.every) is not None
         _check("checkpoint.every", self.every, good, "steps such as 500, or a time such as 90s, 15m or 2h")
         _check("checkpoint.keep", self.keep, self.keep >= 1, "at least 1")
+        _check("checkpoint.check_replicas", self.check_replicas, self.check_replicas >= 0, "0 (none) or more steps")
         _check("checkpoint.keep_every", self.keep_every, self.keep_every >= 0, "0 (none) or more steps")
 
     @property
@@ -177,7 +181,7 @@ class TrainConfig:
     """The text."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer."""
-    strategy: Strategy = field(default_factory=lambda: Strategy(gradients="sum"))
+    strategy: Strategy = field(default_factory=lambda: Strategy(gradients="sum", precision="auto"))
     """How the ranks share the work."""
     log: LogConfig = field(default_factory=LogConfig)
     """What is written down."""
@@ -189,6 +193,9 @@ class TrainConfig:
     """Samples in one optimizer step over all ranks, each as long as the model's context."""
     micro_batch: int = 4
     """Samples that a rank computes at once; a larger share of the batch is accumulated."""
+    tf32: bool = False
+    """On GPUs with strategy.precision float32: multiply matrices in TF32, which is many times as fast and takes 10 bits
+    of each factor's mantissa for 23."""
     seed: int = 0
     """Decides the initial weights and the order of the samples."""
     threads: int = 0
@@ -207,6 +214,8 @@ class TrainConfig:
     so far, but at least 60."""
     folder: str | None = None
     """The run's folder, which must be new. Without it: runs/<date>-<time>-<preset>."""
+    weights: str | None = None
+    """A checkpoint whose weights a new run begins with: its folder, or a run's. Without it they are drawn."""
     resume: str | None = None
     """Goes on with a run that stopped: its folder, or one of its checkpoints. auto: with this command's latest run in
     runs/, or in the given folder, if that has not ended; else a new one begins."""
@@ -218,6 +227,7 @@ class TrainConfig:
         _check("threads", self.threads, 0 <= self.threads <= MOST_THREADS, f"0 (share the cores out) to {MOST_THREADS}")
         _check("timeout", self.timeout, self.timeout is None or 1 <= self.timeout < 1e8, "1 to 1e8 seconds")
         _check("resume", self.resume, self.resume is None or bool(self.resume.strip()), "auto, a run or a checkpoint")
+        _check("weights", self.weights, self.weights is None or bool(self.weights.strip()), "a run or a checkpoint")
         _check("folder", self.folder, self.folder is None or _is_name(self.folder), "a name, in UTF-8")
         if self.workers is not None and self.workers < 1:
             raise UserError(f"workers: expected at least 1 worker process, got {self.workers}; leave it out for one")
@@ -251,6 +261,14 @@ class TrainConfig:
         except UserError:
             return False
         return True
+
+    def multiplies_in(self, device: str) -> str:
+        """What a kind of device multiplies matrices in: the strategy's precision, or tf32."""
+        return (
+            "tf32"
+            if self.tf32 and self.strategy.precision == "float32" and device == "cuda"
+            else self.strategy.precision
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, the model's preset first, ready for YAML or JSON."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import paceline as pl
-from paceline.checkpoint.folder import checkpoints_in, step_folder
+from paceline.checkpoint.folder import CHECKPOINTS, checkpoints_in, step_folder
 from paceline.checkpoint.save import abandon_earlier
 from paceline.checkpoint.survivors import choose_writers, is_writable, write_held
 from paceline.core.errors import UserError
@@ -20,7 +20,6 @@ from paceline.launch.stop import StopRequest
 from paceline.launch.worker import lost_a_peer
 from paceline.train.config import TrainConfig
 from paceline.train.resume import Resume, find_resume
-from paceline.train.run_folder import CHECKPOINTS
 from paceline.train.training import Training
 
 _WORTH_COLLECTING = 64 << 20

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 import paceline as pl
-from paceline.checkpoint.folder import set_aside
+from paceline.checkpoint.folder import CHECKPOINTS, set_aside
+from paceline.comm.devices import strategy_on
 from paceline.comm.patience import StepPatience
 from paceline.core.errors import UserError
 from paceline.data import Corpus
@@ -20,7 +21,7 @@ from paceline.launch.seat import Seat
 from paceline.launch.stop import StopRequest, ended_at_once, exit_status
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.train.build import build_model, make_update, open_loader, prepare_text
-from paceline.train.checkpoints import Checkpoints, load_checkpoint
+from paceline.train.checkpoints import Checkpoints, begin_from, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
 from paceline.train.failover import Former, LeaveJob, go_on
 from paceline.train.meter import Meter, Readback
@@ -30,7 +31,7 @@ from paceline.train.optim import learning_rate
 from paceline.train.outputs import Outputs
 from paceline.train.progress import Progress, ValidationProgress
 from paceline.train.resume import Resume, find_resume
-from paceline.train.run_folder import CHECKPOINTS, EVENTS, RunFolder, check_run_folder, create_run_folder
+from paceline.train.run_folder import EVENTS, RunFolder, check_run_folder, create_run_folder
 from paceline.train.summary import (
     SAMPLING,
     SAVING,
@@ -77,6 +78,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
         )
     threads = threads_per_rank(config.threads, world.local_world_size)
     torch.set_num_threads(threads)
+    config = replace(config, strategy=strategy_on(config.strategy, world.device))
     if former is None or seat is None or seat.place is None:
         resume = find_resume(config)
     else:
@@ -90,9 +92,11 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     text = {"tokens": corpus.facts.train.tokens, "tokenizer": zlib.crc32(corpus.definition.encode())}
     model = build_model(config, corpus, world)
     update = make_update(config, model, world)
-    first = 0
+    first, begun = 0, None
     if resume is not None and resume.checkpoint is not None:
         first = load_checkpoint(resume.checkpoint, model, update, text).step
+    elif config.weights is not None:
+        begun = begin_from(config.weights, model)
     update.done = first
     with open_loader(config, corpus, model, world, first) as loader, former.stop if former else StopRequest() as stop:
         # The folder comes last of what may fail, so that a mistake leaves none behind.
@@ -102,6 +106,8 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
                 outputs.begin(replace(config, resume=None), corpus, threads)
                 if not goes_on:
                     outputs.say(*opening(config, corpus, model.config, world, threads, folder.path, first))
+                if begun is not None:
+                    outputs.say(f"weights: step {begun.step:,} of {begun.path}")
                 if resume is not None:
                     _tell_resumed(outputs, folder, first, former, resume)
             (path, *_) = pl.all_gather_json(None if folder is None else str(folder.path.resolve()), "the run's folder")
@@ -185,13 +191,14 @@ def _steps(training: Training) -> tuple[int, int]:
     update, loader, checkpoints = training.update, training.loader, training.checkpoints
     engine, world, log = pl.engine_of(model), outputs.world, config.log
     low = config.strategy.precision == "float16"
-    readback = Readback()
-    on_gpu = world.device.type == "cuda"
-    peak = peak_flops(torch.cuda.get_device_name(world.device), config.strategy.precision) if on_gpu else None
+    readback, peak = Readback(), None
+    if world.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(world.device), config.multiplies_in(world.device.type))
     meter = Meter(engine, config.steps, flops_per_token(model.config, model.config.context), peak)
     events_due, skipped = first + log.events_every, int(update.skips[0])
     patience = StepPatience(given=config.timeout is not None)
     for step, batches in zip(range(first + 1, config.steps + 1), loader, strict=False):
+        meter.record(any(_is_read(config, number, first) for number in (step, step + 1)))
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
             asked = (*training.stop.flags(), training.leaves(), checkpoints.asked())
@@ -222,7 +229,7 @@ def _steps(training: Training) -> tuple[int, int]:
             )
         status = exit_status(interrupts, terminations)
         last = step == config.steps or bool(status)
-        if step == first + 1 or step % log.every == 0 or last:
+        if _is_read(config, step, first) or last:
             interval, events = meter.read(step, norm, learning_rate(step - 1, config.steps, config.optim), skipped)
             outputs.say(interval.line(outputs.columns))
             if step > first + 1:
@@ -253,6 +260,11 @@ def _steps(training: Training) -> tuple[int, int]:
                 with outputs.showing(SAVING):
                     outputs.save(model)
     return first, 0
+
+
+def _is_read(config: TrainConfig, step: int, first: int) -> bool:
+    """Whether figures are told after a step, of a training that goes on from step `first`."""
+    return step in (first + 1, config.steps) or step % config.log.every == 0
 
 
 def _validate(training: Training, batches: int) -> Validation | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import paceline as pl
-from paceline.core.events import Event, exposed_fraction
+from paceline.core.events import Event, exposed_fraction, exposed_in_step
 from paceline.engine.engine import Engine
 from paceline.launch.cores import waited_for_a_core
 from paceline.train.metrics import Interval, peak_memory
@@ -33,6 +33,7 @@ class Meter:
         self._flops_per_token = flops_per_token
         self._peak_flops = None if peak_flops is None else peak_flops * engine.world.world_size
         self._total_tokens = 0
+        self._exposed = float("nan")
         self.restart()
 
     def restart(self) -> None:
@@ -43,6 +44,16 @@ class Meter:
         self._engine.drain_events()
         self._crowded = waited_for_a_core()
         self._began = time.perf_counter()
+
+    def record(self, soon: bool) -> None:
+        """A step begins.
+
+        Args:
+            soon: Whether the meter is read after this step or the next one. On a GPU only these are recorded, as the
+                host has better things to do: what is exposed is told of the step before a reading.
+        """
+        if self._world.device.type != "cpu":
+            self._engine.record_events(soon)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -85,7 +96,7 @@ class Meter:
         events = self._engine.drain_events()
         rows = pl.all_gather_json(
             {
-                "exposed": exposed_fraction(events, seconds),
+                "exposed": self._exposed_share(events, seconds),
                 "wait": self._wait / self._count,
                 "crowded": min(1.0, (waited_for_a_core() - self._crowded) / seconds),
                 "peak": peak_memory(self._world.device),
@@ -113,6 +124,14 @@ class Meter:
         )
         self.restart()
         return interval, [event for row in rows for event in row["events"]]
+
+    def _exposed_share(self, events: list[Event], seconds: float) -> float:
+        if self._world.device.type == "cpu":
+            return exposed_fraction(events, seconds)
+        # Where a stop was asked for, the step before it may not have been recorded.
+        known = exposed_in_step(events, max((event.step for event in events), default=0))
+        self._exposed = self._exposed if known is None else known
+        return self._exposed
 
 
 class Readback:

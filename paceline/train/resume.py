@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.folder import checkpoints_in, read_manifest
+from paceline.checkpoint.folder import CHECKPOINTS, checkpoints_in, read_manifest
 from paceline.core.errors import UserError
 from paceline.train.config import AUTO, TrainConfig
-from paceline.train.run_folder import CHECKPOINTS, CONFIG, LATEST, RUNS, run_of
+from paceline.train.run_folder import CONFIG, LATEST, RUNS, run_of
 from paceline.train.yaml_file import overlay, read_yaml
 
 MAY_CHANGE = (
     "steps",
     "optim.lr",
     "micro_batch",
+    "tf32",
     "threads",
     "workers",
     "min_workers",

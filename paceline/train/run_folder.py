@@ -20,7 +20,6 @@ TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 WEIGHTS = "model.safetensors"
-CHECKPOINTS = "checkpoints"
 RUNS = "runs"
 LATEST = "latest"
 

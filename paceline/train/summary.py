@@ -40,9 +40,9 @@ def opening(
     return [
         f"model: {config.model.preset}, {parameter_count(shape) / 1e6:,.2f} M parameters: {shape.layers} layers, "
         f"width {shape.width}, {shape.heads} heads, context {shape.context}, vocabulary {shape.vocabulary:,}",
-        f"ranks: {world.world_size} ({world.local_world_size} on this host), {world.device.type}, "
-        f"{threads} thread{'s' * (threads > 1)} each; gradients {packing[strategy.packing]}, "
-        f"{strategy.collective.replace('_', '-')} {when[strategy.synchronize]}",
+        f"ranks: {world.world_size} ({world.local_world_size} on this host), {world.device.type} in "
+        f"{config.multiplies_in(world.device.type)}, {threads} thread{'s' * (threads > 1)} each; "
+        f"gradients {packing[strategy.packing]}, {strategy.collective.replace('_', '-')} {when[strategy.synchronize]}",
         f"training: {config.steps:,} steps of {config.batch} x {shape.context} = {tokens:,} tokens "
         f"({epochs:.2f} epochs), AdamW, learning rate {config.optim.lr:g}, {config.optim.schedule}",
         f"run folder: {path}   (Ctrl-C stops after a step and saves all that --resume needs)",

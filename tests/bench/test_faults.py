@@ -31,9 +31,20 @@ def test_a_training_is_killed_and_measured(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "faults.json"
     assert main(["faults", "--kills", "1", "--every", "1", "--preset", "nano", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 4 and all(row["kills"] == 1 and 0 < row["goodput"] < 1 for row in rows)
+    assert len(rows) == 4 and all(row["kills"] == 1 and row["goodput"] > 0 for row in rows)
     assert [row["steps_repeated"] > 0 for row in rows[:2]] == [False, False]
     assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+@pytest.mark.full
+def test_a_training_that_does_not_go_on_is_told_with_its_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "faults.json"
+    assert main(["faults", "--kills", "1", "--every", "1", "--preset", "none", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["rows"] == [] and [each["kills"] for each in found["failures"]] == [0] * 4
+    assert capsys.readouterr().out.count("the training does not go on: python -m ") == 4
 
 
 @pytest.mark.parametrize("flags", [["--kills", "0"], ["--workers", "1"]])

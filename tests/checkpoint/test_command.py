@@ -75,7 +75,7 @@ def test_mistakes_are_one_line(run: Path) -> None:
     for arguments, words in (
         (("show", "nowhere"), "nowhere is not there"),
         (("prune", ".", "--keep", "0"), "--keep: expected 1 or more"),
-        (("burn", "."), "expected one of show, verify, export, prune"),
+        (("burn", "."), "expected one of show, verify, export, import, prune"),
         (("show", str(run / "checkpoints" / "step-00000003")), "holds no complete checkpoint"),
     ):
         status, _, err = called(run, "checkpoint", *arguments)

@@ -161,6 +161,8 @@ def test_a_disk_that_fills_costs_one_checkpoint(ranks, tmp_path: Path, room: int
 
 def dies_at(folder: Path, calls: int) -> None:
     """Saves; the process ends at its `calls`-th call that changes the disk."""
+    # The threads that the process it was forked from computes with are not there.
+    torch.set_num_threads(1)
     model, optimizer = parallel()
     step(model, optimizer)
     left = [calls]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import world as world_module
-from paceline.comm.devices import Sight, choose, index_of, look
+from paceline.comm.devices import Sight, choose, index_of, look, strategy_on
 from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
 
 
 @contextmanager
@@ -32,7 +34,8 @@ def sights(*seen: tuple[str, ...], wanted: str | None = None, local: tuple[int, 
     found = []
     for rank, uuids in enumerate(seen):
         with gpus(*uuids):
-            found.append(look(wanted, local[rank] if local else rank))
+            local_rank = local[rank] if local else rank
+            found.append(look(wanted, local_rank, max(local) + 1 if local else len(seen)))
     return found
 
 
@@ -88,11 +91,31 @@ def test_ranks_ask_for_the_same() -> None:
         look("gpu", 0)
 
 
+def test_gpus_that_no_rank_takes_are_said_to_stay_idle() -> None:
+    kind, idle = choose(sights(("a", "b", "c", "d")))
+    assert kind == "cuda" and idle.startswith("3 of the 4 GPUs that rank 0 sees stay idle: start 4 ranks on its host")
+    two_hosts = sights(("a", "b"), ("a", "b"), ("c", "d", "e"), ("c", "d", "e"), local=(0, 1, 0, 1))
+    assert choose(two_hosts)[1].startswith("1 of the 3 GPUs that rank 2 sees stay idle")
+    # Who asks for GPUs by name knows how many.
+    assert choose(sights(("a", "b", "c", "d"), wanted="cuda")) == ("cuda", "")
+
+
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_other_accelerators_are_said_to_stay_idle(kind: str) -> None:
     with patch("torch.accelerator.current_accelerator", lambda check_available: torch.device(kind)):
         assert choose([look(None, 0)]) == ("cpu", f"torch sees {kind}, which paceline does not compute on: "
                                            "it uses the CPU")  # fmt: skip
+
+
+def test_a_torch_without_cuda_is_said_where_there_is_a_gpu(tmp_path: Path) -> None:
+    here = tmp_path / "nvidia0"
+    with patch("paceline.comm.devices._NVIDIA", here), patch("torch.version.cuda", None), gpus():
+        assert choose([look(None, 0)]) == ("cpu", "")
+        here.touch()
+        kind, idle = choose([look(None, 0)])
+        assert kind == "cpu" and "there is an NVIDIA GPU, but this torch was built without CUDA" in idle
+        with pytest.raises(UserError, match=r"sees 0 \(there is an NVIDIA GPU"):
+            choose([look("cuda", 0)])
 
 
 # ---- joining
@@ -155,3 +178,30 @@ def test_all_stay_on_the_cpu_where_one_has_no_gpu() -> None:
     joined = Joined(("b",), sights(()), LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     assert joined.world.device == torch.device("cpu") and "set" not in joined.calls
     assert joined.calls["joined"] == ("gloo", None)
+
+
+# ---- the precision of a device
+
+
+@pytest.mark.parametrize(
+    ("device", "major", "precision"), [("cpu", 9, "float32"), ("cuda", 7, "float32"), ("cuda", 8, "bfloat16")]
+)
+def test_a_precision_that_is_left_to_the_device(device: str, major: int, precision: str) -> None:
+    with (
+        gpus("a"),
+        patch("torch.cuda.current_device", lambda: 0),
+        patch("torch.cuda.get_device_properties", lambda index: SimpleNamespace(major=major)),
+    ):
+        assert strategy_on(Strategy(precision="auto", zero=2), torch.device(device)) == Strategy(
+            precision=precision,  # type: ignore[arg-type]
+            zero=2,
+        )
+        for chosen in ("float32", "float16"):
+            assert strategy_on(Strategy(precision=chosen), torch.device(device)).precision == chosen  # type: ignore[arg-type]
+
+
+def test_settings_that_do_not_go_with_that_precision_are_refused_where_it_is_known() -> None:
+    for strategy in (Strategy(precision="auto", reduce_in_float32=False),):
+        with pytest.raises(UserError, match="precision=float32"):
+            strategy_on(strategy, torch.device("cpu"))
+    assert strategy_on(Strategy(precision="auto", collective="parameter_server"), torch.device("cpu")).low is False

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.comm import streams, world
+from paceline.comm import gpu_streams, world
 from paceline.comm.world import World
 from paceline.core.errors import UserError
 
@@ -81,10 +81,10 @@ def test_the_wait_for_ones_own_gpu_ends() -> None:
     quick: Any
     stuck: Any
     quick, stuck = Busy(3), Busy(1 << 30)
-    with patch.object(streams, "_gpu_streams", [quick]):
-        assert streams.let_end(5.0)
-    with patch.object(streams, "_gpu_streams", [stuck]):
-        assert not streams.let_end(0.03)
+    with patch.object(gpu_streams, "_gpu_streams", [quick]):
+        assert gpu_streams.let_end(5.0)
+    with patch.object(gpu_streams, "_gpu_streams", [stuck]):
+        assert not gpu_streams.let_end(0.03)
 
 
 def test_an_error_of_nccls_blames_no_port() -> None:

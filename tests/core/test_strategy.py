@@ -32,7 +32,7 @@ def test_units_given_as_a_list_become_a_tuple_so_that_equal_choices_are_equal() 
         ({"packing": "box"}, "strategy.packing: expected one of bucket, parameter, flat"),
         ({"collective": "gossip"}, "strategy.collective: expected one of all_reduce, parameter_server"),
         ({"gradients": "max"}, "strategy.gradients: expected one of mean, sum"),
-        ({"precision": "fp8"}, "strategy.precision: expected one of float32, bfloat16, float16"),
+        ({"precision": "fp8"}, "strategy.precision: expected one of auto, float32, bfloat16, float16"),
         ({"accumulation": "last"}, "strategy.accumulation: expected one of auto, each, defer, hold"),
         ({"recompute": "all"}, "strategy.recompute: expected one of none, unit, keep_attention"),
         ({"recompute_every": 0}, "expected 1 or more, got 0"),

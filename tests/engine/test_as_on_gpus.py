@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import paceline as pl
+from paceline.comm.gpu_streams import CudaClock
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
+from paceline.engine.gradients import Gradients
+from paceline.plan.stages import row, shapes
+from tests.comm.fake_cuda import DEVICE, FakeStream, fake_cuda
 from tests.engine.as_on_gpus import as_on_gpus
 from tests.engine.models import HYBRID, STAGES, assert_all_same, loss_on, make, train
 from tests.quick import some
@@ -71,6 +77,8 @@ def test_a_rank_with_fewer_micro_batches_launches_in_the_order_of_the_others(ran
 @pytest.mark.parametrize(("name", "groups"), [("zero 0", 1), ("zero 3", 2)])
 def test_the_few_statistics_take_no_communicator_of_their_own(ranks, name: str, groups: int) -> None:
     assert [opened for _, opened in ranks(2, trained, STAGES[name])] == [groups, groups]
+    # Beside the job's own.
+    assert row(shapes(make()), STAGES[name], 2).communicators == groups + 1
 
 
 # ---- what a failure leaves
@@ -147,3 +155,61 @@ def test_a_dropped_model_waits_for_nobody_when_it_is_collected(ranks) -> None:
 def test_a_released_one_ends_its_streams_with_the_other_ranks(ranks) -> None:
     found: list[Any] = ranks(2, released, STAGES["zero 2"])
     assert all(waited == ended == 3 and abandon == 0 for waited, ended, abandon in found)
+
+
+# ---- streams
+
+
+def accumulated_elsewhere(strategy: Strategy) -> list[tuple[int, int]]:
+    """What waits for what before the first unit's gradients are copied in, where autograd adds on a stream of its own.
+
+    Streams are 1: that of forward and backward; 2: that on which autograd adds to `p.grad`.
+    """
+    with as_on_gpus(), fake_cuda() as cuda:
+        clock = CudaClock(DEVICE)
+        backward, accumulators = cuda.stream(), cuda.stream()
+        with cuda.on(backward), patch("paceline.engine.program.open_clock", lambda world: clock):
+            model = make()
+            trained = [p for p in model.parameters() if p.requires_grad]
+
+            def becomes(stream: FakeStream) -> Callable[[torch.Tensor], None]:
+                return lambda parameter: setattr(cuda, "current", stream)
+
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(becomes(accumulators))
+            pl.parallelize(model, strategy)
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(becomes(backward))
+            loss = loss_on(model, 0)
+            waited: list[tuple[int, int]] = []
+            copy_in = Gradients.copy_in
+
+            def copied(self: Gradients, indices: Iterable[int]) -> None:
+                waited.extend(cuda.waits[-1:])
+                copy_in(self, indices)
+
+            with patch.object(Gradients, "copy_in", copied):
+                loss.backward()
+            pl.release(model)
+    return waited
+
+
+def test_gradients_are_copied_behind_the_stream_on_which_autograd_added_them(ranks) -> None:
+    for waited in ranks(2, accumulated_elsewhere, STAGES["zero 2"]):
+        assert waited and set(waited) == {(1, 2)}
+
+
+def captured() -> bool:
+    with as_on_gpus(), fake_cuda() as cuda:
+        clock = CudaClock(DEVICE)
+        with patch("paceline.engine.program.open_clock", lambda world: clock):
+            model = pl.parallelize(make())
+            cuda.is_capturing = True
+            with pytest.raises(EngineError, match="CUDA graph"):
+                model(torch.ones(3, 5, dtype=torch.float64))
+            cuda.is_capturing = False
+    return True
+
+
+def test_a_step_is_not_captured_into_a_graph() -> None:
+    assert captured()

@@ -30,6 +30,12 @@ from tests.quick import diagonal
 STEPS = 3
 
 
+def test_a_precision_left_to_the_device_is_known_to_the_engine() -> None:
+    model = pl.parallelize(make(), Strategy(precision="auto"))
+    assert pl.engine_of(model).strategy == pl.engine_of(model).schedule.strategy == Strategy(precision="float32")
+    pl.release(model)
+
+
 def low(strategy: Strategy, precision: str = "bfloat16", wide: bool = True) -> Strategy:
     return replace(strategy, precision=precision, reduce_in_float32=wide)
 

@@ -66,6 +66,11 @@ def stated(strategy: Strategy) -> tuple[dict, dict, dict, list[bool]]:
     halved = snapshot(model)
     evaluated.append(all(torch.equal(value, first[name]) for name, value in part.items()))
     evaluated.append(all(torch.equal(value, first[name]) for name, value in copied.state_dict().items()))
+    whole = pl.full_state_dict(model)
+    if pl.init().rank == 0:
+        evaluated.append(list(whole) == list(halved) and all(torch.equal(whole[name], halved[name]) for name in halved))
+    else:
+        evaluated.append(whole == {})
     pl.release(model)
     return first, again, halved, evaluated
 
@@ -88,7 +93,7 @@ def test_states_have_whole_parameters_and_what_is_loaded_or_edited_counts(ranks,
     for *states, evaluated in ranks(n, stated, strategy):
         for state, expected in zip(states, wanted, strict=True):
             assert_same(state, expected)
-        assert evaluated == [True] * 4
+        assert evaluated == [True] * 5
 
 
 def edited_late(strategy: Strategy) -> list[bool]:

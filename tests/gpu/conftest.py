@@ -7,6 +7,24 @@ import torch
 
 import paceline as pl
 
+ORDER = (
+    "test_transport",
+    "test_streams",
+    "test_trainer",
+    "test_equality",
+    "test_one_device",
+    "test_no_waiting",
+    "test_memory",
+    "test_everyday",
+)
+"""What the others rest on comes first, as time on a GPU may end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in ORDER."""
+    places = {f"{name}.py": place for place, name in enumerate(ORDER)}
+    items.sort(key=lambda item: places.get(item.path.name, -1))
+
 
 @pytest.fixture
 def gpu() -> Iterator[torch.device]:

@@ -8,7 +8,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.comm.streams import CudaStream, Pending
+from paceline.comm.gpu_streams import CudaStream
+from paceline.comm.streams import Pending
 from paceline.core.collectives.rounds import Traffic
 
 on_a_gpu = [
@@ -32,15 +33,24 @@ on_two_gpus = pytest.mark.skipif(
 SECONDS = 300.0
 
 
-def ranks_on_gpus(n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs a function as `n` ranks with a GPU each; returns what each rank returned."""
+def ranks_on_gpus(
+    n: int, function: Callable[..., Any], *args: Any, around: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> list[Any]:
+    """Runs a function as `n` ranks with a GPU each, inside of what `around` gives; returns what each rank returned."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="paceline-gpus-") as folder, ProcessPoolExecutor(n, context) as pool:
-        found = [pool.submit(_as_rank, rank, n, folder, function, args) for rank in range(n)]
+        found = [pool.submit(_as_rank, rank, n, folder, function, args, around) for rank in range(n)]
         return [future.result(SECONDS) for future in found]
 
 
-def _as_rank(rank: int, n: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _as_rank(
+    rank: int,
+    n: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    around: Callable[[], AbstractContextManager[None]],
+) -> Any:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(n),
@@ -48,11 +58,12 @@ def _as_rank(rank: int, n: int, folder: str, function: Callable[..., Any], args:
         LOCAL_WORLD_SIZE=str(n),
         PACELINE_RENDEZVOUS=f"file://{folder}/store",
     )
-    pl.init(device="cuda", timeout=60)
-    try:
-        return function(*args)
-    finally:
-        pl.shutdown()
+    with around():
+        pl.init(device="cuda", timeout=60)
+        try:
+            return function(*args)
+        finally:
+            pl.shutdown()
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def test_an_infinity_leaves_weights_and_the_optimizers_step_as_they_were(gpu: to
             watch()(STEPS)
         kept = [
             *(value.clone() for value in model.state_dict().values()),
-            *(value.clone() for state in update._optimizer.state.values() for value in state.values()),
+            *(value.clone() for state in update.optimizer.state.values() for value in state.values()),
         ]
         states.append(kept)
     pl.release(model)

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import paceline as pl
+from paceline.comm.gpu_streams import CudaClock, CudaStream
 from paceline.comm.nccl import NcclTransport
-from paceline.comm.streams import CudaClock, CudaStream
 from paceline.core.collectives.rounds import Traffic
+from paceline.core.errors import EngineError
 from paceline.core.ops import Key, Op
 from paceline.core.strategy import Strategy
 from paceline.engine.executor import Executor
@@ -65,35 +66,16 @@ def test_a_stream_runs_behind_what_was_computed_and_is_waited_for_by_the_gpu(gpu
 
 def test_streams_run_in_order_and_behind_each_other(gpu: torch.device) -> None:
     first, second, x = CudaStream(gpu), CudaStream(gpu), torch.zeros(1000, device=gpu)
+    first.is_timed = second.is_timed = True
     one = first.submit(slow(lambda: x.add_(1)), "bucket 1")
     two = first.submit(slow(lambda: x.mul_(10)), "bucket 2")
     three = second.submit(slow(lambda: x.add_(5)), "bucket 3", [two])
     second.wait(three)
     assert x.eq(15).all()
-    clock = CudaClock()
+    clock = CudaClock(gpu)
     marks = [clock.seconds(mark) for pending in (one, two, three) for mark in (pending.start, pending.end)]
     # The third may be submitted, and so start, before the second is over; it ends last.
     assert marks[0] < marks[1] <= marks[2] + TICK and marks[2] < marks[3] < marks[5]
-
-
-CALLS: dict[str, tuple[str, float, float]] = {
-    "all_reduce": ("all_reduce", 1.0, 1.0),
-    "all_reduce, scaled": ("all_reduce", 0.5, 0.5),
-    "reduce_scatter": ("reduce_scatter", 0.5, 0.5),
-    "all_gather": ("all_gather", 1.0, 1.0),
-    "broadcast": ("broadcast/tree", 1.0, 1.0),
-    "reduce": ("reduce", 0.5, 0.5),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", CALLS)
-def test_nccl_among_one_rank(nccl: NcclTransport, name: str, dtype: torch.dtype) -> None:
-    collective, scale, factor = CALLS[name]
-    buffer = nccl.allocate(8, dtype)
-    buffer.copy_(torch.arange(8.0))
-    nccl.run(collective, buffer, "test", scale)
-    assert buffer.tolist() == [factor * index for index in range(8)]
 
 
 def test_an_executors_events_are_in_the_order_that_ops_ask_for(nccl: NcclTransport, gpu: torch.device) -> None:
@@ -111,7 +93,7 @@ def test_an_executors_events_are_in_the_order_that_ops_ask_for(nccl: NcclTranspo
     def work(op: Op) -> Callable[[], Traffic]:
         return lambda: nccl.run("all_reduce", buffer, op.target, 2.0)
 
-    executor = Executor(0, CudaClock(), {"reduce": CudaStream(gpu), "statistics": CudaStream(gpu)}, work)
+    executor = Executor(0, CudaClock(gpu), {"reduce": CudaStream(gpu), "statistics": CudaStream(gpu)}, work)
     with late_collectives():
         executor.load(0, ops)
         executor.begin(copied)
@@ -162,6 +144,7 @@ def test_the_profiler_sees_collectives_on_other_streams(gpu: torch.device, tmp_p
 def events_of_steps(strategy: Strategy) -> list[list[Any]]:
     device = pl.init().device
     model = pl.parallelize(make(torch.float64, device), strategy)
+    pl.engine_of(model).record_events()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for x, y in batches(torch.float64, device):
@@ -195,6 +178,7 @@ def test_events_of_one_rank_have_increasing_times(gpu: torch.device, precision: 
         assert_in_order(events_of_steps(strategy))
     else:
         model = pl.parallelize(make(torch.float32, gpu), strategy)
+        pl.engine_of(model).record_events()
         for _ in range(3):
             model(torch.ones(2, 4, device=gpu)).float().square().mean().backward()
         found = pl.engine_of(model).drain_events()
@@ -230,3 +214,57 @@ def test_the_profiler_sees_nccl_on_other_streams_than_the_models(tmp_path: Path)
         nccl = set().union(*(found for name, found in streams.items() if "nccl" in name.lower()))
         model = set().union(*(found for name, found in streams.items() if "gemm" in name.lower()))
         assert nccl and nccl.isdisjoint(model)
+
+
+# ---- streams of the program's own
+
+
+def on_a_side_stream(strategy: Strategy) -> dict[str, Any]:
+    """Trains on one stream and then on another, with graphs of the first still there."""
+    device = pl.init().device
+    model = pl.parallelize(make(torch.float64, device), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    side, kept = torch.cuda.Stream(device), []
+    for step, (x, y) in enumerate(batches(torch.float64, device)):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side if step % 2 else torch.cuda.current_stream()), late_collectives(step):
+            loss = (model(x) - y).square().mean()
+            kept.append(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.current_stream().wait_stream(side)
+    found = {name: value.cpu() for name, value in model.state_dict().items()}
+    pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_program_may_change_streams(gpu: torch.device, zero: Any) -> None:
+    model = make(torch.float64, gpu)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for x, y in batches(torch.float64, gpu):
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = on_a_side_stream(Strategy(zero=zero, bucket_mb=1e-3, precision="float32"))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value.cpu(), atol=1e-11, rtol=0, msg=name)
+
+
+def test_a_step_is_not_captured_into_a_graph(gpu: torch.device) -> None:
+    model = pl.parallelize(make(torch.float32, gpu))
+    model(torch.ones(2, 4, device=gpu)).sum().backward()
+    with pytest.raises(EngineError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(torch.ones(2, 4, device=gpu))
+    pl.release(model)
+
+
+def test_only_what_is_recorded_is_timed(gpu: torch.device) -> None:
+    model = pl.parallelize(make(torch.float32, gpu))
+    engine = pl.engine_of(model)
+    for on in (False, True, False):
+        engine.record_events(on)
+        model(torch.ones(2, 4, device=gpu)).sum().backward()
+    assert {event.micro_batch for event in engine.drain_events()} and not engine.drain_events()
+    pl.release(model)

@@ -103,7 +103,6 @@ def test_causal_flops_count_half_of_attention() -> None:
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
-        ("Tesla V100-SXM2-32GB", 125),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA L40S", 362.05),
         ("AMD Instinct MI300X", 1307.4),
@@ -125,4 +124,11 @@ def test_the_peak_is_that_of_the_precision_computed_in() -> None:
     name = "NVIDIA H100 80GB HBM3"
     assert peak_flops(name) == peak_flops(name, "float16") == 989.4e12
     assert peak_flops(name, "float32") == 67e12
+    assert peak_flops(name, "tf32") == pytest.approx(peak_flops(name) / 2)
     assert peak_flops("NVIDIA H100 PCIe", "float32") is None
+    # Made before bf16 and TF32.
+    assert [peak_flops("Tesla V100-SXM2-32GB", each) for each in ("float16", "bfloat16", "tf32")] == [
+        125e12,
+        None,
+        None,
+    ]

@@ -85,3 +85,8 @@ def test_a_row_as_json_is_its_bytes(llama: Shapes) -> None:
 def test_groups_that_do_not_divide_the_devices_are_refused(llama: Shapes) -> None:
     with pytest.raises(UserError, match="8 ranks cannot form groups of 3"):
         row(llama, strategies(3, "bfloat16")[-1], 8)
+
+
+def test_a_communicator_for_each_kind_of_group_and_none_alone(llama: Shapes) -> None:
+    assert [row(llama, strategy, 8).communicators for strategy in strategies(4, "bfloat16")] == [2, 3, 3, 3, 4]
+    assert row(llama, Strategy(zero=3), 1).communicators == 0

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 import paceline as pl
 from paceline.comm.patience import SHORTEST_SECONDS, StepPatience, limit
+from paceline.models import PRESETS
+from paceline.models.transformer import Transformer
 from paceline.train import checkpoints
 from paceline.train.checkpoints import Checkpoints
 from paceline.train.config import CheckpointConfig
@@ -27,7 +28,7 @@ class Update:
 def test_ranks_wait_for_a_slow_disk_longer_than_for_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
     monkeypatch.setattr(checkpoints.pl, "save", lambda *_, **__: limits.append(limit(600)))
-    saves = Checkpoints(tmp_path, CheckpointConfig(every=3), nn.Linear(1, 1), Update(), pl.init(), {}, 0)
+    saves = Checkpoints(tmp_path, CheckpointConfig(every=3), Transformer(PRESETS["nano"]), Update(), pl.init(), {}, 0)
     patience = StepPatience()
     try:
         for step in range(1, 4):

@@ -34,6 +34,17 @@ def test_without_arguments_it_is_the_tiny_preset() -> None:
     assert config.model.shape(2048) == PRESETS["tiny"]
 
 
+def test_the_precision_is_left_to_the_device_and_tf32_is_for_float32_on_gpus() -> None:
+    config = parse_train_arguments(["--tf32"])
+    assert config.strategy.precision == "auto" and not parse_train_arguments([]).tf32
+    low, full = (replace(config, strategy=replace(config.strategy, precision=p)) for p in ("bfloat16", "float32"))
+    assert [full.multiplies_in("cuda"), full.multiplies_in("cpu"), low.multiplies_in("cuda")] == [
+        "tf32",
+        "float32",
+        "bfloat16",
+    ]
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_settings_and_keeps_its_shape(name: str) -> None:
     config = defaults(name)

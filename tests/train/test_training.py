@@ -93,7 +93,7 @@ def test_the_screen_shows_the_work_the_figures_and_what_to_do_next(run: tuple[Pa
     _, out = run
     assert re.search(r"text: .* 8 documents", out)
     assert re.search(r"model: nano, 0\.\d+ M parameters", out)
-    assert "ranks: 2 (2 on this host), cpu, 1 thread each" in out
+    assert "ranks: 2 (2 on this host), cpu in float32, 1 thread each" in out
     line = next(line for line in out.splitlines() if line.startswith("step 12/12"))
     order = ["step", "loss", "grad_norm", "lr", "memory", "tokens/s", "(global)", "TFLOP/s", "comm exposed", "ETA"]
     assert [line.index(word) for word in order] == sorted(line.index(word) for word in order)

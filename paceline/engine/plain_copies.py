@@ -1,0 +1,35 @@
+"""Copies of a parallel model, in memory and in files: plain models with whole parameters."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+from torch import nn
+
+ENGINE = "_paceline_engine"
+SET = (ENGINE, "no_sync", "__deepcopy__", "__reduce_ex__")
+"""What is set on a model while it is parallel."""
+
+
+def copy_plain(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """What `copy.deepcopy` makes of a parallel model."""
+    model = reference()
+    assert model is not None
+    ours = {name: model.__dict__.pop(name) for name in SET}
+    try:
+        with ours[ENGINE].full_parameters():
+            return copy.deepcopy(model, memo)
+    finally:
+        model.__dict__.update(ours)
+
+
+def reduce_plain(reference: weakref.ref[nn.Module], protocol: int) -> Any:
+    """What `torch.save` and pickle write of a parallel model."""
+    return (_as_it_is, (copy.deepcopy(reference()),))
+
+
+def _as_it_is(model: nn.Module) -> nn.Module:
+    """What a file of a parallel model gives: the plain copy that was written, whose hooks need it to live."""
+    return model

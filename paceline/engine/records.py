@@ -1,0 +1,67 @@
+"""What was executed, remembered until somebody reads it: marks become seconds only then."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from paceline.comm.gpu_streams import CudaClock
+from paceline.comm.streams import HostClock, Mark, Pending
+from paceline.core.events import Event
+from paceline.core.ops import Op
+
+_KEPT = 1 << 14
+"""Ops remembered where nobody reads, so that memory stays bounded."""
+
+
+@dataclass(slots=True)
+class Record:
+    """An executed op; its marks are there if it `is_timed`."""
+
+    op: Op
+    step: int
+    is_timed: bool
+    start: Mark = None
+    end: Mark = None
+    pending: Pending | None = None
+    waits: tuple[Mark, Mark] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its marks are there."""
+        return self.end is not None if self.pending is None else self.waits is not None
+
+
+class Records:
+    """The records of one rank.
+
+    Attributes:
+        kept: The latest, in the order of their start.
+    """
+
+    def __init__(self, rank: int, clock: HostClock | CudaClock) -> None:
+        """There are none yet.
+
+        Args:
+            rank: Written into events.
+            clock: Made the marks.
+        """
+        self._rank, self._clock = rank, clock
+        self.kept: deque[Record] = deque(maxlen=_KEPT)
+
+    def drain(self) -> list[Event]:
+        """The events of all that are finished, which are then forgotten."""
+        records = list(self.kept)
+        self.kept.clear()
+        self.kept.extend(record for record in records if not record.finished)
+        return [self._event(record) for record in records if record.finished]
+
+    def _event(self, record: Record) -> Event:
+        op, pending, seconds = record.op, record.pending, self._clock.seconds
+        start, end = (pending.start, pending.end) if pending else (record.start, record.end)
+        sent, received = pending.traffic if pending else (0, 0)
+        exposed = seconds(record.waits[1]) - seconds(record.waits[0]) if record.waits else 0.0
+        return Event(
+            *(op.kind, op.target, op.micro_batch, op.phase, op.stream, op.bytes, sent, received),
+            *(record.step, self._rank, seconds(start), seconds(end), exposed, op.planned),
+        )
