@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 def commands() -> dict[str, Flags]:
     """Every command with its flags."""
     from paceline.checkpoint.arguments import CheckpointArguments
-    from paceline.faults.command import FaultsArguments
+    from paceline.faults.arguments import FaultsArguments
     from paceline.plan.check_cli import CheckArguments
     from paceline.plan.cli import PlanArguments
     from paceline.report.trace_command import TraceArguments
@@ -60,7 +60,7 @@ def commands() -> dict[str, Flags]:
         "checkpoint": _flags(options(CheckpointArguments)),
         "trace": _flags(options(TraceArguments)),
         "bench": {"bench": BENCHMARKS},
-        "faults": _flags(options(FaultsArguments)),
+        "faults": {"faults": ("list", "run"), **_flags(options(FaultsArguments))},
         "completion": {"completion": tuple(SCRIPTS)},
         "version": {},
         "help": {},

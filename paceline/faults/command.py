@@ -2,104 +2,148 @@
 
 from __future__ import annotations
 
+import difflib
+import shutil
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from paceline.command_line import json_file
-from paceline.command_line.options import Value
 from paceline.command_line.parse import parse
 from paceline.core.errors import UserError
+from paceline.faults.arguments import FaultsArguments
+from paceline.faults.fault import Fault
 from paceline.faults.outcome import Curve, curve
-from paceline.faults.table import FAULTS, Fault
+from paceline.faults.table import FAULTS
 from paceline.faults.training import FaultError, Training, make_text
 from paceline.launch.screen import show
 from paceline.launch.temporary_folder import TemporaryFolder
 
 
 @dataclass(frozen=True)
-class FaultsArguments:
-    """Brings faults about in a small training and compares what is left with an undisturbed one.
+class Result:
+    """What became of one.
 
     Attributes:
-        action: list the faults, or run them.
-        name: The fault to run; by default all that are quick.
-        all: Run the long ones too.
-        json: Write the results to this file as JSON; - for the screen.
+        fault: Its name.
+        done: What was done.
+        expected: What was expected.
+        result: Skipped ones were not tried.
+        words: What shows that it struck, what was wrong, or what the machine lacks.
+        seconds: How long it took.
     """
 
-    action: Annotated[Literal["list", "run"], Value("ACTION", positional=True)]
-    name: Annotated[str, Value("NAME")] = ""
-    all: bool = False
-    json: json_file.JsonFile = ""
+    fault: str
+    done: str
+    expected: str
+    result: Literal["passed", "FAILED", "skipped"]
+    words: str
+    seconds: float
 
 
 def main(arguments: Sequence[str]) -> int:
     """Does what the command line says; returns the exit status: 1 if the outcome of any was not the expected one.
 
     Raises:
-        UserError: There is no such fault.
+        UserError: There is no such fault, or the training cannot be run without one.
     """
-    words = list(arguments)
-    if words[:1] == ["run"] and len(words) > 1 and not words[1].startswith("-"):
-        words.insert(1, "--name")
-    given = parse(FaultsArguments, words, "paceline faults")
-    if given.name and given.name not in {fault.name for fault in FAULTS}:
-        raise UserError(f"there is no fault {given.name!r}; known: {', '.join(fault.name for fault in FAULTS)}")
-    quiet = given.json == json_file.SCREEN
-    chosen = [fault for fault in FAULTS if given.name in ("", fault.name)]
+    given = parse(FaultsArguments, arguments, "paceline faults")
+    chosen = _chosen(given)
+    warning = given.json == json_file.SCREEN
     if given.action == "list":
+        lacking = {fault.name: _missing(fault) for fault in chosen}
         for fault in chosen:
-            show(f"{fault.name:<14} {'long' if fault.long else 'fast'}  {fault.done}: {fault.expected}", warning=quiet)
-        json_file.write(given.json, [_row(fault, "", 0.0) for fault in chosen])
+            show(
+                f"{fault.name:<17}{'long' if fault.long else 'quick':<7}{fault.done}: {fault.expected}", warning=warning
+            )
+            if lacking[fault.name]:
+                show(f"{'':<24}not here: needs {lacking[fault.name]}", warning=warning)
+        rows = [
+            {"fault": each.name, "long": each.long, "done": each.done, "expected": each.expected}
+            | {"missing": lacking[each.name]}
+            for each in chosen
+        ]
+        json_file.write(given.json, {"faults": rows})
         return 0
-    chosen = [fault for fault in chosen if given.all or given.name or not fault.long]
-    rows = []
-    with TemporaryFolder("faults") as folder:
-        make_text(folder.path / "text")
-        expected = _undisturbed(folder.path)
-        for number, fault in enumerate(chosen):
-            show(f"[{number + 1}/{len(chosen)}] {fault.name}: {fault.done}; expected: {fault.expected}", warning=quiet)
-            began = time.monotonic()
-            result = _run(fault, folder.path, expected)
-            rows.append(_row(fault, result, time.monotonic() - began))
-            show(f"  {result}, {rows[-1]['seconds']:.1f} s", warning=quiet)
-    json_file.write(given.json, rows)
-    counts = {
-        kind: sum(row["result"].startswith(kind) for row in rows) for kind in ("as expected", "FAILED", "skipped")
-    }
-    show(", ".join(f"{count} {kind}" for kind, count in counts.items()), warning=quiet)
+    results: list[Result] = []
+    show(
+        f"{'fault':<17}{'result':<9}{'seconds':>7}  what was done, what is expected, and what shows it", warning=warning
+    )
+    try:
+        with TemporaryFolder("faults") as folder:
+            make_text(folder.path / "text")
+            expected: dict[int, Curve] = {}
+            for fault in chosen:
+                results.append(found := _brought_about(fault, folder.path, expected))
+                head = f"{found.fault:<17}{found.result:<9}{found.seconds:7.1f}"
+                show(f"{head}  {found.done}: {found.expected}", f"{'':<35}{found.words}", warning=warning)
+    finally:
+        # What there is of it, too, when it is interrupted.
+        json_file.write(given.json, {"results": [asdict(each) for each in results]})
+    counts = {kind: sum(each.result == kind for each in results) for kind in ("passed", "FAILED", "skipped")}
+    show(", ".join(f"{count} {kind}" for kind, count in counts.items()), warning=warning)
     return int(counts["FAILED"] > 0)
 
 
-def _row(fault: Fault, result: str, seconds: float) -> dict[str, Any]:
-    return {"fault": fault.name, "done": fault.done, "expected": fault.expected, "result": result, "seconds": seconds}
+def _chosen(given: FaultsArguments) -> list[Fault]:
+    """Those to list or run.
+
+    Raises:
+        UserError: There is none of that name.
+    """
+    known = {fault.name: fault for fault in FAULTS}
+    if given.name and given.name not in known:
+        near = difflib.get_close_matches(given.name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        raise UserError(f"there is no fault {given.name!r}; {hint}")
+    if given.name:
+        return [known[given.name]]
+    return [fault for fault in FAULTS if given.all or given.action == "list" or not fault.long]
 
 
-def _undisturbed(folder: Path) -> Curve:
-    training = Training(folder / "undisturbed", folder / "text", {})
+def _missing(fault: Fault) -> str:
+    return "Linux" if not sys.platform.startswith("linux") else fault.missing()
+
+
+def _brought_about(fault: Fault, folder: Path, expected: dict[int, Curve]) -> Result:
+    """Brings one about and compares what is left.
+
+    Args:
+        fault: It.
+        folder: For what is written; nothing stays there.
+        expected: Undisturbed runs by their steps; one that is missing is made.
+    """
+
+    def result(kind: Literal["passed", "FAILED", "skipped"], words: str) -> Result:
+        return Result(fault.name, fault.done, fault.expected, kind, words, time.monotonic() - began)
+
+    began = time.monotonic()
+    if lacking := _missing(fault):
+        return result("skipped", f"needs {lacking}")
+    if fault.steps not in expected:
+        expected[fault.steps] = _undisturbed(folder, fault.steps)
+        began = time.monotonic()
+    training = Training(folder / fault.name, folder / "text", fault.steps)
+    try:
+        struck = fault.act(training)
+        training.go_on()
+        training.check(expected[fault.steps])
+    except FaultError as error:
+        return result("FAILED", str(error))
+    finally:
+        training.end()
+        shutil.rmtree(training.folder, ignore_errors=True)
+    return result("passed", struck)
+
+
+def _undisturbed(folder: Path, steps: int) -> Curve:
+    training = Training(folder / f"undisturbed-{steps}", folder / "text", steps)
     try:
         if training.wait(training.start()):
-            raise UserError(f"the training cannot be run without a fault: {training.said()[-600:]}")
+            raise UserError(f"the training cannot be run without a fault: {training.tail()}")
         return curve(training.run)
     finally:
         training.end()
-
-
-def _run(fault: Fault, folder: Path, expected: Curve) -> str:
-    """Brings one about; what came of it, in words."""
-    if lacking := fault.missing():
-        return f"skipped: needs {lacking}"
-    training = Training(folder / fault.name, folder / "text", expected)
-    try:
-        fault.act(training)
-        if training.run.parent == training.folder:
-            training.go_on()
-            training.check()
-    except FaultError as error:
-        return f"FAILED: {error}"
-    finally:
-        training.end()
-    return "as expected"

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged after they were written."""
+"""Checkpoints that are damaged after they were written: the one before is taken, and the file is named."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.checkpoint.folder import checkpoints_in
-from paceline.faults.processes import kill_all_workers
+from paceline.faults.outcome import jobs
+from paceline.faults.processes import kill_all
 from paceline.faults.training import FaultError, Training
 
 RANK, MANIFEST = "rank-00001.safetensors", "manifest.json"
@@ -21,18 +21,25 @@ def _flip(path: Path) -> None:
 
 def _zero(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    data[-900:-100] = bytes(800)
+    data[-9000:-1000] = bytes(8000)
     path.write_bytes(data)
 
 
-def _damaged(name: str, damage: Callable[[Path], None]) -> Callable[[Training], None]:
-    def act(training: Training) -> None:
-        kill_all_workers(training)
-        newest = max(checkpoints_in(training.run / "checkpoints"))
-        damage(newest / name)
+def _damaged(name: str, damage: Callable[[Path], None]) -> Callable[[Training], str]:
+    def act(training: Training) -> str:
+        killed = kill_all(training, checkpoints=2)
+        newest, before = training.checkpoints()[:2]
+        path = newest / name
+        content = path.read_bytes()
+        damage(path)
+        if path.exists() and path.read_bytes() == content:
+            raise FaultError(f"{path} is as it was")
         training.go_on()
-        if name != MANIFEST and f"{newest.name}" not in training.said():
-            raise FaultError(f"{newest.name} is damaged and nothing was said of it")
+        (went_on, *_) = jobs(training.run)
+        if before.name != f"step-{went_on.after:08}":
+            raise FaultError(f"{newest.name} is damaged and {before.name} whole, yet it went on after {went_on.after}")
+        training.must_say(newest.name)
+        return f"{killed}; {newest.name}/{name} was damaged, and it went on from {before.name}"
 
     return act
 

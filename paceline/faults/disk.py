@@ -1,56 +1,108 @@
-"""File systems that fill or turn read-only, mounted for one fault."""
+"""File systems that fill or turn read-only under a training, mounted for it alone.
+
+This process and those that it starts see them in a mount namespace of their own, which the kernel removes with the last
+of them: a kill that leaves no time to clean up leaves nothing to clean up.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import errno
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from paceline.faults.outcome import wrong_with_checkpoints
 from paceline.faults.training import FaultError, Training
 
-
-@contextlib.contextmanager
-def _mounted(folder: Path, *arguments: str) -> Iterator[Path]:
-    folder.mkdir()
-    done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        raise FaultError(f"mount {' '.join(arguments)}: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        # Lazily, so that a process that is still there does not keep it.
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+SIZE = 64
+"""MiB of a file system."""
+_CLONE_NEWNS = 0x20000
 
 
-def full(training: Training) -> None:
-    """A tmpfs is filled while training; then the room comes back."""
-    with _mounted(training.folder / "small", "-t", "tmpfs", "-o", "size=64m", "paceline") as folder:
-        training.run = folder / "run"
-        process = training.start()
-        training.wait_for_step(process, 6)
-        with contextlib.suppress(OSError), (folder / "filler").open("wb") as filler:
-            while True:
-                filler.write(bytes(2**16))
-                filler.flush()
-        training.wait(process)
-        (folder / "filler").unlink()
-        training.go_on()
-        training.check()
+def full(training: Training) -> str:
+    """A tmpfs is filled in the midst of a training, which goes on to its end; then there is room again."""
+    folder = _mounted(training, "-t", "tmpfs", "-o", f"size={SIZE}m", "paceline")
+    training.run = folder / "run"
+    process = training.start_and_wait()
+    step = training.must_be_midway()
+    with (folder / "filler").open("wb", buffering=0) as filler:
+        refused = _refused(lambda: filler.write(bytes(2**12)), errno.ENOSPC)
+    status = training.wait(process)
+    _kept_going(training, step, "No space left on device")
+    (folder / "filler").unlink()
+    return f"{refused} after step {step}; all steps were done, the exit status was {status}"
 
 
-def read_only(training: Training) -> None:
-    """An ext4 turns read-only while training, as after an error of the disk, then is writable again."""
-    image = training.folder / "image"
+def read_only(training: Training) -> str:
+    """An ext4's journal is aborted, as after an error of the disk, so that it is read-only; then it is repaired."""
+    image, folder = training.folder / "image", training.folder / "disk"
     with image.open("wb") as file:
-        file.truncate(64 * 2**20)
-    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    with _mounted(training.folder / "disk", "-o", "loop", str(image)) as folder:
-        training.run = folder / "run"
-        process = training.start()
-        training.wait_for_step(process, 6)
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], capture_output=True)
-        training.wait(process)
-        subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
-        training.go_on()
-        training.check()
+        file.truncate(SIZE * 2**20)
+    _run("mkfs.ext4", "-q", str(image))
+    options = ("-o", "loop,errors=remount-ro", str(image))
+    _mounted(training, *options)
+    training.run = folder / "run"
+    process = training.start_and_wait()
+    step = training.must_be_midway()
+    # What was written down by now stays.
+    _run("sync", "--file-system", str(folder))
+    _run("mount", "-o", "remount,abort", str(folder))
+    refused = _refused((folder / "probe").touch, errno.EROFS)
+    status = training.wait(process)
+    _kept_going(training, step, "Read-only file system")
+    training.closing.close()
+    # 1: what was wrong is right again.
+    _run("e2fsck", "-fy", str(image), allowed=(0, 1))
+    _mounted(training, *options)
+    return f"{refused} after step {step}; all steps were done, the exit status was {status}"
+
+
+def _kept_going(training: Training, step: int, words: str) -> None:
+    """Checks that the training went on to its end with a warning, and left a good checkpoint.
+
+    Raises:
+        FaultError: It did not.
+    """
+    training.must_say(words)
+    training.must_say(f"step {training.steps}/{training.steps}")
+    if training.last_step() >= training.steps:
+        raise FaultError(f"every step was written down, though nothing could be from step {step} on")
+    if wrong := wrong_with_checkpoints(training.run):
+        raise FaultError("; ".join(wrong))
+
+
+def _mounted(training: Training, *arguments: str) -> Path:
+    """Mounts a file system until the training is closed."""
+    folder = training.folder / "disk"
+    folder.mkdir(exist_ok=True)
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+        raise FaultError(f"no mount namespace: {os.strerror(ctypes.get_errno())}")
+    _run("mount", "--make-rprivate", "/")
+    _run("mount", *arguments, str(folder))
+    # Lazily, so that a process that is still there does not keep it.
+    training.closing.callback(_run, "umount", "-l", str(folder))
+    return folder
+
+
+def _refused(write: Callable[[], object], number: int) -> str:
+    """Writes until it is refused; how it was.
+
+    Raises:
+        FaultError: It is refused for another reason, or not at all.
+    """
+    try:
+        for _ in range(SIZE * 2**20 // 2**12 + 1):
+            write()
+    except OSError as error:
+        if error.errno == number:
+            return f"the disk answered {errno.errorcode[number]}"
+        raise FaultError(f"the disk answered {error.strerror}") from None
+    raise FaultError("the disk takes what is written")
+
+
+def _run(*command: str, allowed: Sequence[int] = (0,)) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode not in allowed:
+        raise FaultError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -1,53 +1,105 @@
-"""What is wrong with a run that was disturbed, beside one that was not."""
+"""What is wrong with a run that was disturbed, beside one that was not. Reads files, starts nothing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from paceline.checkpoint.folder import checkpoints_in, read_manifest
+from paceline.checkpoint.folder import CHECKPOINTS, checkpoints_in, read_manifest
 from paceline.checkpoint.rank_file import DamagedError, Reader
+from paceline.core.errors import UserError
+from paceline.train.run_folder import METRICS
+
+ROUNDING = 2e-3
+"""Relative difference of figures whose sums were rounded in another order, some hundred steps on. Those of a step that
+has other samples differ by more than ten times as much."""
 
 Curve = Mapping[int, tuple[float, ...]]
 """Figures of each step."""
 
 
-def curve(run: Path) -> dict[int, tuple[float, ...]]:
-    """Loss and gradient norm by step of a run's metrics.jsonl; of a repeated step, the last."""
-    path = run / "metrics.jsonl"
-    found: dict[int, tuple[float, ...]] = {}
-    for text in path.read_text().splitlines() if path.exists() else ():
+@dataclass(frozen=True)
+class Job:
+    """One of the jobs that a run went on in.
+
+    Attributes:
+        ranks: How many.
+        after: The step that it went on from.
+        seconds: Since the job before was left; None where that was another command's.
+    """
+
+    ranks: int
+    after: int
+    seconds: float | None
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """A run's metrics, but for a line that is half written."""
+    path = run / METRICS
+    found = []
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
-            line = json.loads(text)
+            found.append(json.loads(text))
         except ValueError:
-            # The last line of a process that was killed, or of one that is writing.
             continue
-        if "train/loss" in line:
-            found[int(line["step"])] = (line["train/loss"], line["train/grad_norm"])
     return found
 
 
-def wrong_with_curve(found: Curve, expected: Curve) -> list[str]:
-    """Steps that are missing, that nobody asked for, or whose figures are not the same to the bit.
+def curve(run: Path) -> dict[int, tuple[float, ...]]:
+    """Loss and gradient norm by step; of a step that was repeated, the last."""
+    return {
+        int(line["step"]): (line["train/loss"], line["train/grad_norm"]) for line in lines(run) if "train/loss" in line
+    }
 
-    A step's samples follow from the seed and the step alone, so that a lost or repeated sample shows here.
+
+def jobs(run: Path) -> list[Job]:
+    """Every job that went on with the run, without its first."""
+    return [
+        Job(int(line["run/ranks"]), int(line["run/resumed_from"]), line.get("run/interrupted_seconds"))
+        for line in lines(run)
+        if "run/ranks" in line
+    ]
+
+
+def wrong_with_curve(found: Curve, expected: Curve, rounding: bool = False, unlogged: Iterable[int] = ()) -> list[str]:
+    """Steps that are missing, that nobody asked for, or whose figures are not the same.
+
+    A step's samples follow from the seed and the step alone, so that one that was lost or seen twice shows here.
+
+    Args:
+        found: Of the disturbed run.
+        expected: Of the other.
+        rounding: Whether figures may differ by rounding, as where other ranks went on; else they are the same to the
+            bit.
+        unlogged: Steps that ranks had done, and did not come to log, before one of them was lost.
     """
     wrong = []
-    if missing := sorted(expected.keys() - found.keys()):
-        wrong.append(f"steps {missing} are missing")
+    if missing := sorted(expected.keys() - found.keys() - set(unlogged)):
+        wrong.append(f"steps {_some(missing)} are missing")
     if more := sorted(found.keys() - expected.keys()):
-        wrong.append(f"steps {more} are not of this run")
-    other = [step for step in sorted(expected.keys() & found.keys()) if found[step] != expected[step]]
+        wrong.append(f"steps {_some(more)} are not of this run")
+    close = 0.0 if not rounding else ROUNDING
+    other = [
+        step
+        for step in sorted(expected.keys() & found.keys())
+        if not all(math.isclose(a, b, rel_tol=close) for a, b in zip(found[step], expected[step], strict=True))
+    ]
     if other:
-        wrong.append(f"step {other[0]}: {found[other[0]]}, undisturbed {expected[other[0]]}; {len(other)} steps differ")
+        step = other[0]
+        wrong.append(f"step {step}: {found[step]}, undisturbed {expected[step]}; {len(other)} steps differ")
     return wrong
 
 
 def wrong_with_checkpoints(run: Path) -> list[str]:
     """Nothing if the latest checkpoint or the one before is whole, every byte of it read."""
-    folder = run / "checkpoints"
-    newest = sorted(checkpoints_in(folder), reverse=True)[:2] if folder.is_dir() else []
+    try:
+        newest = checkpoints_in(run / CHECKPOINTS)[:2]
+    except UserError as error:
+        return [str(error)]
     told = []
     for path in newest:
         try:
@@ -58,9 +110,8 @@ def wrong_with_checkpoints(run: Path) -> list[str]:
             return []
         except DamagedError as error:
             told.append(f"{path.name}: {error}")
-    return told or ["there is no checkpoint"]
+    return told
 
 
-def wrong_with_end(alive: Mapping[int, str]) -> list[str]:
-    """Processes that outlived their job, by number with their command."""
-    return [f"process {number} was left: {command}" for number, command in alive.items()]
+def _some(steps: list[int]) -> str:
+    return ", ".join(map(str, steps[:5])) + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
