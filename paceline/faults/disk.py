@@ -1,4 +1,4 @@
-"""File systems that fill or turn read-only under a training, mounted for it alone.
+"""File systems that fill, turn read-only or lose what was not synced under a training, mounted for it alone.
 
 This process and those that it starts see them in a mount namespace of their own, which the kernel removes with the last
 of them: a kill that leaves no time to clean up leaves nothing to clean up.
@@ -13,8 +13,9 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.faults.outcome import wrong_with_checkpoints
+from paceline.faults.outcome import jobs, wrong_with_checkpoints
 from paceline.faults.training import FaultError, Training
+from paceline.train.run_folder import METRICS
 
 SIZE = 64
 """MiB of a file system."""
@@ -36,27 +37,63 @@ def full(training: Training) -> str:
 
 
 def read_only(training: Training) -> str:
-    """An ext4's journal is aborted, as after an error of the disk, so that it is read-only; then it is repaired."""
-    image, folder = training.folder / "image", training.folder / "disk"
+    """An ext4 turns read-only, as after an error of the disk; then it is repaired."""
+    options = _new_ext4(training)
+    process = training.start_and_wait()
+    step = training.must_be_midway()
+    # What was written down by now stays.
+    _run("sync", "--file-system", str(training.run))
+    refused = _aborted(training)
+    status = training.wait(process)
+    _kept_going(training, step, "Read-only file system")
+    _repair(training, options)
+    return f"{refused} after step {step}; all steps were done, the exit status was {status}"
+
+
+def power_loss(training: Training) -> str:
+    """Nothing reaches an ext4 any more, and all processes are killed: what was not synced is lost with the memory."""
+    options = _new_ext4(training)
+    training.start_and_wait(checkpoints=2)
+    known, step = training.checkpoints(), training.must_be_midway()
+    size = (training.run / METRICS).stat().st_size
+    refused = _aborted(training)
+    training.kill()
+    _repair(training, options)
+    if not (left := training.checkpoints()) or left[0] < known[1]:
+        raise FaultError(f"of the checkpoints {[each.name for each in known]} there are {[each.name for each in left]}")
+    lost = size - ((training.run / METRICS).stat().st_size if (training.run / METRICS).exists() else 0)
+    if lost <= 0:
+        raise FaultError("nothing was lost that was not synced")
+    training.go_on()
+    # Lines of metrics are not synced.
+    training.unlogged = range(1, jobs(training.run)[0].after + 1)
+    return f"{refused} after step {step}; {lost} bytes of metrics were lost, and it went on from {left[0].name}"
+
+
+def _new_ext4(training: Training) -> tuple[str, ...]:
+    """Puts the run on a file system of its own; what to mount it with."""
+    image = training.folder / "image"
     with image.open("wb") as file:
         file.truncate(SIZE * 2**20)
     _run("mkfs.ext4", "-q", str(image))
     options = ("-o", "loop,errors=remount-ro", str(image))
-    _mounted(training, *options)
-    training.run = folder / "run"
-    process = training.start_and_wait()
-    step = training.must_be_midway()
-    # What was written down by now stays.
-    _run("sync", "--file-system", str(folder))
+    training.run = _mounted(training, *options) / "run"
+    return options
+
+
+def _aborted(training: Training) -> str:
+    """Ends the file system's journal; how it answers then."""
+    folder = training.run.parent
     _run("mount", "-o", "remount,abort", str(folder))
-    refused = _refused((folder / "probe").touch, errno.EROFS)
-    status = training.wait(process)
-    _kept_going(training, step, "Read-only file system")
+    return _refused((folder / "probe").touch, errno.EROFS)
+
+
+def _repair(training: Training, options: tuple[str, ...]) -> None:
+    """Mounts the file system anew, as what is on the disk says."""
     training.closing.close()
     # 1: what was wrong is right again.
-    _run("e2fsck", "-fy", str(image), allowed=(0, 1))
+    _run("e2fsck", "-fy", options[-1], allowed=(0, 1))
     _mounted(training, *options)
-    return f"{refused} after step {step}; all steps were done, the exit status was {status}"
 
 
 def _kept_going(training: Training, step: int, words: str) -> None:

@@ -16,8 +16,8 @@ class Fault:
         name: As it is asked for.
         done: What is done.
         expected: What is expected of the training, besides the losses of one that was not disturbed.
-        act: Starts the training and strikes it; returns what shows that it was struck. The run is then brought to its
-            end and compared.
+        act: Starts the training and strikes it; returns what shows that it was struck.
+        trains: Whether there is a run, which is then brought to its end and compared.
         long: Whether it takes minutes, or root.
         steps: Of the training.
         missing: What the machine lacks, in words; empty for nothing.
@@ -27,6 +27,7 @@ class Fault:
     done: str
     expected: str
     act: Callable[[Training], str]
+    trains: bool = True
     long: bool = False
     steps: int = STEPS
     missing: Callable[[], str] = lambda: ""

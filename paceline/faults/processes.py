@@ -110,7 +110,7 @@ def kill_at_random(training: Training) -> str:
         try:
             process.wait(rng.uniform(0.5, 12))
         except subprocess.TimeoutExpired:
-            training.end()
+            training.kill()
             struck += 1
             before_end += training.last_step() > before
         training.wait(process)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.bench.network import hosts
-from paceline.faults import damage, disk, failover, network, processes, resources
+from paceline.faults import damage, disk, failover, network, processes, resources, saving
 from paceline.faults.fault import Fault
 from paceline.faults.machine import needs_root
 
@@ -50,6 +50,15 @@ FAULTS = (
         steps=failover.MORE_STEPS,
     ),
     Fault(
+        "kill-saving",
+        "SIGKILL of a save at each of its system calls that change the disk",
+        "that checkpoint or the one before loads",
+        saving.kill_at_every_call,
+        trains=False,
+        long=True,
+        missing=needs_root("strace"),
+    ),
+    Fault(
         "disk-full",
         f"a tmpfs of {disk.SIZE} MiB full until the training has ended",
         f"{WARNED}; with room, the same command goes on",
@@ -62,6 +71,14 @@ FAULTS = (
         "an ext4 read-only after an error, then repaired",
         f"{WARNED}; the same command goes on",
         disk.read_only,
+        long=True,
+        missing=needs_root("mount", "mkfs.ext4", "e2fsck", packages="e2fsprogs"),
+    ),
+    Fault(
+        "power-loss",
+        "all killed, and what an ext4 was not told to sync lost",
+        "that checkpoint or the one before loads; the same command goes on",
+        disk.power_loss,
         long=True,
         missing=needs_root("mount", "mkfs.ext4", "e2fsck", packages="e2fsprogs"),
     ),

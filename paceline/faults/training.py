@@ -61,7 +61,7 @@ class Training:
         run: The run's folder; may lie on another file system than `folder`.
         flags: What is given besides the usual settings.
         rounding: Whether other ranks went on, so that figures may differ by rounding.
-        prefix: What the command is started by, such as a program that enters a namespace.
+        unlogged: Steps that are known to have been done, and whose figures are lost.
         closing: What goes when the training has ended, such as a mount.
     """
 
@@ -69,7 +69,7 @@ class Training:
         """`text` is a folder that `make_text` has made, beside which the tokens are kept."""
         (folder / "tmp").mkdir(parents=True)
         self.folder, self.text, self.run, self.steps = folder, text, folder / "run", steps
-        self.flags, self.prefix, self.rounding = list(flags), list[str](), False
+        self.flags, self.rounding, self.unlogged = list(flags), False, range(0)
         self.closing = contextlib.ExitStack()
         self._mark, self._log = uuid.uuid4().hex, folder / "output.txt"
 
@@ -105,7 +105,7 @@ class Training:
         """Starts it, or goes on. It ends with this process, whatever ends that."""
         with self.log() as log:
             return subprocess.Popen(
-                [*self.prefix, *self.command()],
+                self.command(),
                 cwd=self.folder,
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
@@ -251,7 +251,7 @@ class Training:
         """
         # A rank that is lost after the update of a step keeps the others from logging it; they go on after it.
         unlogged = [job.after for job in jobs(self.run) if job.seconds is not None]
-        wrong = wrong_with_curve(curve(self.run), expected, self.rounding, unlogged)
+        wrong = wrong_with_curve(curve(self.run), expected, self.rounding, [*unlogged, *self.unlogged])
         if wrong := wrong + wrong_with_checkpoints(self.run):
             raise FaultError("; ".join(wrong))
 
@@ -259,13 +259,17 @@ class Training:
         """Removes the run, so that the same command begins another."""
         shutil.rmtree(self.run)
 
-    def end(self) -> None:
-        """Kills every process of it; safe to call twice."""
+    def kill(self) -> None:
+        """Kills every process of it."""
         while left := self.processes():
             for number in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(number, signal.SIGKILL)
             time.sleep(0.02)
+
+    def end(self) -> None:
+        """Kills every process of it and removes what was made for it; safe to call twice."""
+        self.kill()
         self.closing.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -24,7 +25,7 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-@pytest.mark.parametrize("name", some(["lose-worker", "flip"], quick=["lose-worker"]))
+@pytest.mark.parametrize("name", some(["pause", "lose-worker"], quick=["pause"]))
 def test_a_fault_strikes_and_the_training_is_as_if_it_had_not(name: str, tmp_path: Path) -> None:
     assert main(["run", name, "--json", str(tmp_path / "results.json")]) == 0
     (row,) = json.loads((tmp_path / "results.json").read_text())["results"]
@@ -58,6 +59,14 @@ def test_all_are_listed_with_what_they_need(tmp_path: Path, capsys: pytest.Captu
     assert [row["fault"] for row in rows] == [fault.name for fault in FAULTS]
     told = capsys.readouterr().out
     assert all(f"{fault.done}: {fault.expected}" in told for fault in FAULTS)
+
+
+@pytest.mark.full
+def test_a_save_may_be_killed_at_every_call(capsys: pytest.CaptureFixture[str]) -> None:
+    if os.geteuid() or shutil.which("strace") is None:
+        pytest.skip("needs root and strace")
+    assert main(["run", "kill-saving"]) == 0
+    assert "this one after 0" not in capsys.readouterr().out
 
 
 def test_all_are_in_the_documentation() -> None:
