@@ -96,26 +96,31 @@ def kill_while_resuming(training: Training) -> str:
 
 
 def kill_at_random(training: Training) -> str:
-    """SIGKILL of everything at random moments; a run that gets to its end is checked and followed by another."""
-    rng, struck, before_end, reference = random.Random(0), 0, 0, dict[int, tuple[float, ...]]()
+    """SIGKILL of everything at random moments; a run that gets to its end is followed by another, which is alike."""
+    rng, struck, amid, runs = random.Random(0), 0, 0, list[dict[int, tuple[float, ...]]]()
     while struck < KILLS:
         if training.last_step() == training.steps:
-            found = curve(training.run)
-            if reference and found != reference:
-                raise FaultError("two runs that were killed at other moments have other losses")
-            reference = found
+            runs.append(curve(training.run))
             training.begin_again()
         before = training.last_step()
         process = training.start()
+        if struck % 2:
+            training.wait_for(process, lambda: training.last_step() > before, f"a step after {before}")  # noqa: B023
         try:
-            process.wait(rng.uniform(0.5, 12))
+            # Every other time while it starts, goes on or ends, as it comes.
+            process.wait(rng.uniform(0, 2) if struck % 2 else rng.uniform(0, 12))
         except subprocess.TimeoutExpired:
             training.kill()
             struck += 1
-            before_end += training.last_step() > before
+            amid += before < training.last_step() < training.steps
         training.wait(process)
         if training.last_step() < before:
             raise FaultError(f"step {before} was done and is lost from the record")
         if training.checkpoints() and (wrong := wrong_with_checkpoints(training.run)):
             raise FaultError(f"after kill {struck}: {'; '.join(wrong)}")
-    return f"{struck} kills of all processes, {before_end} of them while steps were done"
+    training.go_on()
+    if any(run != curve(training.run) for run in runs):
+        raise FaultError("runs that were killed at other moments have other losses")
+    if amid < KILLS // 4:
+        raise FaultError(f"of {KILLS} kills only {amid} struck while steps were done")
+    return f"{struck} kills of all processes, {amid} of them while steps were done, in {len(runs) + 1} runs"

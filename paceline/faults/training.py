@@ -234,11 +234,11 @@ class Training:
         for _ in range(ATTEMPTS):
             if self.last_step() == self.steps:
                 return
-            if wrong := wrong_with_checkpoints(self.run):
+            if (there := bool(self.checkpoints())) and (wrong := wrong_with_checkpoints(self.run)):
                 raise FaultError("; ".join(wrong))
             before = len(jobs(self.run))
             self.wait(self.start())
-            if any(job.after == 0 for job in jobs(self.run)[before:]):
+            if there and any(job.after == 0 for job in jobs(self.run)[before:]):
                 raise FaultError(f"it began from the start though there are checkpoints: {self.tail()}")
         if self.last_step() != self.steps:
             raise FaultError(f"after {ATTEMPTS} more starts it is at step {self.last_step()}: {self.tail()}")

@@ -16,7 +16,7 @@ from paceline.core.errors import UserError
 from paceline.faults import command
 from paceline.faults.command import main
 from paceline.faults.table import FAULTS
-from tests.quick import full, some
+from tests.quick import full
 from tests.train.processes import PATIENCE, paceline, program
 
 
@@ -25,11 +25,10 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-@pytest.mark.parametrize("name", some(["pause", "lose-worker"], quick=["pause"]))
-def test_a_fault_strikes_and_the_training_is_as_if_it_had_not(name: str, tmp_path: Path) -> None:
-    assert main(["run", name, "--json", str(tmp_path / "results.json")]) == 0
+def test_a_fault_strikes_and_the_training_is_as_if_it_had_not(tmp_path: Path) -> None:
+    assert main(["run", "pause", "--json", str(tmp_path / "results.json")]) == 0
     (row,) = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert (row["fault"], row["result"]) == (name, "passed") and row["words"] and row["seconds"] > 0
+    assert (row["fault"], row["result"]) == ("pause", "passed") and row["words"] and row["seconds"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -37,8 +36,8 @@ def test_a_fault_strikes_and_the_training_is_as_if_it_had_not(name: str, tmp_pat
 def test_what_does_not_strike_has_not_passed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(command, "_undisturbed", lambda *_: {})
     monkeypatch.setattr("paceline.faults.processes.os.kill", lambda *_: None)
-    monkeypatch.setattr("paceline.faults.training.Training.end", lambda _: None)
     assert main(["run", "kill-worker"]) == 1
     assert "the training was at its end before anything struck it" in capsys.readouterr().out
 
