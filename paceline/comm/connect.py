@@ -21,6 +21,7 @@ from paceline.comm.gpu_streams import CudaClock, CudaStream
 from paceline.comm.nccl import NcclTransport, last_words
 from paceline.comm.streams import CommStream, HostClock, ThreadStream
 from paceline.comm.transport import Transport
+from paceline.comm.watch import new_transport
 from paceline.comm.world import World
 from paceline.core.errors import UserError
 
@@ -60,7 +61,7 @@ def open_transport(
         raise UserError(f"PACELINE_TRANSPORT: expected auto or tcp, got {kind!r}")
     hosts = _hosts(world, kind)
     local = [rank for rank in mine if hosts[rank] == hosts[world.rank]]
-    channels = unix_sockets.connect(world.rank, local, all_gather_json, world.timeout)
+    channels = unix_sockets.connect(world.rank, local, all_gather_json, world.timeout, world.secret)
     if channels is None:
         if world.rank == 0:
             _warn_of_sockets("some ranks of a host cannot reach each other over a Unix socket")
@@ -70,9 +71,11 @@ def open_transport(
     remote = [rank for rank in mine if rank not in local]
     sockets: dict[int, socket.socket] = {}
     if len(set(hosts)) > 1:
-        sockets = tcp_connect.connect(world.rank, mine, remote, all_gather_json, world.timeout)
+        sockets = tcp_connect.connect(world.rank, mine, remote, all_gather_json, world.timeout, world.secret)
     own_hosts = [hosts[rank] for rank in mine]
-    return CpuTransport(mine.index(world.rank), own_hosts, channels, sockets, world.timeout, wire, mine)
+    return CpuTransport(
+        mine.index(world.rank), own_hosts, channels, sockets, world.timeout, wire, mine, new_transport()
+    )
 
 
 def _hosts(world: World, kind: str) -> list[str]:

@@ -2,7 +2,8 @@
 
 They go through Gloo's process group, where the n-th message of one rank meets the n-th of every other, whatever they
 are about. So each carries a label and its generation, which `new_generation` counts on: ranks whose messages differ in
-either are told so, instead of taking one value for another.
+either are told so, instead of taking one value for another. Gloo does not know who speaks: each message is signed with
+the job's secret.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.cpu.registry import find_deadlock, stopped_peers
+from paceline.comm import whereabouts
+from paceline.comm.authentication import TAG, is_signed, sign
+from paceline.comm.cpu.registry import find_deadlock
 from paceline.comm.patience import Silence, limit
 from paceline.comm.transport import CommunicationError
+from paceline.comm.watch import missing
 from paceline.comm.world import World, current_world
 
-_LENGTHS = struct.Struct("<II")
-"""Bytes of the subject and of the value that follow it."""
+_LENGTHS = struct.Struct("<QQ")
+"""Bytes of the subject and of the value that follow it, and the tag."""
+_MOST_BYTES = 64 << 20
+"""Of a message: more is no control message."""
 _AT_FIRST = 1024
 """Bytes of a message that are gathered before its length is known; most messages end there."""
 _LABEL = 200
@@ -67,18 +73,30 @@ class _Control:
         """Every rank's subject and, where all are the same, its value, in rank order."""
         subject = json.dumps(_Subject(self.generation, label[:_LABEL])).encode()
         text = json.dumps(value).encode()
-        message = _LENGTHS.pack(len(subject), len(text)) + subject + text
+        said = _LENGTHS.pack(len(subject), len(text)) + subject + text
+        message = said + sign(self.world.secret, *_signed(self.world.rank, said))
         rows = self._gather(message, _AT_FIRST, label)
         lengths = [_LENGTHS.unpack_from(row) for row in rows]
         start = _LENGTHS.size
+        for rank, length in enumerate(map(sum, lengths)):
+            if length > _MOST_BYTES:
+                # All ranks see it, and none goes on to gather it.
+                raise CommunicationError(
+                    f"{label}: rank {rank} tells {length} bytes; at most {_MOST_BYTES} are a control message. Send "
+                    "tensors by torch.distributed, or write a file"
+                )
         subjects = [
             _Subject(*json.loads(row[start : start + length])) for row, (length, _) in zip(rows, lengths, strict=True)
         ]
         if len(set(subjects)) > 1:
             return subjects, []
-        longest = start + max(map(sum, lengths))
+        longest = start + max(map(sum, lengths)) + TAG
         if longest > _AT_FIRST:
             rows = self._gather(message, longest, label)
+        for rank, (row, length) in enumerate(zip(rows, map(sum, lengths), strict=True)):
+            end = start + length
+            if not is_signed(row[end : end + TAG], self.world.secret, *_signed(rank, row[:end])):
+                raise CommunicationError(f"{label}: what came for rank {rank}'s message was not signed by this job")
         start += len(subject)
         return subjects, [json.loads(row[start : start + size]) for row, (_, size) in zip(rows, lengths, strict=True)]
 
@@ -89,9 +107,18 @@ class _Control:
         if sent is None or sent.message != padded:
             own = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
             rows = [torch.empty_like(own) for _ in range(self.world.world_size)]
+            whereabouts.messages += 1
             sent = _Sent(padded, rows, _started(lambda: dist.all_gather(rows, own, async_op=True), label))
+        whereabouts.message = label
+        try:
+            self._wait(sent, label)
+        finally:
+            whereabouts.message = ""
+        return [row.numpy().tobytes() for row in sent.rows]
+
+    def _wait(self, sent: _Sent, label: str) -> None:
         suspicion, silence = "", Silence(self.world.timeout)
-        while not self._arrived(sent, label):
+        while not self._arrived(sent, label, silence):
             found = find_deadlock(f"rank {self.world.rank} waits in {label}")
             if found is not None and found.reason == suspicion:
                 # It was the same a while ago, and nothing of this rank is under way that could change it.
@@ -100,19 +127,23 @@ class _Control:
                 raise CommunicationError(suspicion)
             suspicion = found.reason if found is not None else ""
             if silence.left() <= 0:
-                raise _lost(label, f" within {limit(self.world.timeout):g} s")
-        return [row.numpy().tobytes() for row in sent.rows]
+                raise self._silent(label)
 
-    def _arrived(self, sent: _Sent, label: str) -> bool:
+    def _arrived(self, sent: _Sent, label: str, silence: Silence) -> bool:
         """Waits a while; whether everything has arrived."""
         try:
             sent.work.wait(timedelta(seconds=_LOOK_SECONDS))
         except RuntimeError as error:
             if not sent.work.is_completed():
                 return False
-            # What Gloo says is about its sockets.
-            raise _lost(label) from error
+            # What Gloo says is about its sockets. It has the same time limit.
+            raise self._silent(label) if silence.left() <= _LOOK_SECONDS else _lost(label) from error
         return True
+
+    def _silent(self, label: str) -> CommunicationError:
+        within = f" within {limit(self.world.timeout):g} s"
+        ranks = range(self.world.world_size)
+        return _lost(label, within, missing(whereabouts.MESSAGES, whereabouts.messages, ranks))
 
 
 _control: _Control | None = None
@@ -213,8 +244,13 @@ def _started(start: Callable[[], dist.Work | None], label: str) -> dist.Work:
     return work
 
 
-def _lost(label: str, why: str = "") -> CommunicationError:
+def _lost(label: str, within: str = "", told: Sequence[str] = ()) -> CommunicationError:
     return CommunicationError(
-        "; ".join([f"a rank is gone or did not answer{why} in {label}", *stopped_peers()])
+        "; ".join([f"a rank is gone or did not answer{within} in {label}", *told])
         + ". Every rank must call it, equally often; if a rank failed, what it raised says more"
     )
+
+
+def _signed(rank: int, said: bytes) -> tuple[bytes, ...]:
+    """What a message's tag is of: who says it, and all of it."""
+    return b"control message", str(rank).encode(), said

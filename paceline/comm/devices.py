@@ -6,7 +6,6 @@ A launcher shows each process all GPUs of its host (torchrun), of which it takes
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm import meeting
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 
@@ -95,19 +95,8 @@ def strategy_on(strategy: Strategy, device: torch.device) -> Strategy:
 
 
 def tell_all(sight: Sight, store: Any, rank: int, world_size: int) -> list[Sight]:
-    """Every rank's sight, in rank order. A collective call, before there is a process group.
-
-    Args:
-        sight: This rank's.
-        store: Where ranks meet; nothing else uses its keys.
-        rank: Of this process.
-        world_size: Number of ranks.
-    """
-    # Rank 0 alone reads them all: a thousand ranks would ask the store a million times.
-    store.set(f"rank {rank}", json.dumps(asdict(sight)))
-    if rank == 0:
-        store.set("all", json.dumps([json.loads(store.get(f"rank {other}")) for other in range(world_size)]))
-    return [Sight(**values) for values in json.loads(store.get("all"))]
+    """Every rank's sight; see `meeting.tell_all`."""
+    return [Sight(**values) for values in meeting.tell_all(asdict(sight), store, rank, world_size)]
 
 
 def choose(sights: Sequence[Sight]) -> tuple[str, str]:

@@ -21,6 +21,10 @@ class CommunicationError(RuntimeError):
     """
 
 
+class SilenceError(CommunicationError):
+    """A peer did not answer within the time limit."""
+
+
 class DisagreementError(CommunicationError, EngineError):
     """Ranks of one group are about to communicate different things: their training loops differ."""
 

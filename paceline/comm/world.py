@@ -7,7 +7,6 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,10 +21,13 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 
+from paceline.comm import meeting, watch
 from paceline.comm.devices import choose, index_of, look, tell_all
 from paceline.comm.environment import JOINING, read_environment
 from paceline.comm.gpu_streams import let_end
+from paceline.comm.meeting import share_secret
 from paceline.comm.nccl import abort_process_group, is_of_nccl, last_words
+from paceline.comm.transport import Exchange
 from paceline.core.errors import UserError
 
 
@@ -40,6 +42,7 @@ class World:
         local_world_size: Number of processes on this host.
         device: Where this rank computes: `pl.parallelize` moves the model there, the loop moves its data there.
         timeout: Seconds after which a silent peer is given up.
+        secret: What the ranks of this job know each other by.
 
     Example:
         >>> world = pl.init()
@@ -55,6 +58,7 @@ class World:
     local_world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = 600.0
+    secret: bytes = field(default=b"", repr=False)
 
     @property
     def backend(self) -> str:
@@ -66,8 +70,8 @@ _world: World | None = None
 _FILE = "file://"
 _LETTING_GO_SECONDS = 0.005
 _ENDING_SECONDS = 10.0
-_joined: Counter[tuple[str | None, ...]] = Counter()
-"""How often this process has joined a job, by where its ranks meet."""
+_JOINING_SECONDS = 60.0
+"""Ranks start at different times, and are waited for at least so long: none is silent yet."""
 _failed = False
 
 
@@ -80,7 +84,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     Args:
         device: "cpu" or "cuda", the same on every rank; by default a GPU for each rank where all have one of their
             own, else the CPU. A process that is shown one GPU alone takes that.
-        timeout: Seconds after which a silent peer is given up.
+        timeout: Seconds after which a silent peer is given up; before ranks have met, at least 60.
 
     Returns:
         This process's rank and device, and the number of ranks.
@@ -97,19 +101,20 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     if _world is not None:
         return _world
     rank, world_size, local_rank, local_world_size, method = read_environment(os.environ)
-    sight, store = look(device, local_rank, local_world_size), None
+    sight, store, secret = look(device, local_rank, local_world_size), None, b""
     if world_size > 1:
         with _joining(rank, world_size, method):
-            joining = min(timeout, float(os.environ.get(JOINING, timeout)))
+            joining = float(os.environ.get(JOINING, max(timeout, _JOINING_SECONDS)))
             store = _open_store(rank, world_size, method, timedelta(seconds=joining))
             sights = tell_all(sight, _prefixed("devices", store), rank, world_size)
+            secret = share_secret(store, rank)
     else:
         sights = [sight]
     kind, idle = choose(sights)
     if idle and rank == 0:
         warnings.warn(idle, stacklevel=2)
     chosen = torch.device("cuda", index_of(local_rank, sight.gpus)) if kind == "cuda" else torch.device("cpu")
-    world = World(rank, world_size, local_rank, local_world_size, chosen, timeout)
+    world = World(rank, world_size, local_rank, local_world_size, chosen, timeout, secret)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if store is not None:
@@ -122,13 +127,14 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
                 timeout=timedelta(seconds=timeout),
                 device_id=world.device if world.backend == "nccl" else None,
             )
+            watch.begin(rank, world_size, _exchange_in(store, rank, world_size), timeout, secret)
     atexit.register(_leave_at_exit)
     _world = world
     return world
 
 
 def _open_store(rank: int, world_size: int, method: str, timeout: timedelta) -> Any:
-    """Where the ranks of a job meet, with keys of its own for each time that this process joins one."""
+    """Where the ranks of a job meet, with keys of its own for each time that they do."""
     store: Any
     if method.startswith(_FILE):
         # All ranks are on this host; its name need not resolve.
@@ -138,9 +144,12 @@ def _open_store(rank: int, world_size: int, method: str, timeout: timedelta) -> 
     else:
         store, _, _ = next(rendezvous(method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    place = (method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
-    _joined[place] += 1
-    return _prefixed(f"paceline {_joined[place]}", store)
+    return _prefixed(meeting.agree(store, rank, world_size, timeout.total_seconds()), store)
+
+
+def _exchange_in(store: Any, rank: int, world_size: int) -> Exchange:
+    """Gathers values in the store, by what they are about."""
+    return lambda value, label: meeting.tell_all(value, _prefixed(label, store), rank, world_size)
 
 
 def _prefixed(prefix: str, store: Any) -> Any:
@@ -178,6 +187,7 @@ def shutdown() -> None:
     that leaves because of an exception does so without the others.
     """
     global _world
+    watch.end()
     if dist.is_initialized():
         if _world is not None and _world.backend == "nccl" and (_failed or sys.exc_info()[0] is not None):
             _abort()
@@ -209,5 +219,6 @@ def _leave_at_exit() -> None:
 def _abort() -> None:
     """Leaves the job without the other ranks."""
     global _world, _failed
+    watch.end()
     abort_process_group()
     _world, _failed = None, False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from zlib import crc32
 
+from paceline.comm import whereabouts
 from paceline.comm.gpu_streams import CudaClock
 from paceline.comm.streams import CommStream, HostClock
 from paceline.core.collectives.rounds import Traffic
@@ -111,7 +112,7 @@ class Executor:
         if key in self._done:
             # A second forward of a unit in one micro-batch, say.
             op = replace(op, planned=False)
-        self._running = Record(op, self.step, self.records, self._clock.now(self.records))
+        self._running = whereabouts.latest = Record(op, self.step, self.records, self._clock.now(self.records))
         if self.records:
             self._remember(self._running)
 

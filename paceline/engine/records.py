@@ -27,6 +27,22 @@ class Record:
     waits: tuple[Mark, Mark] | None = None
 
     @property
+    def words(self) -> str:
+        """See `whereabouts.Activity`."""
+        return f"{self.op.kind} of {self.op.target}"
+
+    @property
+    def has_ended(self) -> bool:
+        """See `whereabouts.Activity`."""
+        return self.end is not None
+
+    @property
+    def since(self) -> float | None:
+        """See `whereabouts.Activity`."""
+        mark = self.start if self.end is None else self.end
+        return mark if isinstance(mark, float) else None
+
+    @property
     def finished(self) -> bool:
         """Whether all of its marks are there."""
         return self.end is not None if self.pending is None else self.waits is not None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import paceline as pl
 from paceline import comm
+from paceline.comm import control
 from paceline.comm.connect import open_transport
 from paceline.comm.control import new_generation
 from paceline.comm.streams import ThreadStream
@@ -180,3 +183,32 @@ def barrier_twice() -> list[object]:
 
 def test_a_barrier_that_was_given_up_is_the_next_one_of_this_rank(ranks) -> None:
     assert ranks(2, barrier_twice) == [[0, 1]] * 2
+
+
+def tell_with_a_wrong_tag(value: str) -> tuple[str, list[object]]:
+    """Rank 1's message is one that who made it could not sign."""
+    rank = pl.init().rank
+    forged = patch.object(control, "sign", lambda *_: bytes(32)) if rank == 1 else nullcontext()
+    with forged, pytest.raises(CommunicationError) as caught:
+        pl.all_gather_json(value, "plan")
+    return str(caught.value), pl.all_gather_json(rank)
+
+
+@pytest.mark.parametrize("value", ["x", "x" * 5000])
+def test_a_message_that_the_job_did_not_sign_is_refused_on_every_rank(ranks, value: str) -> None:
+    for message, after in ranks(2, tell_with_a_wrong_tag, value):
+        assert message == "plan: what came for rank 1's message was not signed by this job"
+        assert after == [0, 1]
+
+
+def tell_too_much() -> tuple[str, list[object]]:
+    rank = pl.init().rank
+    with patch.object(control, "_MOST_BYTES", 10_000), pytest.raises(CommunicationError) as caught:
+        pl.all_gather_json("x" * (20_000 if rank == 1 else 5), "plan")
+    return str(caught.value), pl.all_gather_json(rank)
+
+
+def test_a_message_that_is_too_long_is_refused_on_every_rank(ranks) -> None:
+    for message, after in ranks(2, tell_too_much):
+        assert message.startswith("plan: rank 1 tells 20") and "at most 10000 are a control message" in message
+        assert after == [0, 1]

@@ -52,9 +52,13 @@ def be_silent_between_steps(how: str, transport_kind: str) -> str:
         (
             "stopped",
             "auto",
-            "; rank 1's process PID is stopped: `kill -CONT PID` lets it go on. Every rank must call it",
+            "; rank 1's process PID is stopped: `kill -CONT PID` lets it go on; rank 1 gives no sign of life",
         ),
-        ("message", "auto", "a rank is gone or did not answer within 0.5 s in the end. Every rank must call it"),
+        (
+            "message",
+            "auto",
+            "a rank is gone or did not answer within 0.5 s in the end; rank 1 never entered it: last seen ",
+        ),
     ],
 )
 def test_short_steps_shorten_the_wait_for_a_silent_rank(ranks, how: str, kind: str, told: str) -> None:  # type: ignore[no-untyped-def]

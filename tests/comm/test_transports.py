@@ -144,14 +144,17 @@ def over_the_wire() -> tuple[int, int]:
     transport = open_transport(world)
     buffer = transport.allocate(4 << 20, torch.float32)
     transport.run("all_reduce", buffer, "warm")
-    pl.barrier()
-    start = loopback_bytes()
-    pl.barrier()
-    moved = transport.run("all_reduce", buffer, "test")
-    pl.barrier()
-    carried = loopback_bytes() - start
+    carried = []
+    for _ in range(5):
+        pl.barrier()
+        start = loopback_bytes()
+        pl.barrier()
+        moved = transport.run("all_reduce", buffer, "test")
+        pl.barrier()
+        carried.append(loopback_bytes() - start)
     transport.close()
-    return carried, moved.sent
+    # Others' traffic comes on top, at times.
+    return min(carried), moved.sent
 
 
 def test_counted_bytes_are_what_the_wire_carries(ranks) -> None:

@@ -113,7 +113,6 @@ def test_what_kubernetes_starts_is_a_command_that_exists(nano: list[str], tmp_pa
 
 
 @pytest.mark.full
-@pytest.mark.xfail(reason="on a busy machine ranks may take addresses of the attempt before from torchrun's store")
 def test_torchrun_starts_a_job_again_that_lost_a_rank(nano: list[str], tmp_path: Path) -> None:
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     flags = [*nano, "--steps", "150", "--log.every", "1", "--log.validate-batches", "1", "--checkpoint.every", "10"]

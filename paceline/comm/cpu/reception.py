@@ -1,12 +1,13 @@
 """Lets peers in at a listening socket, past strangers: all are heard beside each other, so that none is in the way.
 
-A connection begins with a greeting: the peer's number and the listener's secret. Who says something else, or nothing,
-is closed out.
+The listener begins with a nonce. The peer answers with its number, a nonce of its own and the tag that only who knows
+the job's secret can make of all three (`introduce`), and the listener with the tag of both nonces. Who says something
+else, or nothing, is closed out.
 """
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import secrets
 import selectors
 import socket
@@ -14,20 +15,22 @@ import struct
 import threading
 from collections.abc import Callable, Collection
 
+from paceline.comm.authentication import NONCE, TAG, is_signed, receive_exactly, sign
+
 BACKLOG = 4096
 """Connections that wait to be accepted; kernels may allow fewer."""
 _POLL_SECONDS = 0.05
 _MOST_STRANGERS = 128
 """Connections that have not said who they are, besides peers: of more, the oldest is closed, as peers speak at once."""
 _NUMBER = struct.Struct("<I")
-_SECRET = 16
+_PEER, _LISTENER = b"peer", b"listener"
+"""Who signs, so that nobody can be sent its own words back."""
 
 
 class Reception:
     """Accepts connections of peers in a thread.
 
     Attributes:
-        secret: What peers have to know, in hexadecimal digits.
         missing: Peers that have not come.
         accepted: Connections by peer.
     """
@@ -37,6 +40,7 @@ class Reception:
         listener: socket.socket,
         peers: Collection[int],
         timeout: float,
+        secret: bytes,
         knows: Callable[[socket.socket], bool] = lambda _: True,
     ) -> None:
         """Begins; the socket listens already.
@@ -45,16 +49,16 @@ class Reception:
             listener: Where peers come to; closed with this.
             peers: Numbers of those to let in.
             timeout: Seconds to wait for them all, and the time limit of their connections afterwards.
+            secret: The job's.
             knows: Whether a connection may be a peer's, before it has said anything.
         """
         self._listener = listener
         self._timeout = timeout
         self._knows = knows
-        self._secret = secrets.token_bytes(_SECRET)
+        self._secret = secret
         self._closed = threading.Event()
-        self._greetings: dict[socket.socket, bytes] = {}
-        """What each connection has said so far, oldest first."""
-        self.secret = self._secret.hex()
+        self._greetings: dict[socket.socket, tuple[bytes, bytes]] = {}
+        """The nonce that each connection was given and what it has said so far, oldest first."""
         self.missing = set(peers)
         self.accepted: dict[int, socket.socket] = {}
         listener.setblocking(False)
@@ -94,28 +98,38 @@ class Reception:
             connection.close()
             return
         connection.setblocking(False)
+        nonce = secrets.token_bytes(NONCE)
+        # One that is gone again is noticed when it is heard.
+        with contextlib.suppress(OSError):
+            connection.send(nonce)
         selector.register(connection, selectors.EVENT_READ)
-        self._greetings[connection] = b""
+        self._greetings[connection] = nonce, b""
         if len(self._greetings) > _MOST_STRANGERS + len(self.missing):
             oldest = next(iter(self._greetings))
             self._forget(oldest, selector)
             oldest.close()
 
     def _hear(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
-        expected = _NUMBER.size + _SECRET
+        nonce, greeting = self._greetings[connection]
+        expected = _NUMBER.size + NONCE + TAG
         try:
-            piece = connection.recv(expected - len(self._greetings[connection]))
+            piece = connection.recv(expected - len(greeting))
         except BlockingIOError:
             return
         except OSError:
             piece = b""
-        greeting = self._greetings[connection] = self._greetings[connection] + piece
+        greeting += piece
+        self._greetings[connection] = nonce, greeting
         if piece and len(greeting) < expected:
             return
         self._forget(connection, selector)
-        knows_secret = hmac.compare_digest(greeting[_NUMBER.size :], self._secret)
-        peer = _NUMBER.unpack_from(greeting)[0] if knows_secret else None
-        if peer not in self.missing:
+        words, tag = greeting[:-TAG], greeting[-TAG:]
+        peer = _NUMBER.unpack_from(words)[0] if is_signed(tag, self._secret, _PEER, nonce, words) else None
+        try:
+            if peer not in self.missing:
+                raise ConnectionError("a stranger")
+            connection.send(sign(self._secret, _LISTENER, nonce, words))
+        except OSError:
             connection.close()
             return
         connection.settimeout(self._timeout)
@@ -127,11 +141,21 @@ class Reception:
         del self._greetings[connection]
 
 
-def greeting(number: int, secret: str) -> bytes:
-    """What a peer says first.
+def introduce(connection: socket.socket, number: int, secret: bytes, timeout: float) -> None:
+    """Says to a listener who this is, and has it prove that it knows the secret, too.
 
     Args:
-        number: Its own.
-        secret: The listener's, in hexadecimal digits.
+        connection: To the listener.
+        number: This peer's.
+        secret: The job's.
+        timeout: Seconds to wait for each of its two answers, and the time limit of the connection afterwards.
+
+    Raises:
+        OSError: It is gone, or is a stranger.
     """
-    return _NUMBER.pack(number) + bytes.fromhex(secret)
+    nonce = receive_exactly(connection, NONCE, timeout)
+    words = _NUMBER.pack(number) + secrets.token_bytes(NONCE)
+    connection.sendall(words + sign(secret, _PEER, nonce, words))
+    if not is_signed(receive_exactly(connection, TAG, timeout), secret, _LISTENER, nonce, words):
+        raise ConnectionError("the listener does not know the job's secret")
+    connection.settimeout(timeout)

@@ -14,9 +14,15 @@ from paceline.comm.transport import explain
 
 
 class _Registered(Protocol):
-    def blocked_peers(self) -> Iterable[tuple[int, str]]: ...
+    place: str
 
-    def stopped_peers(self) -> Iterable[str]: ...
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def under_way(self) -> str: ...
+
+    def blocked_peers(self) -> Iterable[tuple[int, str]]: ...
 
     def abort(self, reason: str = "") -> None: ...
 
@@ -63,9 +69,14 @@ def find_deadlock(waiting: str, peer: int | None = None) -> Deadlock | None:
     return None
 
 
-def stopped_peers() -> list[str]:
-    """Which ranks of this host were stopped, as by SIGSTOP, and what lets each go on."""
-    return sorted({text for transport in list(_transports) for text in transport.stopped_peers()})
+def entered() -> dict[str, int]:
+    """The number of the last collective that this rank has entered, by transport."""
+    return {transport.place: transport.number for transport in list(_transports) if transport.place}
+
+
+def under_way() -> list[str]:
+    """The collectives that this rank is in, in words."""
+    return sorted(filter(None, (transport.under_way for transport in list(_transports))))
 
 
 def _tell_of_exception() -> None:

@@ -11,17 +11,15 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from paceline.comm.cpu.registry import find_deadlock
 from paceline.comm.cpu.shared_memory import exchange_descriptors, exchange_memory
 from paceline.comm.patience import Silence, limit
 from paceline.comm.streams import is_waited_for
-from paceline.comm.transport import CommunicationError, DisagreementError, aborted_by
+from paceline.comm.transport import CommunicationError, DisagreementError, SilenceError, aborted_by
 
 SPINS = 400
 """Looks at a peer's page before going to sleep, about 20 us: as long as it takes to fall asleep and be woken. Looking
@@ -50,7 +48,11 @@ MOST_RANKS = _TEXTS // 8 - _ASLEEP
 
 
 class Signals:
-    """One rank's page, and its view of the others'."""
+    """One rank's page, and its view of the others'.
+
+    Attributes:
+        number: Of the collective that was entered last.
+    """
 
     def __init__(
         self, rank: int, channels: dict[int, socket.socket], timeout: float, world_ranks: Sequence[int] | None = None
@@ -69,14 +71,13 @@ class Signals:
         self._pages = exchange_memory(rank, channels, _PAGE)
         self._words = {peer: memoryview(page).cast("q") for peer, page in self._pages.items()}
         self._own = self._words[rank]
-        self._pids = {peer: _process_behind(channel) for peer, channel in channels.items()}
         # Sockets of their own: emptying them must not swallow a descriptor under way.
         self._wake_sockets = {peer: _wake_socket(rank, peer, channel) for peer, channel in channels.items()}
         # By position on the host: a group of many hosts has more ranks than a page has words.
         places = {peer: _ASLEEP + place for place, peer in enumerate(sorted(self._pages))}
         self._flag = places[rank]
         self._sleepers = [(places[peer], peer) for peer in channels]
-        self._number = self._base = self._slot = self._digest = 0
+        self.number = self._base = self._slot = self._digest = 0
         self._text = b""
         # Taking a lock orders memory: a store is seen before what follows it is done.
         self._fence = threading.Lock()
@@ -89,9 +90,9 @@ class Signals:
             digest: The same number on every rank that runs the same collective.
             text: What is run, for people; `text_of` gives it.
         """
-        self._number += 1
-        self._base = self._number * _STAGES
-        self._slot = self._number % _LATEST
+        self.number += 1
+        self._base = self.number * _STAGES
+        self._slot = self.number % _LATEST
         self._digest, self._text = digest, text
         self._own[_DIGESTS + self._slot] = digest
         start = _TEXTS + self._slot * _TEXT
@@ -132,7 +133,7 @@ class Signals:
         """Peers whose programs wait for this rank in a collective that this rank has not entered; and which."""
         for index, peer in self._sleepers:
             number = self._words[peer][_PROGRESS] // _STAGES
-            if self._own[index] and self._words[peer][_BLOCKED] and number > self._number:
+            if self._own[index] and self._words[peer][_BLOCKED] and number > self.number:
                 yield self._name(peer), self._read(peer, number % _LATEST)
 
     def abort(self, reason: str) -> None:
@@ -153,12 +154,6 @@ class Signals:
         """Lets go of the sockets; a peer that waits for this rank is told so by that."""
         for wake_socket in self._wake_sockets.values():
             wake_socket.close()
-
-    def stopped_peers(self) -> Iterator[str]:
-        """Which of the others' processes were stopped, in words."""
-        for peer, pid in self._pids.items():
-            if text := _stopped(pid):
-                yield f"rank {self._name(peer)}'s {text}"
 
     def _wake(self, peer: int) -> None:
         # A full socket wakes as well; one that is gone is noticed by whoever waits for it.
@@ -227,12 +222,12 @@ class Signals:
 
     def _compare(self, peer: int) -> None:
         number = self._words[peer][_PROGRESS] // _STAGES
-        if number >= self._number + _LATEST - 1:
+        if number >= self.number + _LATEST - 1:
             # It is so far ahead that it tells of this one no more, or is about to tell of another in its place.
             return
         raise DisagreementError(
-            f"ranks disagree on what to communicate: rank {self._name(self._rank)} is in collective {self._number}, "
-            f"{plain(self._text)}; rank {self._name(peer)} is in collective {self._number}, "
+            f"ranks disagree on what to communicate: rank {self._name(self._rank)} is in collective {self.number}, "
+            f"{plain(self._text)}; rank {self._name(peer)} is in collective {self.number}, "
             f"{self._read(peer, self._slot)}. Every rank must run the same model with the same strategy and the same "
             "number of micro-batches"
         )
@@ -246,11 +241,10 @@ class Signals:
             f"rank {self._name(peer)} is gone: rank {self._name(self._rank)} waited for it in {plain(self._text)}"
         )
 
-    def _silent(self, peer: int) -> CommunicationError:
-        return CommunicationError(
+    def _silent(self, peer: int) -> SilenceError:
+        return SilenceError(
             f"rank {self._name(peer)} did not answer within {limit(self._timeout):g} s: rank {self._name(self._rank)} "
-            # It may itself be waiting for another.
-            + "; ".join([f"waited for it in {plain(self._text)}", *self.stopped_peers()])
+            f"waited for it in {plain(self._text)}"
         )
 
 
@@ -273,17 +267,3 @@ def _wake_socket(rank: int, peer: int, channel: socket.socket) -> socket.socket:
     spare.close()
     kept.setblocking(False)
     return kept
-
-
-def _process_behind(channel: socket.socket) -> int:
-    pid: int = struct.unpack("iII", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-    return pid
-
-
-def _stopped(pid: int) -> str:
-    """Says so if a process was stopped, as by SIGSTOP."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-    return f"process {pid} is stopped: `kill -CONT {pid}` lets it go on" if state in "Tt" else ""

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.comm.cpu.signals import plain, text_of
 from paceline.comm.patience import Silence, limit
-from paceline.comm.transport import CommunicationError, DisagreementError, aborted_by
+from paceline.comm.transport import CommunicationError, DisagreementError, SilenceError, aborted_by
 
 _HEADER = struct.Struct("<QQIIQ")
 """Number of the collective, its digest, stage, kind, bytes that follow the text."""
@@ -31,7 +31,11 @@ Message = tuple[int, memoryview]
 
 
 class TcpConnections:
-    """Sockets to other ranks, on which rounds of messages are exchanged."""
+    """Sockets to other ranks, on which rounds of messages are exchanged.
+
+    Attributes:
+        number: Of the collective that was entered last.
+    """
 
     def __init__(
         self, rank: int, sockets: dict[int, socket.socket], timeout: float, world_ranks: Sequence[int] | None = None
@@ -48,7 +52,7 @@ class TcpConnections:
         self._own_name = self._name(rank)
         self._sockets = sockets
         self._timeout = timeout
-        self._number = 0
+        self.number = 0
         self._digest = 0
         self._text = b""
         self._in_message: set[int] = set()
@@ -62,7 +66,7 @@ class TcpConnections:
 
     def begin(self, digest: int, text: bytes) -> None:
         """Enters the next collective; see `Signals.begin`."""
-        self._number += 1
+        self.number += 1
         self._digest, self._text = digest, text
 
     def exchange(
@@ -82,7 +86,7 @@ class TcpConnections:
         outgoing: dict[int, deque[memoryview]] = {}
         incoming: dict[int, deque[memoryview]] = {}
         for peer, data in sends:
-            header = _HEADER.pack(self._number, self._digest, stage, _DATA, len(data)) + self._text
+            header = _HEADER.pack(self.number, self._digest, stage, _DATA, len(data)) + self._text
             outgoing.setdefault(peer, deque()).extend((memoryview(header), data))
         for peer, data in receives:
             arriving = memoryview(bytearray(_HEADER.size + _TEXT))
@@ -125,7 +129,7 @@ class TcpConnections:
 
     def abort(self, reason: str) -> None:
         """Tells peers that this rank will not go on, where no message is half sent, and sends nothing after that."""
-        header = _HEADER.pack(self._number, self._digest, 0, _ABORTED, 0) + text_of(reason)
+        header = _HEADER.pack(self.number, self._digest, 0, _ABORTED, 0) + text_of(reason)
         with self._sending:
             for peer, connection in self._sockets.items():
                 with contextlib.suppress(OSError):
@@ -207,9 +211,9 @@ class TcpConnections:
         text = plain(bytes(header[_HEADER.size :]))
         if kind == _ABORTED:
             raise aborted_by(self._name(peer), text)
-        if (number, digest, theirs, follows) != (self._number, self._digest, stage, size):
+        if (number, digest, theirs, follows) != (self.number, self._digest, stage, size):
             raise DisagreementError(
-                f"ranks disagree on what to communicate: rank {self._own_name} is in collective {self._number}, "
+                f"ranks disagree on what to communicate: rank {self._own_name} is in collective {self.number}, "
                 f"{plain(self._text)}; rank {self._name(peer)} is in collective {number}, {text}. Every rank must run "
                 "the same model with the same strategy and the same number of micro-batches"
             )
@@ -232,8 +236,8 @@ class TcpConnections:
             f"rank {self._name(peer)} is gone: rank {self._own_name} waited for it in {plain(self._text)}"
         )
 
-    def _silent(self, peer: int) -> CommunicationError:
-        return CommunicationError(
+    def _silent(self, peer: int) -> SilenceError:
+        return SilenceError(
             f"rank {self._name(peer)} did not answer within {limit(self._timeout):g} s: rank {self._own_name} waited "
             f"for it in {plain(self._text)}"
         )

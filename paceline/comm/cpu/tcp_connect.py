@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from paceline.comm.cpu.reception import BACKLOG, Reception, greeting
+from paceline.comm.cpu.reception import BACKLOG, Reception, introduce
 from paceline.comm.transport import CommunicationError, Exchange
 
 _SIOCGIFADDR = 0x8915
@@ -17,12 +17,11 @@ _CONNECT_SECONDS = 5.0
 
 
 def connect(
-    rank: int, group: Sequence[int], peers: Sequence[int], exchange: Exchange, timeout: float
+    rank: int, group: Sequence[int], peers: Sequence[int], exchange: Exchange, timeout: float, secret: bytes
 ) -> dict[int, socket.socket]:
     """Connects this rank to peers on any hosts.
 
-    Each rank listens at a port of its own while it connects and lets in only who knows the job's secret, which travels
-    by `exchange`.
+    Each rank listens at a port of its own while it connects and lets in only who knows the job's secret.
 
     Args:
         rank: This rank.
@@ -30,6 +29,7 @@ def connect(
         peers: Those of the group to connect to; each has this rank among its own.
         exchange: Gathers one JSON value from every rank of the job, in rank order; says what it is about.
         timeout: Seconds to wait for a peer.
+        secret: The job's.
 
     Returns:
         Sockets by the peer's position in the group.
@@ -43,20 +43,19 @@ def connect(
     listener.bind(("0.0.0.0", 0))
     listener.listen(BACKLOG)
     port = listener.getsockname()[1]
-    reception = Reception(listener, [group.index(peer) for peer in peers if peer > rank], timeout)
+    reception = Reception(listener, [group.index(peer) for peer in peers if peer > rank], timeout, secret)
     try:
-        told = exchange([addresses(), port, reception.secret], "addresses of TCP sockets")
+        told = exchange([addresses(), port], "addresses of TCP sockets")
         for peer in sorted(peer for peer in peers if peer < rank):
-            theirs, port, secret = told[peer]
+            theirs, port = told[peer]
             connection = _reach(theirs, port, min(timeout, _CONNECT_SECONDS))
             if connection is None:
                 raise CommunicationError(
                     f"rank {rank} cannot reach rank {peer} at port {port} of {', '.join(theirs)}; let the hosts reach "
                     "each other at any port, or name the interface to use in GLOO_SOCKET_IFNAME"
                 )
-            connection.settimeout(timeout)
             try:
-                connection.sendall(greeting(own, secret))
+                introduce(connection, own, secret, timeout)
             except OSError as error:
                 raise CommunicationError(f"rank {peer} is gone: rank {rank} was about to connect to it") from error
             sockets[group.index(peer)] = connection

@@ -17,10 +17,11 @@ from paceline.comm.cpu.prepared import PreparedCollective, copy_kernel, prepare_
 from paceline.comm.cpu.registry import register
 from paceline.comm.cpu.scratch import Scratch
 from paceline.comm.cpu.shared_memory import SharedBuffers
-from paceline.comm.cpu.signals import Signals
+from paceline.comm.cpu.signals import Signals, plain
 from paceline.comm.cpu.sums import accumulation_dtype
 from paceline.comm.cpu.tcp import TcpConnections
-from paceline.comm.transport import CommunicationError, Transport, explain
+from paceline.comm.transport import CommunicationError, SilenceError, Transport, explain
+from paceline.comm.watch import missing
 from paceline.core.collectives.algorithms import BANDWIDTH_OPTIMAL, REDUCTIONS, find_algorithm
 from paceline.core.collectives.choice import Choice, Topology, choose
 from paceline.core.collectives.rounds import Algorithm, Traffic, chunk
@@ -44,6 +45,7 @@ class CpuTransport:
         timeout: float,
         wire: Wire = "full",
         world_ranks: Sequence[int] | None = None,
+        place: str = "",
     ) -> None:
         """Takes over connected sockets. A collective call.
 
@@ -55,7 +57,10 @@ class CpuTransport:
             timeout: Seconds after which a silent peer is given up.
             wire: What fp32 elements are sent as between hosts where they are summed.
             world_ranks: What errors call each rank, if not by its position in the group.
+            place: Names this transport, the same on every rank (`watch.new_transport`).
         """
+        self.place = place
+        self._group = world_ranks if world_ranks is not None else range(len(hosts))
         self._codec = CODECS[wire] if wire != "full" else None
         self._rank = rank
         self._world_size = len(hosts)
@@ -75,6 +80,7 @@ class CpuTransport:
         self._scratch = Scratch()
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._failure: str | None = None
+        self._running: PreparedCollective | None = None
         self._topology: Topology | None = None
         register(self)
         if self._connections is not None:
@@ -187,9 +193,15 @@ class CpuTransport:
         """See `Signals.blocked_peers`; none where ranks are connected by sockets alone."""
         return self._signals.blocked_peers() if self._signals is not None and self._failure is None else ()
 
-    def stopped_peers(self) -> Iterable[str]:
-        """See `Signals.stopped_peers`; none where ranks are connected by sockets alone."""
-        return self._signals.stopped_peers() if self._signals is not None else ()
+    @property
+    def number(self) -> int:
+        """Of the collective that this rank entered last."""
+        return max((each.number for each in (self._signals, self._connections) if each is not None), default=0)
+
+    @property
+    def under_way(self) -> str:
+        """The collective that this rank is in, in words; empty where it is in none."""
+        return plain(running.text) if (running := self._running) is not None else ""
 
     @property
     def sent_bytes(self) -> int:
@@ -278,15 +290,22 @@ class CpuTransport:
     def _execute(self, prepared: PreparedCollective) -> None:
         if (failed := self._failure) is not None:
             raise CommunicationError(failed)
+        self._running = prepared
         try:
             execute(prepared, self._signals, self._connections)
         except BaseException as error:
             if self._failure is not None and isinstance(error, CommunicationError):
                 # It was aborted meanwhile: the end of the connections is the consequence.
                 raise CommunicationError(self._failure) from error
+            if isinstance(error, SilenceError):
+                # Before peers are told, who then leave what they wait in.
+                told = "; ".join([str(error), *missing(self.place, self.number, self._group)])
+                self._tell(told)
+                raise CommunicationError(told) from None
             # Peers must not wait for what does not come.
             self._tell(explain(error))
             raise
+        self._running = None
 
     def _tell(self, reason: str) -> None:
         """Tells peers why this rank will not go on, once."""

@@ -9,23 +9,26 @@ import struct
 import time
 from collections.abc import Sequence
 
-from paceline.comm.cpu.reception import BACKLOG, Reception, greeting
+from paceline.comm.cpu.reception import BACKLOG, Reception, introduce
 from paceline.comm.transport import CommunicationError, Exchange
 
 _RETRY_SECONDS = 0.01
 
 
-def connect(rank: int, group: Sequence[int], exchange: Exchange, timeout: float) -> dict[int, socket.socket] | None:
+def connect(
+    rank: int, group: Sequence[int], exchange: Exchange, timeout: float, secret: bytes
+) -> dict[int, socket.socket] | None:
     """Connects every pair of ranks of a group on this host by a Unix socket.
 
     Addresses are abstract, so they leave no file. All users of the host can list them: let in are only processes of the
-    same user that know the listener's secret, which travels by `exchange`.
+    same user that know the job's secret.
 
     Args:
         rank: This rank.
         group: The ranks of its group, all on this host.
         exchange: Gathers one JSON value from every rank of the job, in rank order; says what it is about.
         timeout: Seconds to wait for a peer.
+        secret: The job's.
 
     Returns:
         Sockets by the peer's position in the group, or None on every rank of the job if any cannot reach a peer
@@ -44,16 +47,15 @@ def connect(rank: int, group: Sequence[int], exchange: Exchange, timeout: float)
         listener.listen(BACKLOG)
     except OSError:
         address = None
-    reception = Reception(listener, later if address is not None else (), timeout, _is_same_user)
+    reception = Reception(listener, later if address is not None else (), timeout, secret, _is_same_user)
     sockets: dict[int, socket.socket] = {}
     try:
-        told = exchange((address, reception.secret), "addresses of Unix sockets")
+        told = exchange(address, "addresses of Unix sockets")
         reachable = address is not None
         try:
             for peer in range(own):
-                theirs, secret = told[group[peer]]
-                connection = sockets[peer] = _reach(theirs or "", timeout)
-                connection.sendall(greeting(own, secret))
+                connection = sockets[peer] = _reach(told[group[peer]] or "", timeout)
+                introduce(connection, own, secret, timeout)
         except OSError:
             reachable = False
         # Nobody is waited for before all have connected: a rank may have failed.

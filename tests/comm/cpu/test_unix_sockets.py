@@ -7,7 +7,6 @@ import os
 import random
 import re
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -21,30 +20,31 @@ import pytest
 import torch
 
 from paceline.comm.cpu import unix_sockets
+from paceline.comm.cpu.reception import introduce
 
 NOBODY = 65534
-GREETING = struct.pack("<I", 1)
+SECRET = b"the job's"
 # Connects as another user, greets as rank 1 would, and says what it reads.
 STRANGER = """
 import os, socket, sys
 os.setgroups([])
-os.setgid(int(sys.argv[3]))
-os.setuid(int(sys.argv[3]))
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
 stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 stranger.settimeout(20)
 stranger.connect("\\0" + sys.argv[1])
 print(os.getuid(), flush=True)
 try:
-    stranger.sendall(bytes.fromhex(sys.argv[2]))
+    stranger.sendall(bytes(52))
     print(stranger.recv(5))
 except (BrokenPipeError, ConnectionResetError):
     print(b"")
 """
 
 
-def told_in_one_run() -> tuple[str, str]:
-    """Where rank 0 of two listens and its secret, as it tells rank 1, which never comes."""
-    told: list[tuple[str, str]] = []
+def told_in_one_run() -> str:
+    """Where rank 0 of two listens, as it tells rank 1, which never comes."""
+    told: list[str] = []
 
     def gather(value: Any, label: str) -> list[Any]:
         told.append(value)
@@ -53,22 +53,22 @@ def told_in_one_run() -> tuple[str, str]:
     # What else is random in a training run begins with the same seed each time.
     random.seed(0)
     torch.manual_seed(0)
-    assert unix_sockets.connect(0, [0, 1], gather, 5) is None
+    assert unix_sockets.connect(0, [0, 1], gather, 5, SECRET) is None
     return told[0]
 
 
-def test_addresses_leave_no_file_and_neither_they_nor_secrets_can_be_guessed() -> None:
+def test_addresses_leave_no_file_and_cannot_be_guessed() -> None:
     told = [told_in_one_run() for _ in range(40)]
-    assert all(re.fullmatch(r"\0paceline-[0-9a-f]{32}", address) for address, _ in told)
-    for numbers in zip(*((int(address[-32:], 16), int(secret, 16)) for address, secret in told), strict=True):
-        for bit in range(128):
-            # 40 bits that are all the same come up once in 2^39 times.
-            assert len({number >> bit & 1 for number in numbers}) == 2, f"bit {bit} is always the same"
+    assert all(re.fullmatch(r"\0paceline-[0-9a-f]{32}", address) for address in told)
+    numbers = [int(address[-32:], 16) for address in told]
+    for bit in range(128):
+        # 40 bits that are all the same come up once in 2^39 times.
+        assert len({number >> bit & 1 for number in numbers}) == 2, f"bit {bit} is always the same"
 
 
 @contextmanager
-def two_ranks(before_rank_1: Callable[[str, str], None]) -> Iterator[list[socket.socket]]:
-    """Both ends of the connection between two ranks; `before_rank_1` gets what rank 0 told before rank 1 uses it."""
+def two_ranks(before_rank_1: Callable[[str], None]) -> Iterator[list[socket.socket]]:
+    """Both ends of the connection between two ranks; `before_rank_1` gets where rank 0 listens."""
     told: dict[int, Any] = {}
     meet = threading.Barrier(2)
     found: dict[int, dict[int, socket.socket] | None] = {}
@@ -78,12 +78,12 @@ def two_ranks(before_rank_1: Callable[[str, str], None]) -> Iterator[list[socket
             told[rank] = value
             meet.wait(20)
             values = [told[0], told[1]]
-            if rank == 1 and isinstance(values[0], tuple):
-                before_rank_1(*values[0])
+            if rank == 1 and isinstance(values[0], str):
+                before_rank_1(values[0])
             meet.wait(20)
             return values
 
-        found[rank] = unix_sockets.connect(rank, [0, 1], gather, 10)
+        found[rank] = unix_sockets.connect(rank, [0, 1], gather, 10, SECRET)
 
     other = threading.Thread(target=rank_of, args=(1,))
     other.start()
@@ -95,16 +95,6 @@ def two_ranks(before_rank_1: Callable[[str, str], None]) -> Iterator[list[socket
     assert first is not None and second is not None
     with first[1], second[0]:
         yield [first[1], second[0]]
-
-
-def is_closed_out(stranger: socket.socket, greeting: bytes) -> bool:
-    try:
-        stranger.sendall(greeting)
-        stranger.shutdown(socket.SHUT_WR)
-        return stranger.recv(5) == b""
-    except (BrokenPipeError, ConnectionResetError):
-        # What it said was not read to its end, or not at all.
-        return True
 
 
 def say_hello(ends: list[socket.socket]) -> bytes:
@@ -119,9 +109,10 @@ def test_a_connection_of_another_user_is_closed_out() -> None:
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stranger.settimeout(5)
 
-    def intrude(address: str, secret: str) -> None:
+    def intrude(address: str) -> None:
         stranger.connect(address)
-        assert is_closed_out(stranger, GREETING + bytes.fromhex(secret))
+        with pytest.raises(OSError):
+            introduce(stranger, 1, SECRET, 5)
 
     # As if rank 0 belonged to another user than the first that connects; the second is rank 1.
     users = [os.getuid() + 1, os.getuid()]
@@ -131,21 +122,19 @@ def test_a_connection_of_another_user_is_closed_out() -> None:
 
 def test_who_has_read_the_address_but_not_the_secret_is_closed_out() -> None:
     """All users can list abstract addresses."""
-    tries = 0
 
-    def intrude(address: str, secret: str) -> None:
-        nonlocal tries
+    def intrude(address: str) -> None:
         assert address[1:] in Path("/proc/net/unix").read_text()
-        for guess in (b"", bytes(16), bytes.fromhex(secret)[:15] + b"?"):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-                stranger.settimeout(20)
-                stranger.connect(address)
-                assert is_closed_out(stranger, GREETING + guess)
-                tries += 1
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(address)
+            with pytest.raises(OSError, match=r"did not say|reset|[Bb]roken pipe"):
+                introduce(stranger, 1, SECRET[:-1] + b"?", 20)
+        tried.append(address)
 
+    tried: list[str] = []
     with two_ranks(intrude) as ends:
         assert say_hello(ends) == b"hello"
-    assert tries == 3
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("greeting", [b"", b"\1\0"])
@@ -153,7 +142,7 @@ def test_strangers_that_come_and_wait_keep_nobody_out(greeting: bytes) -> None:
     """However many, and whether they say nothing or too little."""
     strangers: list[socket.socket] = []
 
-    def intrude(address: str, _: str) -> None:
+    def intrude(address: str) -> None:
         for _ in range(200):
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             strangers.append(stranger)
@@ -172,9 +161,8 @@ def test_strangers_that_come_and_wait_keep_nobody_out(greeting: bytes) -> None:
 def test_a_process_of_another_user_is_closed_out() -> None:
     strangers: list[subprocess.Popen[str]] = []
 
-    def intrude(address: str, secret: str) -> None:
-        greeting = GREETING + bytes.fromhex(secret)
-        command = [sys.executable, "-c", STRANGER, address[1:], greeting.hex(), str(NOBODY)]
+    def intrude(address: str) -> None:
+        command = [sys.executable, "-c", STRANGER, address[1:], str(NOBODY)]
         stranger = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         strangers.append(stranger)
         assert stranger.stdout is not None
