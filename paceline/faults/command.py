@@ -18,7 +18,7 @@ from paceline.faults.arguments import FaultsArguments
 from paceline.faults.fault import Fault
 from paceline.faults.outcome import Curve, curve
 from paceline.faults.table import FAULTS
-from paceline.faults.training import FaultError, Training, make_text
+from paceline.faults.training import FaultError, LackingError, Training, make_text
 from paceline.launch.screen import show
 from paceline.launch.temporary_folder import TemporaryFolder
 
@@ -132,6 +132,8 @@ def _brought_about(fault: Fault, folder: Path, expected: dict[int, Curve]) -> Re
         if fault.trains:
             training.go_on()
             training.check(expected[fault.steps])
+    except LackingError as error:
+        return result("skipped", f"needs {error}")
     except FaultError as error:
         return result("FAILED", str(error))
     except (UserError, OSError, LookupError) as error:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.faults.outcome import jobs, wrong_with_checkpoints
-from paceline.faults.training import FaultError, Training
+from paceline.faults.training import FaultError, LackingError, Training
 from paceline.train.run_folder import METRICS
 
 SIZE = 64
@@ -115,9 +115,12 @@ def _mounted(training: Training, *arguments: str) -> Path:
     folder = training.folder / "disk"
     folder.mkdir(exist_ok=True)
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
-        raise FaultError(f"no mount namespace: {os.strerror(ctypes.get_errno())}")
-    _run("mount", "--make-rprivate", "/")
-    _run("mount", *arguments, str(folder))
+        raise LackingError(f"the right to make namespaces: {os.strerror(ctypes.get_errno())}")
+    try:
+        _run("mount", "--make-rprivate", "/")
+        _run("mount", *arguments, str(folder))
+    except FaultError as error:
+        raise LackingError(f"the right to mount, and the file system: {error}") from None
     # Lazily, so that a process that is still there does not keep it.
     training.closing.callback(_run, "umount", "-l", str(folder))
     return folder

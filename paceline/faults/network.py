@@ -12,7 +12,7 @@ import time
 from paceline.bench.network.hosts import FOLDER, INTERFACE, Hosts, NetworkUnavailable, address, limit, missing
 from paceline.faults.machine import needs_root
 from paceline.faults.outcome import lines
-from paceline.faults.training import ATTEMPTS, PATIENCE, FaultError, Training
+from paceline.faults.training import ATTEMPTS, PATIENCE, FaultError, LackingError, Training
 
 GBIT = 1.0
 SLOW_GBIT = 0.01
@@ -38,7 +38,7 @@ class Pair:
         try:
             self.hosts = Hosts(2, GBIT)
         except NetworkUnavailable as error:
-            raise FaultError(str(error)) from None
+            raise LackingError(str(error).removeprefix("needs ")) from None
         training.closing.callback(self.hosts.close)
         self.ranks: list[subprocess.Popen[bytes]] = []
 
@@ -105,6 +105,20 @@ class Pair:
         if job.returncode:
             raise FaultError(f"{' '.join(command)}: {complaint.decode(errors='replace').strip()}")
         return said.decode(errors="replace")
+
+    def drop(self, which: str) -> None:
+        """Drops and counts packets that come to host 1.
+
+        Args:
+            which: What nft says of them.
+
+        Raises:
+            LackingError: The kernel cannot.
+        """
+        try:
+            self.on(1, "nft", RULES % which)
+        except FaultError as error:
+            raise LackingError(f"a kernel with nf_tables: {error}") from None
 
     def dropped(self) -> int:
         """Packets that the rules on host 1 have dropped so far."""
@@ -181,7 +195,7 @@ def partition(training: Training) -> str:
     """Host 1 hears nothing from host 0, which hears it."""
     pair = Pair(training)
     step = pair.start_and_wait()
-    pair.on(1, "nft", RULES % f'iifname "{INTERFACE}"')
+    pair.drop(f'iifname "{INTERFACE}"')
     began = time.monotonic()
     statuses = pair.wait()
     seconds, dropped = time.monotonic() - began, pair.dropped()
@@ -198,7 +212,7 @@ def loss(training: Training) -> str:
     """Some packets are lost on their way."""
     pair = Pair(training)
     step = pair.start_and_wait()
-    pair.on(1, "nft", RULES % f"numgen random mod 100 < {LOST}")
+    pair.drop(f"numgen random mod 100 < {LOST}")
     pair.must_end_well()
     if not (dropped := pair.dropped()):
         raise FaultError("no packet was dropped")

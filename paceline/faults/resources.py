@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from paceline.faults.outcome import lines
-from paceline.faults.training import FaultError, Training
+from paceline.faults.training import FaultError, LackingError, Training
 
 MEMORY, PROCESSOR = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup/cpu")
 PREFIX = "paceline-faults-"
@@ -93,7 +93,10 @@ def _group(training: Training, controller: Path) -> Path:
         if not Path("/proc", left.name.removeprefix(PREFIX)).exists():
             left.rmdir()
     group = controller / f"{PREFIX}{os.getpid()}"
-    group.mkdir()
+    try:
+        group.mkdir()
+    except OSError as error:
+        raise LackingError(f"a cgroup folder that can be written to: {error}") from None
     training.closing.callback(_remove, group)
     return group
 

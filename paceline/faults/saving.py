@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 
-from paceline.faults.training import FaultError, Training
+from paceline.faults.training import FaultError, LackingError, Training
 
 CALLS = (
     *("openat", "mkdir", "mkdirat", "write", "writev", "pwrite64", "ftruncate", "fallocate", "fsync", "fdatasync"),
@@ -75,7 +75,7 @@ def _killed_at(saver: subprocess.Popen[str], call: str, number: int, training: T
         assert tracer.stderr is not None
         if "attached" not in (line := tracer.stderr.readline()):
             os.kill(process, signal.SIGKILL)
-            raise FaultError(f"strace cannot trace: {line.strip()}")
+            raise LackingError(f"the right to trace processes: {line.strip()}")
         os.kill(process, signal.SIGCONT)
         return _answer(saver, training)
 

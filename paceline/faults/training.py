@@ -44,6 +44,10 @@ class FaultError(Exception):
     """A fault did not strike, or its outcome is not the expected one; the message says which and how."""
 
 
+class LackingError(Exception):
+    """The machine turns out to lack what a fault needs, such as the right to mount; the message says what."""
+
+
 def make_text(folder: Path) -> None:
     """Writes the same made-up documents every time."""
     folder.mkdir(parents=True)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import pytest
 from paceline.core.errors import UserError
 from paceline.faults import command
 from paceline.faults.command import main
+from paceline.faults.fault import Fault
 from paceline.faults.table import FAULTS
+from paceline.faults.training import LackingError, Training
 from tests.quick import full
 from tests.train.processes import PATIENCE, paceline, program
 
@@ -50,6 +53,25 @@ def test_what_the_machine_lacks_is_said_and_has_not_passed(
     told = capsys.readouterr().out
     assert told.count("needs a moon") == len(FAULTS)
     assert told.splitlines()[-1] == f"0 passed, 0 FAILED, {len(FAULTS)} skipped"
+
+
+def test_what_turns_out_to_be_lacking_is_skipped_and_what_is_gone_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = {"lacking": LackingError("the right to mount"), "gone": ProcessLookupError(3, "No such process")}
+
+    def raising(error: Exception) -> Callable[[Training], str]:
+        def act(_: Training) -> str:
+            raise error
+
+        return act
+
+    faults = tuple(Fault(name, "", "", raising(error), trains=False) for name, error in errors.items())
+    monkeypatch.setattr(command, "FAULTS", faults)
+    assert main(["run"]) == 1
+    told = capsys.readouterr().out
+    assert "needs the right to mount" in told and "No such process" in told
+    assert told.splitlines()[-1] == "0 passed, 1 FAILED, 1 skipped"
 
 
 def test_all_are_listed_with_what_they_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
