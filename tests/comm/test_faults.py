@@ -22,6 +22,7 @@ from paceline.comm.streams import ThreadStream
 from paceline.comm.transport import CommunicationError
 from tests.quick import diagonal, full
 from tests.ranks import RankError, RankPool
+from tests.train.processes import new_in_shared_memory
 
 DIFFERENT_CALLS: dict[str, list[tuple[str, int, torch.dtype, str]]] = {
     # What the last rank calls, and what all others do: collective, elements, dtype, label.
@@ -277,7 +278,7 @@ def test_an_exception_that_ends_one_rank_stands_last_on_the_others_and_nothing_h
     cause = "ValueError: a broken batch"
     lost = f"paceline.comm.transport.CommunicationError: rank 1 gave up: {cause}"
     assert told == [lost, cause, lost]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not new_in_shared_memory(before)
 
 
 def left_after_shutdown() -> bool:

@@ -34,6 +34,14 @@ JOB_VARIABLES = (
 )
 
 
+def new_in_shared_memory(before: set[str]) -> set[str]:
+    """Names in /dev/shm that were not there and stay: other programs of this machine make some that come and go."""
+    deadline = time.monotonic() + 20
+    while (found := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found
+
+
 class Program:
     """A process and everything that it starts, known by a variable in their environment."""
 

@@ -62,11 +62,13 @@ def test_a_spare_takes_a_killed_ranks_place_and_losses_are_the_same_to_the_bit(
         assert not started.alive()
     assert status == 0, err
     assert f"rank {lost} of 2 is lost. Signal 9 (SIGKILL) ended it" in err
-    ((ranks, step),) = jobs(tmp_path / "run")
+    # On a busy machine they may not meet in time, and do at another attempt.
+    attempts = jobs(tmp_path / "run")
+    (ranks, step), *_ = attempts
     assert ranks == 2 and (step >= 15 if memory else step % 10 == 0)
     assert f"2 ranks go on after step {step}, from {'memory' if memory else 'the latest checkpoint'}, " in out
     found, expected = curve(tmp_path / "run"), curve(undisturbed)
-    assert set(found) >= set(expected) - {step}
+    assert set(found) >= set(expected) - {step for _, step in attempts}
     if zero == "0":
         assert all(found[at] == expected[at] for at in found)
     else:
