@@ -34,6 +34,7 @@ commands:
   report      show a run as one page: where the time went, who came last, loss over steps
   trace       write one step of a run as a timeline for ui.perfetto.dev
   bench       time strategies, collectives and slow links against their peers
+  faults      kill, damage, fill and cut a small training, and prove that it goes on
   completion  print what lets bash, zsh or fish complete these commands
   version     print the version, as --version does
   help        print this
@@ -130,6 +131,7 @@ def _run(arguments: list[str]) -> int:
         "report": _report,
         "trace": _trace,
         "bench": _bench,
+        "faults": _faults,
         "completion": _completion,
         "version": _version,
         "help": _help,
@@ -221,6 +223,12 @@ def _bench(arguments: list[str]) -> int:
     from paceline.bench.cli import main as bench
 
     return bench(arguments)
+
+
+def _faults(arguments: list[str]) -> int:
+    from paceline.faults.command import main as faults
+
+    return faults(arguments)
 
 
 def _completion(arguments: list[str]) -> int:

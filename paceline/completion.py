@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 def commands() -> dict[str, Flags]:
     """Every command with its flags."""
     from paceline.checkpoint.arguments import CheckpointArguments
+    from paceline.faults.arguments import FaultsArguments
     from paceline.plan.check_cli import CheckArguments
     from paceline.plan.cli import PlanArguments
     from paceline.report.report_command import ReportArguments
@@ -61,6 +62,7 @@ def commands() -> dict[str, Flags]:
         "report": _flags(options(ReportArguments)),
         "trace": _flags(options(TraceArguments)),
         "bench": {"bench": BENCHMARKS},
+        "faults": {"faults": ("list", "run"), **_flags(options(FaultsArguments))},
         "completion": {"completion": tuple(SCRIPTS)},
         "version": {},
         "help": {},

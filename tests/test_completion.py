@@ -34,6 +34,7 @@ def test_a_shell_understands_its_script(scripts: dict[str, Path], shell: str) ->
         (["tr"], ["train", "trace"]),
         (["bench", "str"], ["strategies"]),
         (["completion", "z"], ["zsh"]),
+        (["faults", "r"], ["run"]),
         (["train", "--optim.sch"], ["--optim.schedule"]),
         (["train", "--optim.schedule", "co"], ["cosine", "constant"]),
         (["sample", "runs/latest", "--te"], ["--temperature"]),

@@ -14,6 +14,7 @@ import pytest
 from paceline.bench.cli import parse_bench_arguments
 from paceline.checkpoint.arguments import CheckpointArguments
 from paceline.command_line.parse import parse
+from paceline.faults.arguments import FaultsArguments
 from paceline.plan.check_cli import main as check
 from paceline.plan.cli import PlanArguments
 from paceline.report.report_command import ReportArguments
@@ -72,6 +73,8 @@ def test_every_command_is_understood(page: str, words: list[str], tmp_path: Path
         assert parse(PlanArguments, words[2:], "paceline plan").devices > 0
     elif words[1] == "checkpoint":
         assert parse(CheckpointArguments, words[2:], "paceline checkpoint").path
+    elif words[1] == "faults":
+        parse(FaultsArguments, words[2:], "paceline faults")
     elif words[1] == "check":
         assert check(words[2:]) == 0
     elif words[1] == "verify":

@@ -17,8 +17,8 @@ REPLACED = "replaced"
 """Folder of checkpoints of steps that were taken again."""
 
 _STEP = re.compile(r"step-(\d+)")
-_OURS = re.compile(r"rank-\d{5,9}\.(safetensors|json|failed)(\.new)?|manifest\.json\.new")
-"""What an unfinished checkpoint may hold."""
+_OURS = re.compile(r"rank-\d{5,9}\.(safetensors|json|failed)(\.new)?|manifest\.json\.new|\.tmp\w{6}")
+"""What an unfinished checkpoint may hold; the last is what safetensors calls a file that it is still writing."""
 
 
 def step_folder(parent: Path, step: int) -> Path:

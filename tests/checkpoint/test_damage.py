@@ -210,6 +210,21 @@ def test_a_process_that_ends_anywhere_while_saving_leaves_a_good_checkpoint(tmp_
     assert calls > 8
 
 
+def test_what_a_killed_process_had_half_written_is_in_nobodys_way(tmp_path: Path) -> None:
+    model, optimizer = parallel()
+    (tmp_path / "step-00000001").mkdir()
+    # As safetensors calls what it writes, until it has its name.
+    for name in ("rank-00000.safetensors", "rank-00001.json.new", ".tmpmfIzfY"):
+        (tmp_path / "step-00000001" / name).write_bytes(b"half")
+    pl.save(tmp_path / "step-00000001", model, optimizer, step=1)
+    assert loaded(tmp_path)[0] == 1 and not (tmp_path / "step-00000001" / ".tmpmfIzfY").exists()
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "notes.txt").write_text("mine")
+    with pytest.raises(pl.UserError, match="holds something else"):
+        pl.save(tmp_path / "step-00000002", model, optimizer, step=2)
+    pl.release(model)
+
+
 # ---- what a manifest may not say
 
 
