@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 
 from paceline.checkpoint.manifest import NAME, Manifest, from_bytes, to_bytes
-from paceline.checkpoint.rank_file import DamagedError, sync
+from paceline.checkpoint.rank_file import sync
+from paceline.checkpoint.reader import DamagedError
 from paceline.core.errors import UserError
 
 CHECKPOINTS = "checkpoints"

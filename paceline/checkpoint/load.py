@@ -21,7 +21,7 @@ from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.plain import decode
 from paceline.checkpoint.random_states import set_random_states
 from paceline.checkpoint.ranges import Ranges
-from paceline.checkpoint.rank_file import DamagedError, Reader
+from paceline.checkpoint.reader import DamagedError, Reader
 from paceline.checkpoint.save import Stateful, as_sequence, finish_earlier
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
@@ -153,7 +153,7 @@ def _read(
     """Reads this rank's elements into their places; returns all values, to be used when every rank could."""
     with torch.no_grad():
         for index, name in enumerate(ranges.names):
-            ranges.fill(index, ranges.local(index), partial(reader.read, f"model/{name}"))
+            ranges.fill(index, ranges.local(index), partial(reader.read_into, f"model/{name}"))
         for name, buffer in persistent_buffers(engine.module):
             buffer.copy_(reader.read(f"model/{name}").reshape(buffer.shape))
         if optimizers:
@@ -244,9 +244,18 @@ def _attempt(work: Callable[[], Any], here: bool = True) -> tuple[Any, UserError
         return (work() if here else None), None
     except UserError as error:
         return None, error
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+    except (KeyError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+        if _lacks_memory(error):
+            # No fault of the checkpoint's: an older one is as large.
+            told = str(error).partition("\n")[0]
+            return None, UserError(f"there is not enough memory to load the checkpoint: {told or 'none is left'}")
         # What is in the files has right checksums and is still not what this version writes.
         return None, DamagedError(f"the checkpoint cannot be understood: {type(error).__name__}: {error}")
+
+
+def _lacks_memory(error: Exception) -> bool:
+    # Torch says so of the host's in a RuntimeError like any other.
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _agree(value: Any, error: UserError | None, label: str) -> list[Any]:

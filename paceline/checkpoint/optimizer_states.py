@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.plain import decode, encode
 from paceline.checkpoint.ranges import Ranges
-from paceline.checkpoint.rank_file import Reader
+from paceline.checkpoint.reader import Reader
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
 from paceline.engine.optimizers import OF_ALL, SHARD
@@ -194,7 +194,7 @@ class OptimizerStates:
         found, parameter = {}, element_name(number, self._ranges.names[index], "")
         for name in reader.under(parameter):
             state = torch.empty_like(self._ranges.local(index), dtype=reader.dtype(name))
-            self._ranges.fill(index, state, partial(reader.read, name))
+            self._ranges.fill(index, state, partial(reader.read_into, name))
             found[name.removeprefix(parameter)] = state
         return found
 

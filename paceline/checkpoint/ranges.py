@@ -13,8 +13,8 @@ from paceline.core.mesh import REPLICATE
 from paceline.engine.engine import Engine
 from paceline.engine.optimizers import SHARD
 
-Read = Callable[[int, int], Tensor]
-"""(start, stop): elements of a stored tensor in row-major order, one-dimensional, on the CPU."""
+ReadInto = Callable[[int, Tensor], None]
+"""(start, target): fills a one-dimensional tensor with a stored one's elements from `start` on, in row-major order."""
 
 
 class Ranges:
@@ -127,15 +127,18 @@ class Ranges:
         collectives.sum(memory.view(torch.uint8), f"elements of {spec.name}", "pl.save")
         return memory.as_strided(spec.shape, spec.stride).reshape(-1)
 
-    def fill(self, index: int, target: Tensor, read: Read) -> None:
+    def fill(self, index: int, target: Tensor, read_into: ReadInto) -> None:
         """Reads this rank's elements of a parameter, or of a state of its shape, into a tensor like `local`."""
-        spec, (start, stop) = self.spec(index), self.kept(index)
-        if not self.is_cut(index):
-            target.copy_(read(0, spec.numel).reshape(spec.shape))
-        elif is_row_major(spec):
-            target.copy_(read(start, stop))
+        spec, (start, _) = self.spec(index), self.kept(index)
+        if self.is_cut(index) and is_row_major(spec):
+            read_into(start, target)
+        elif not self.is_cut(index) and target.is_contiguous():
+            read_into(0, target.view(-1))
         else:
-            target.copy_(self._flat.cut(index, read(0, spec.numel).reshape(spec.shape).to(target.device)))
+            whole = torch.empty(spec.numel, dtype=target.dtype, device=target.device)
+            read_into(0, whole)
+            shaped = whole.view(spec.shape)
+            target.copy_(self._flat.cut(index, shaped) if self.is_cut(index) else shaped)
 
 
 def _part(start: int, length: int, rank: int, among: Sequence[int]) -> tuple[int, int]:

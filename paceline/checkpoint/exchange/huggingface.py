@@ -18,7 +18,7 @@ from paceline.checkpoint.exchange.huggingface_config import from_huggingface, to
 from paceline.checkpoint.exchange.huggingface_weights import PREFIX, UNUSED, Link, links
 from paceline.checkpoint.exchange.tensor_file import DTYPES, Lazy, write_tensors
 from paceline.checkpoint.manifest import Stored
-from paceline.checkpoint.rank_file import Reader
+from paceline.checkpoint.reader import Reader
 from paceline.core.errors import UserError
 from paceline.data.tokenizer import Tokenizer
 from paceline.engine.stored_weights import StoredWeights

@@ -15,7 +15,7 @@ from paceline.checkpoint.exchange.torch_files import require_storable
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.optimizer_states import element_name
 from paceline.checkpoint.plain import decode, encode
-from paceline.checkpoint.rank_file import Reader
+from paceline.checkpoint.reader import Reader
 from paceline.core.errors import UserError
 from paceline.engine.optimizers import OF_ALL, SHARD
 

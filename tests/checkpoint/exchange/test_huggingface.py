@@ -15,7 +15,7 @@ from torch import Tensor
 import paceline as pl
 from paceline.checkpoint.exchange.huggingface import write_huggingface
 from paceline.checkpoint.folder import read_manifest
-from paceline.checkpoint.rank_file import Reader
+from paceline.checkpoint.reader import Reader
 from paceline.models import ModelConfig
 from paceline.models.transformer import Transformer
 from tests.quick import full
