@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.folder import CHECKPOINTS, checkpoints_in, read_manifest
-from paceline.checkpoint.rank_file import DamagedError, Reader
+from paceline.checkpoint.reader import DamagedError, Reader
 from paceline.core.errors import UserError
 from paceline.train.run_folder import METRICS
 
