@@ -13,7 +13,6 @@ import paceline as pl
 from paceline.checkpoint.folder import CHECKPOINTS, set_aside
 from paceline.comm.devices import strategy_on
 from paceline.comm.patience import StepPatience
-from paceline.core.errors import UserError
 from paceline.data import Corpus
 from paceline.launch.cores import threads_per_rank
 from paceline.launch.screen import show
@@ -26,12 +25,13 @@ from paceline.train.config import TrainConfig, check_ranks
 from paceline.train.failover import Former, LeaveJob, go_on
 from paceline.train.meter import Meter, Readback
 from paceline.train.metrics import check_trackers
-from paceline.train.not_finite import describe_losses, marks
+from paceline.train.not_finite import marks
 from paceline.train.optim import learning_rate
 from paceline.train.outputs import Outputs
 from paceline.train.progress import Progress, ValidationProgress
 from paceline.train.resume import Resume, find_resume
 from paceline.train.run_folder import EVENTS, RunFolder, check_run_folder, create_run_folder
+from paceline.train.skipped import require_progress, tell_skipped
 from paceline.train.summary import (
     SAMPLING,
     SAVING,
@@ -47,7 +47,6 @@ from paceline.train.summary import (
 from paceline.train.training import Training
 from paceline.train.validate import Validation, validate
 
-MOST_SKIPS_IN_A_ROW = 10
 CROWDED = 0.25
 """From this share of the time in which other work has the cores, the run says so."""
 
@@ -215,18 +214,8 @@ def _steps(training: Training) -> tuple[int, int]:
         outputs.progress.step(at, tokens, nats)
         if skips > skipped:
             skipped = int(skips)
-            outputs.say(
-                f"step {at}: the gradient is not finite (its norm is {at_norm}; "
-                f"{describe_losses(*marked) or 'the losses of all ranks were finite'}), "
-                "so all ranks left this update out; "
-                f"{skipped} so far{f'; the loss scale is now {scale:g}' if low else ''}"
-            )
-        if skips_in_a_row >= MOST_SKIPS_IN_A_ROW:
-            advice = "choose strategy.precision bfloat16, whose range is wider, " if low else ""
-            raise UserError(
-                f"the gradient was not finite in {MOST_SKIPS_IN_A_ROW} steps in a row, the last of them step {at}: "
-                f"training has diverged; {advice}lower optim.lr or lengthen optim.warmup, and look at the data"
-            )
+            tell_skipped(outputs, config, at, skipped, at_norm, marked, scale, loader.samples)
+        require_progress(config, at, skips_in_a_row)
         status = exit_status(interrupts, terminations)
         last = step == config.steps or bool(status)
         if _is_read(config, step, first) or last:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -75,6 +76,9 @@ def test_nan_on_one_rank_makes_all_skip_that_update_and_names_it(
     training = [line for line in metrics(tmp_path / "runs" / "latest") if "train/loss" in line]
     assert [line["train/skipped_steps"] for line in training] == [0, 0, 1, 1, 1]
     assert training[-1]["train/loss"] < training[0]["train/loss"]
+    (skipped,) = map(json.loads, (tmp_path / "runs" / "latest" / "skipped.jsonl").read_text().splitlines())
+    assert (skipped["step"], skipped["norm"]) == (3, None)
+    assert [sum(map(len, of_rank)) for of_rank in skipped["samples"]] == [4, 4]
 
 
 def test_a_gradient_that_overflows_alone_is_left_out_by_all(ranks: RankPool, nano: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Updates that all ranks left out: said, and written down with the samples of their steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.errors import UserError
+from paceline.data.samples import global_batch, share
+from paceline.train.config import TrainConfig
+from paceline.train.not_finite import describe_losses
+from paceline.train.outputs import Outputs
+from paceline.train.run_folder import SKIPPED
+
+MOST_IN_A_ROW = 10
+
+
+def tell_skipped(
+    outputs: Outputs,
+    config: TrainConfig,
+    step: int,
+    skipped: int,
+    norm: float,
+    losses: Sequence[float],
+    scale: float,
+    samples: int,
+) -> None:
+    """Says on rank 0 that a step's update was left out, and writes down which samples it had.
+
+    Args:
+        outputs: Where to.
+        config: The run's.
+        step: Its number, from 1.
+        skipped: How many were left out so far.
+        norm: The gradient's.
+        losses: The sums of all ranks' `not_finite.marks`.
+        scale: The loss scale from now on.
+        samples: In an epoch.
+    """
+    told = f"; the loss scale is now {scale:g}" if config.strategy.precision == "float16" else ""
+    outputs.say(
+        f"step {step}: the gradient is not finite (its norm is {norm}; "
+        f"{describe_losses(*losses) or 'the losses of all ranks were finite'}), "
+        f"so all ranks left this update out; {skipped} so far{told}"
+    )
+    if outputs.folder is not None:
+        outputs.folder.append(SKIPPED, [record(config, step, outputs.world.world_size, norm, samples)])
+
+
+def record(config: TrainConfig, step: int, world_size: int, norm: float, samples: int) -> dict[str, Any]:
+    """A line of skipped.jsonl.
+
+    Returns:
+        "step", from 1; "norm", the gradient's, None if it is no number or infinite; "samples", by rank and
+        micro-batch: sample i is the training text's tokens from i times the context on.
+    """
+    batch = global_batch(config.seed, step - 1, config.batch, samples)
+    parts = [share(batch, rank, world_size, config.micro_batch) for rank in range(world_size)]
+    return {
+        "step": step,
+        "norm": norm if math.isfinite(norm) else None,
+        "samples": [[micro_batch.tolist() for micro_batch in of_rank] for of_rank in parts],
+    }
+
+
+def require_progress(config: TrainConfig, step: int, skips_in_a_row: float) -> None:
+    """Ends a run that has stopped to learn.
+
+    Raises:
+        UserError: Too many updates in a row were left out.
+    """
+    if skips_in_a_row < MOST_IN_A_ROW:
+        return
+    low = config.strategy.precision == "float16"
+    advice = "choose strategy.precision bfloat16, whose range is wider, " if low else ""
+    raise UserError(
+        f"the gradient was not finite in {MOST_IN_A_ROW} steps in a row, the last of them step {step}: "
+        f"training has diverged; {advice}lower optim.lr or lengthen optim.warmup, and look at the data "
+        f"({SKIPPED} in the run's folder has the samples)"
+    )
