@@ -83,7 +83,8 @@ def _measure(config: ModelConfig, options: TrainerBench) -> tuple[list[float], l
                     loss = model(batch.inputs, batch.targets)
                     engine.count(batch.tokens, loss)
                     loss.backward()
-                update(number * options.steps + step, engine.counts()[0], engine.grad_norm())
+                tokens, nats = engine.counts()
+                update(number * options.steps + step, tokens, nats, engine.grad_norm())
             ours.append((time.perf_counter() - start) / options.steps)
             pl.barrier()
             if world.rank == 0:

@@ -80,6 +80,9 @@ class OptimConfig:
     """Learning rate of the last step as a fraction of the highest; without effect for constant."""
     clip: float = 1.0
     """Highest norm of the gradient of the mean loss per token; longer ones are scaled down. 0: no limit."""
+    skip_spikes: float = 0.0
+    """All ranks leave an update out whose loss or gradient norm is more than so many standard deviations above the mean
+    of the last 128 steps, such as 6. 0: none."""
 
     def __post_init__(self) -> None:
         _check("optim.lr", self.lr, self.lr > 0, "a number above 0")
@@ -89,6 +92,7 @@ class OptimConfig:
         _check("optim.warmup", self.warmup, self.warmup >= 0, "0 or more")
         _check("optim.final_lr_fraction", self.final_lr_fraction, 0 <= self.final_lr_fraction <= 1, "from 0 to 1")
         _check("optim.clip", self.clip, self.clip >= 0, "0 (no limit) or more")
+        _check("optim.skip_spikes", self.skip_spikes, self.skip_spikes >= 0, "0 (none) or more standard deviations")
 
 
 @dataclass(frozen=True)

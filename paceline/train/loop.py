@@ -204,7 +204,7 @@ def _steps(training: Training) -> tuple[int, int]:
             engine.count(batch.tokens, loss, *asked, *marks(loss, world.rank))
             loss.backward(update.scale)
         counts = engine.counts()
-        norm = update(step - 1, counts[0], engine.reduced_norm())
+        norm = update(step - 1, counts[0], counts[1], engine.reduced_norm())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)
         patience.step()
 
@@ -214,7 +214,7 @@ def _steps(training: Training) -> tuple[int, int]:
         outputs.progress.step(at, tokens, nats)
         if skips > skipped:
             skipped = int(skips)
-            tell_skipped(outputs, config, at, skipped, at_norm, marked, scale, loader.samples)
+            tell_skipped(outputs, config, at, skipped, nats / tokens, at_norm, marked, scale, loader.samples)
         require_progress(config, at, skips_in_a_row)
         status = exit_status(interrupts, terminations)
         last = step == config.steps or bool(status)

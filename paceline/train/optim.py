@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.train.config import OptimConfig
 from paceline.train.dynamic_loss_scale import DynamicLossScale
+from paceline.train.spikes import Spikes
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -37,8 +38,8 @@ class Update:
 
     Attributes:
         optimizer: AdamW.
-        skips: fp32 (2,), on the device: steps left out because the gradient norm was not finite, so far and in
-            a row up to the latest one.
+        skips: fp32 (2,), on the device: steps left out because the gradient norm was not finite, or stood out, so far
+            and in a row up to the latest one.
         scale: fp32, 0-dim, on the device: what losses are to be multiplied by before backward.
         done: Steps done, those that were left out among them. Counted when the weights change: what follows, such as
             sending them, may fail.
@@ -77,16 +78,18 @@ class Update:
         self.skips = torch.zeros(2, device=device)
         self.scale = torch.ones((), device=device) if loss_scale is None else loss_scale.value
         self.done = 0
-        self._unusable = torch.zeros((), device=device)
+        self._unusable = self._not_finite = torch.zeros((), device=device)
+        self._spikes = Spikes(config.skip_spikes, device) if config.skip_spikes else None
         # Before the engine's own, which sends what was updated.
         self.optimizer.register_step_post_hook(lambda *_: self._stepped())
 
-    def __call__(self, step: int, tokens: Tensor, norm: Tensor) -> Tensor:
-        """One step, or none where the norm is not finite: decided on the device, the same on every rank.
+    def __call__(self, step: int, tokens: Tensor, nats: Tensor, norm: Tensor) -> Tensor:
+        """One step, or none where the norm is not finite or stands out: decided on the device, alike on every rank.
 
         Args:
             step: Number of the optimizer step, from 0.
             tokens: Target tokens in the global batch, 0-dim.
+            nats: Sum of the losses of these, 0-dim.
             norm: Norm of the gradients summed over them, of scaled losses where there is a loss scale; 0-dim.
 
         Returns:
@@ -94,7 +97,9 @@ class Update:
         """
         divisor = tokens.float() * self.scale
         norm = norm.float() / divisor
-        unusable = (~torch.isfinite(norm)).float()
+        unusable = self._not_finite = (~torch.isfinite(norm)).float()
+        if self._spikes is not None:
+            unusable = torch.maximum(unusable, self._spikes.found(nats / tokens, norm))
         scale = divisor * (norm / self._config.clip).clamp(min=1.0) if self._config.clip else divisor
         # The fused kernel divides gradients by the one and does nothing where the other is 1: no pass of our own.
         self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
@@ -109,18 +114,26 @@ class Update:
         self.done += 1
         self.skips += self._unusable
         self.skips[1] *= self._unusable
+        if self._spikes is not None:
+            self._spikes.stepped()
         if self._loss_scale is not None:
-            self._loss_scale.update(self._unusable)
+            self._loss_scale.update(self._not_finite)
             self.scale = self._loss_scale.value
 
     def state_dict(self) -> dict[str, Any]:
         """All but the optimizer's own states."""
         scaling = {} if self._loss_scale is None else self._loss_scale.state_dict()
-        return {"skips": self.skips, "loss_scale": scaling}
+        return {
+            "skips": self.skips,
+            "loss_scale": scaling,
+            **({} if self._spikes is None else {"spikes": self._spikes.state_dict()}),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` returned; a loss scale begins anew where there was none."""
+        """Goes on from what `state_dict` returned; what was not there begins anew."""
         self.skips.copy_(state["skips"])
+        if self._spikes is not None and "spikes" in state:
+            self._spikes.load_state_dict(state["spikes"])
         if self._loss_scale is not None and state["loss_scale"]:
             self._loss_scale.load_state_dict(state["loss_scale"])
             self.scale = self._loss_scale.value

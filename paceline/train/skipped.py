@@ -21,6 +21,7 @@ def tell_skipped(
     config: TrainConfig,
     step: int,
     skipped: int,
+    loss: float,
     norm: float,
     losses: Sequence[float],
     scale: float,
@@ -33,32 +34,38 @@ def tell_skipped(
         config: The run's.
         step: Its number, from 1.
         skipped: How many were left out so far.
+        loss: Its mean over tokens.
         norm: The gradient's.
         losses: The sums of all ranks' `not_finite.marks`.
         scale: The loss scale from now on.
         samples: In an epoch.
     """
+    if math.isfinite(norm):
+        why = (
+            f"the loss ({loss:.4g}) or the gradient's norm ({norm:.4g}) is more than {config.optim.skip_spikes:g} "
+            "standard deviations above the steps before"
+        )
+    else:
+        of_ranks = describe_losses(*losses) or "the losses of all ranks were finite"
+        why = f"the gradient is not finite (its norm is {norm}; {of_ranks})"
     told = f"; the loss scale is now {scale:g}" if config.strategy.precision == "float16" else ""
-    outputs.say(
-        f"step {step}: the gradient is not finite (its norm is {norm}; "
-        f"{describe_losses(*losses) or 'the losses of all ranks were finite'}), "
-        f"so all ranks left this update out; {skipped} so far{told}"
-    )
+    outputs.say(f"step {step}: {why}, so all ranks left this update out; {skipped} so far{told}")
     if outputs.folder is not None:
-        outputs.folder.append(SKIPPED, [record(config, step, outputs.world.world_size, norm, samples)])
+        outputs.folder.append(SKIPPED, [record(config, step, outputs.world.world_size, loss, norm, samples)])
 
 
-def record(config: TrainConfig, step: int, world_size: int, norm: float, samples: int) -> dict[str, Any]:
+def record(config: TrainConfig, step: int, world_size: int, loss: float, norm: float, samples: int) -> dict[str, Any]:
     """A line of skipped.jsonl.
 
     Returns:
-        "step", from 1; "norm", the gradient's, None if it is no number or infinite; "samples", by rank and
-        micro-batch: sample i is the training text's tokens from i times the context on.
+        "step", from 1; "loss", its mean over tokens, and "norm", the gradient's, None if no number or infinite;
+        "samples", by rank and micro-batch: sample i is the training text's tokens from i times the context on.
     """
     batch = global_batch(config.seed, step - 1, config.batch, samples)
     parts = [share(batch, rank, world_size, config.micro_batch) for rank in range(world_size)]
     return {
         "step": step,
+        "loss": loss if math.isfinite(loss) else None,
         "norm": norm if math.isfinite(norm) else None,
         "samples": [[micro_batch.tolist() for micro_batch in of_rank] for of_rank in parts],
     }
@@ -74,8 +81,9 @@ def require_progress(config: TrainConfig, step: int, skips_in_a_row: float) -> N
         return
     low = config.strategy.precision == "float16"
     advice = "choose strategy.precision bfloat16, whose range is wider, " if low else ""
+    what = "not finite or stood out" if config.optim.skip_spikes else "not finite"
     raise UserError(
-        f"the gradient was not finite in {MOST_IN_A_ROW} steps in a row, the last of them step {step}: "
-        f"training has diverged; {advice}lower optim.lr or lengthen optim.warmup, and look at the data "
-        f"({SKIPPED} in the run's folder has the samples)"
+        f"the gradient was {what} in {MOST_IN_A_ROW} steps in a row, the last of them step {step}: training has "
+        f"diverged; {advice}lower optim.lr or lengthen optim.warmup, and look at the data ({SKIPPED} in the run's "
+        "folder has the samples)"
     )

@@ -112,7 +112,7 @@ def test_an_infinity_leaves_weights_and_the_optimizers_step_as_they_were(gpu: to
             gradient.view(-1)[0] = torch.inf
         watch()(FIRST)
         try:
-            update(step, tokens, engine.grad_norm())
+            update(step, tokens, tokens, engine.grad_norm())
         finally:
             watch()(STEPS)
         kept = [

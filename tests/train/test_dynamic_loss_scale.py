@@ -40,12 +40,12 @@ def test_an_update_takes_the_scale_out_again_and_lowers_it_where_it_was_too_much
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = gradient * factor
             total = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-            norms.append(update(step, torch.tensor(7.0), total))
+            norms.append(update(step, torch.tensor(7.0), torch.tensor(14.0), total))
         assert norms[0] == norms[1]
     before = [parameter.clone() for parameter in scaled.parameters()]
     for parameter in scaled.parameters():
         parameter.grad = torch.full_like(parameter, torch.inf)
-    updates[1](3, torch.tensor(7.0), torch.tensor(torch.inf))
+    updates[1](3, torch.tensor(7.0), torch.tensor(14.0), torch.tensor(torch.inf))
     assert scale.value.item() == 8.0
     for parameter, other, same in zip(plain.parameters(), scaled.parameters(), before, strict=True):
         assert torch.equal(parameter, other) and torch.equal(other, same)

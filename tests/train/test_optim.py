@@ -62,7 +62,9 @@ def test_one_pass_equals_dividing_clipping_and_stepping_apart(clip: float) -> No
         expected = torch.nn.utils.get_total_norm([q.grad for q in reference.parameters()])
         if clip:
             torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
-        norm = update(step, torch.tensor(7.0, dtype=torch.float64), torch.nn.utils.get_total_norm(gradients))
+        norm = update(
+            step, torch.tensor(7.0, dtype=torch.float64), torch.tensor(14.0), torch.nn.utils.get_total_norm(gradients)
+        )
         plain.step()
         torch.testing.assert_close(norm, expected)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
@@ -79,7 +81,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone_and_is_c
     def step(module: torch.nn.Module, update: Update, number: int, norm: float) -> None:
         for parameter in module.parameters():
             parameter.grad = torch.full_like(parameter, 0.5 if norm == 1.0 else norm)
-        update(number, torch.tensor(2.0), torch.tensor(norm))
+        update(number, torch.tensor(2.0), torch.tensor(4.0), torch.tensor(norm))
 
     history = []
     for number, norm in enumerate([1.0, float("nan"), float("inf"), 1.0, float("nan")]):
@@ -102,6 +104,6 @@ def test_a_batch_without_a_target_token_is_skipped_and_leaves_no_nan() -> None:
     before = copy.deepcopy(model.state_dict())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    update(0, torch.tensor(0.0, dtype=torch.float64), torch.tensor(0.0))
+    update(0, torch.tensor(0.0, dtype=torch.float64), torch.tensor(0.0), torch.tensor(0.0))
     assert update.skips.tolist() == [1, 1]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -34,8 +34,9 @@ def test_what_is_written_down_is_what_each_rank_was_given(world_size: int) -> No
         ) as loader:
             # Beyond an epoch of 13 samples, too.
             for step, given in enumerate(islice(loader, 5), 1):
-                found = record(config, step, world_size, 1.5, loader.samples)
-                assert (found["step"], found["norm"], len(found["samples"])) == (step, 1.5, world_size)
+                found = record(config, step, world_size, 2.5, 1.5, loader.samples)
+                assert (found["step"], found["loss"], found["norm"]) == (step, 2.5, 1.5)
+                assert len(found["samples"]) == world_size
                 for indices, batch in zip(found["samples"][rank], given, strict=True):
                     expected = gather(tokens, np.array(indices, np.int64), CONTEXT)[0]
                     # A rank whose part is smaller is given a stand-in for an empty micro-batch.
@@ -43,5 +44,5 @@ def test_what_is_written_down_is_what_each_rank_was_given(world_size: int) -> No
 
 
 @pytest.mark.parametrize(("norm", "written"), [(2.0, 2.0), (float("nan"), None), (float("inf"), None)])
-def test_a_norm_that_is_no_number_is_written_as_null(norm: float, written: float | None) -> None:
-    assert record(TrainConfig(), 1, 1, norm, 50)["norm"] == written
+def test_what_is_no_number_is_written_as_null(norm: float, written: float | None) -> None:
+    assert [record(TrainConfig(), 1, 1, norm, norm, 50)[key] for key in ("loss", "norm")] == [written] * 2
