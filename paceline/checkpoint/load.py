@@ -14,6 +14,7 @@ from msgspec.structs import astuple
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.checkpoint.contents import Stateful
 from paceline.checkpoint.folder import checkpoints_in, read_manifest
 from paceline.checkpoint.manifest import Manifest, Stored
 from paceline.checkpoint.module_states import persistent_buffers, set_extra_states, tied_names
@@ -22,7 +23,7 @@ from paceline.checkpoint.plain import decode
 from paceline.checkpoint.random_states import set_random_states
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.reader import DamagedError, Reader
-from paceline.checkpoint.save import Stateful, as_sequence, finish_earlier
+from paceline.checkpoint.save import as_sequence, finish_earlier
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
 from paceline.engine.api import engine_of

@@ -9,39 +9,24 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from paceline.checkpoint.contents import Stateful, add_tensors, add_values
 from paceline.checkpoint.folder import discard, make_folder
-from paceline.checkpoint.module_states import extra_states, persistent_buffers, tied_names
 from paceline.checkpoint.optimizer_states import OptimizerStates
-from paceline.checkpoint.plain import encode
-from paceline.checkpoint.random_states import random_states
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.writing import OwnPart, commit, write_part
 from paceline.comm.control import all_gather_json
 from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.engine.api import engine_of
-from paceline.engine.engine import Engine
 
 PATIENCE_SECONDS = 600.0
 """How long rank 0 waits for a part of which nothing is heard."""
-
-
-class Stateful(Protocol):
-    """What keeps a state of its own: a scheduler, a loader, a grad scaler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Goes on from there."""
-        ...
 
 
 class Saving:
@@ -145,7 +130,7 @@ def save(
         loader: What has a `state_dict` of this rank's place in the data.
         extra: Numbers, text, lists, dictionaries and tensors; rank 0's is saved.
         background: Whether to return when all is copied in memory, and write beside training. One save is under way at
-            a time: the next waits for it, as `load` does, and warns if it failed.
+            a time: the next waits for it, as `load` does, and warns if it failed. The memory is kept for the next.
 
     Returns:
         The checkpoint's path, and in the background how far it is.
@@ -179,7 +164,7 @@ def save(
         refused = error
     _raise_first(refused, f"pl.save of step {step} to {path}", "")
     engine.settle()
-    add_tensors(part, engine, ranges, states)
+    add_tensors(part, engine, ranges, states, keeps_copies=background)
     saving = Saving(path, step)
     if background:
         _in_flight = world, saving
@@ -252,51 +237,3 @@ def _raise_first(error: Exception | None, label: str, what: str) -> None:
 def _told(error: Exception) -> str:
     """What went wrong, never empty: many errors say no more than what they are."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-def add_values(
-    part: OwnPart,
-    engine: Engine,
-    states: OptimizerStates,
-    schedulers: Sequence[Stateful],
-    loader: Stateful | None,
-    extra: Any,
-) -> None:
-    """Adds to a rank's part what is said in JSON, and the tensors in it."""
-
-    def put(tensor: Tensor) -> str:
-        name = f"values of rank {part.rank}/{len(part.tensors)}"
-        elements = tensor.reshape(-1).cpu().clone()
-        part.add(name, 0, elements, tuple(elements.shape))
-        return name
-
-    first = part.rank == 0
-    # With shards, some states are known to the ranks alone that have elements.
-    cut = engine.schedule.shards > 1
-    part.values["optimizers"] = states.values(put) if first or cut else []
-    if not first and not cut:
-        part.values["optimizers"] = [{"states": {}} for _ in states.optimizers]
-    part.values["random"] = encode(random_states(engine.world.device), put, "the random states")
-    part.values["loader"] = None if loader is None else encode(loader.state_dict(), put, "loader.state_dict()")
-    if first:
-        part.values["common"] = {
-            "schedulers": [encode(one.state_dict(), put, "scheduler.state_dict()") for one in schedulers],
-            "extra": encode(extra, put, "extra"),
-            "modules": encode(extra_states(engine.module), put, "get_extra_state()"),
-            "tied": tied_names(engine.module),
-        }
-
-
-def add_tensors(part: OwnPart, engine: Engine, ranges: Ranges, states: OptimizerStates) -> None:
-    """This rank's elements of parameters and of the optimizers' states, copied. A collective call."""
-    with torch.no_grad():
-        for index, name in enumerate(ranges.names):
-            local = ranges.local(index)
-            start, elements = ranges.written(index, local, local.dtype)
-            part.add(f"model/{name}", start, elements.cpu().clone(), ranges.spec(index).shape)
-        for state in states.of_elements():
-            start, elements = ranges.written(state.parameter, state.tensor, state.dtype)
-            part.add(state.name, start, elements.cpu().clone(), ranges.spec(state.parameter).shape)
-        if part.rank == 0:
-            for name, buffer in persistent_buffers(engine.module):
-                part.add(f"model/{name}", 0, buffer.reshape(-1).cpu().clone(), tuple(buffer.shape))

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from paceline.checkpoint.contents import add_tensors, add_values
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.ranges import Ranges
-from paceline.checkpoint.save import add_tensors, add_values, versions
+from paceline.checkpoint.save import versions
 from paceline.checkpoint.writing import OwnPart, commit, write_part
 from paceline.core.placement import Placement
 from paceline.engine.engine import Engine

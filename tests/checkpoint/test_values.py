@@ -115,6 +115,29 @@ def test_load_waits_for_what_is_being_saved(ranks, tmp_path: Path) -> None:
     assert ranks(2, gone_back, tmp_path) == [2, 2]
 
 
+def saved_again_and_again(path: Path) -> list[bool]:
+    """Saves in the background between steps; whether each checkpoint holds what was there then."""
+    model = pl.parallelize(torch.nn.Linear(64, 64), pl.Strategy(zero=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    expected = []
+    for step in range(1, 4):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append({name: value.clone() for name, value in pl.full_state_dict(model).items()})
+        pl.save(path / f"step-{step:08}", model, optimizer, step=step, background=True)
+    same = []
+    for step, values in enumerate(expected, 1):
+        pl.load(path / f"step-{step:08}", model, optimizer)
+        found = pl.full_state_dict(model)
+        same.append(all(torch.equal(found[name], values[name]) for name in values))
+    return same
+
+
+def test_memory_that_the_next_save_takes_over_is_written_before(ranks, tmp_path: Path) -> None:
+    assert ranks(2, saved_again_and_again, tmp_path) == [[True] * 3] * 2
+
+
 def test_a_home_folder_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     model = parallel()
