@@ -21,6 +21,8 @@ READ_BYTES = 16 * BLOCK_BYTES
 """So much is read at once, and so much more memory than its result does a read take at most."""
 _LENGTH_BYTES = 8
 """At the start of a safetensors file: how long its header is, in bytes, little-endian."""
+_NO_DAMAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
+"""Why a file that is whole may not be opened: an older checkpoint would be no better."""
 _MOST_HEADER_BYTES = 100_000_000
 """As safetensors has it."""
 
@@ -142,7 +144,7 @@ class Reader:
             raise DamagedError(_damaged(path, f"{name} is not there"))
         try:
             entry = msgspec.json.decode(file.entries[name], type=_Entry)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedError(_damaged(path, f"what its header says of {name}: {error}")) from error
         (begin, end), numel = entry.data_offsets, part.stop - part.start
         if entry.shape != [numel]:
@@ -161,6 +163,8 @@ def _open(path: Path) -> _File:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
+        if error.errno in _NO_DAMAGE:
+            raise UserError(f"{path} cannot be opened: {error.strerror}") from error
         raise DamagedError(_damaged(path, str(error))) from error
     try:
         size = os.fstat(descriptor).st_size
@@ -171,7 +175,7 @@ def _open(path: Path) -> _File:
         header = _piece(path, file, _LENGTH_BYTES, length)
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         return file._replace(entries=entries, start=_LENGTH_BYTES + length)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         os.close(descriptor)
         raise DamagedError(_damaged(path, f"its header: {error}")) from error
     except BaseException:
