@@ -79,7 +79,8 @@ def load(
 
     Raises:
         UserError: There is no checkpoint, none is undamaged, or it is of another model or other optimizers, which is
-            told before anything has changed; the same on every rank.
+            told before anything has changed; the same on every rank. After damage, or where memory ran out, the model
+            holds a part of what was read: build it again before it is trained.
         EngineError: A step is under way.
 
     Example:
