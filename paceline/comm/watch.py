@@ -164,7 +164,7 @@ _watch: Watch | None = None
 def begin(rank: int, world_size: int, exchange: Exchange, timeout: float, secret: bytes) -> None:
     """Begins to watch over the job that this process joins. A collective call; see `Watch`."""
     global _watch
-    whereabouts.messages = 0
+    whereabouts.messages, whereabouts.latest = 0, None
     _watch = Watch(rank, world_size, exchange, timeout, secret)
 
 

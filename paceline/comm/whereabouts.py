@@ -6,6 +6,7 @@ long that has been the same.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
@@ -97,7 +98,7 @@ class Look:
 
 def stacks() -> str:
     """Where each thread of this process is, the main one first, paceline's own last, most recent call first."""
-    frames = sys._current_frames()
+    frames = _frames()
     lines = []
     for thread in sorted(threading.enumerate(), key=_order):
         frame = frames.get(thread.ident or 0)
@@ -121,7 +122,8 @@ def _words(activity: Activity | None, has_ended: bool, files: list[str]) -> str:
     """What the main thread does, from the op that began last and the files that it is in, innermost first."""
     if any(file.startswith(_LOADING) for file in files):
         return "data loading"
-    if activity is not None and not has_ended:
+    # One that an exception cut off has no end, but nothing of it is on the stack any more.
+    if activity is not None and not has_ended and any(file.startswith((_TORCH, _PACKAGE)) for file in files):
         return activity.words
     before = f"after {activity.words}" if activity is not None else "before the first step"
     theirs = next((file for file in files if file.startswith(_PACKAGE) or _is_users(file)), "")
@@ -138,7 +140,22 @@ def _chain(frame: FrameType | None) -> list[FrameType]:
 
 
 def _frames_of_main_thread() -> list[FrameType]:
-    return _chain(sys._current_frames().get(threading.main_thread().ident or 0))
+    return _chain(_frames().get(threading.main_thread().ident or 0))
+
+
+def _frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread.
+
+    Python 3.11 makes them under a lock that each thread needs to end. If the garbage collector ran meanwhile, and with
+    it a finaliser that waits for a thread, as a dropped model's does, the process would stand still for ever.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _line_of(frames: list[FrameType]) -> str:

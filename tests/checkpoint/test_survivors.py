@@ -114,7 +114,6 @@ def handed_on(folder: Path, strategy: Strategy, dtype: torch.dtype) -> dict[str,
         full(SYSTEMS["parameter server"], 3, 2, torch.float64),
     ],
 )
-@pytest.mark.xfail(reason="failed once within a whole run, though never alone")
 def test_what_survivors_hold_is_all_of_it(
     ranks, tmp_path: Path, strategy: Strategy, n: int, lost: int, dtype: torch.dtype
 ) -> None:
