@@ -38,9 +38,11 @@ def test_a_training_is_killed_and_measured(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.full
 def test_a_training_that_does_not_go_on_is_told_with_its_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "faults.json"
+    # Torchrun would start it again for as long.
+    monkeypatch.setattr("paceline.bench.faults._PATIENCE_SECONDS", 5.0)
     assert main(["faults", "--kills", "1", "--every", "1", "--preset", "none", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert found["rows"] == [] and [each["kills"] for each in found["failures"]] == [0] * 4
