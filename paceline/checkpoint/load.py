@@ -79,15 +79,15 @@ def load(
 
     Raises:
         UserError: There is no checkpoint, none is undamaged, or it is of another model or other optimizers, which is
-            told before anything has changed; the same on every rank. After damage, or where memory ran out, the model
-            holds a part of what was read: build it again before it is trained.
+            told before anything has changed; the same on every rank. After damage, or where memory ran out, the weights
+            are partly the checkpoint's, and are refused until another one is loaded.
         EngineError: A step is under way.
 
     Example:
         See `save`.
     """
     engine = engine_of(model)
-    engine.require_between_steps("pl.load")
+    engine.require_between_steps("pl.load", replaces=True)
     optimizers, schedulers = as_sequence(optimizer), as_sequence(scheduler)
     # A checkpoint that is being written in the background may be the one that is meant.
     finish_earlier(engine.world)
@@ -132,6 +132,7 @@ def _load(
     engine.settle()
     engine.program.parameters.unpin()
     # Every rank has come this far, so that nobody still reads what is written to below.
+    engine.state.begin_replacing()
     reader = Reader(folder, manifest.tensors)
     held, error = _attempt(partial(_read, reader, manifest, engine, ranges, states, optimizers, place))
     _agree(None, error, f"pl.load: what {folder} holds")

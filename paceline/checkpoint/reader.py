@@ -18,7 +18,9 @@ from paceline.checkpoint.rank_file import as_bytes, checksums
 from paceline.core.errors import UserError
 
 READ_BYTES = 16 * BLOCK_BYTES
-"""So much is read at once, and so much more memory than its result does a read take at most."""
+"""So much is read at once."""
+_MOST_FILES = 64
+"""That are open at once."""
 _LENGTH_BYTES = 8
 """At the start of a safetensors file: how long its header is, in bytes, little-endian."""
 _NO_DAMAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
@@ -117,12 +119,17 @@ class Reader:
     def _fill(self, target: Tensor, name: str, part: Part, first: int, last: int) -> None:
         """Reads elements [first, last) of a part."""
         dtype, path, size = self.dtype(name), self._folder / part.file, part.stop - part.start
-        item, is_plain = dtype.itemsize, target.device.type == "cpu" and target.is_contiguous()
+        # A single element counts as contiguous whatever its stride, but not as bytes.
+        item, is_plain = dtype.itemsize, target.device.type == "cpu" and target.stride() == (1,)
         block = BLOCK_BYTES // item
         file, offset = self._place(name, part, size * item)
         begin = first // block * block
         while begin < last:
-            end = min(begin + READ_BYTES // item, -(-last // block) * block, size)
+            if begin < first or last < begin + block:
+                # Of a block of which only a part is wanted all is read, and checked, elsewhere.
+                end = min(begin + block, size)
+            else:
+                end = min(begin + READ_BYTES // item, last // block * block)
             low, high = max(begin, first), min(end, last)
             place = target[low - first : high - first]
             in_place = is_plain and target.dtype == dtype and (low, high) == (begin, end)
@@ -138,6 +145,8 @@ class Reader:
         """The file that holds a part, and where in it the part's bytes begin."""
         path = self._folder / part.file
         if part.file not in self._files:
+            if len(self._files) >= _MOST_FILES:
+                _close(self._files)
             self._files[part.file] = _open(path)
         file = self._files[part.file]
         if name not in file.entries:
@@ -210,8 +219,8 @@ def _read(path: Path, file: _File, offset: int, target: memoryview) -> None:
 
 
 def _close(files: dict[str, _File]) -> None:
-    for file in files.values():
-        os.close(file.descriptor)
+    while files:
+        os.close(files.popitem()[1].descriptor)
 
 
 def _damaged(path: Path, why: str) -> str:

@@ -158,8 +158,15 @@ class Engine:
         """Waits for collectives under way, such as those that send what was updated behind the next forward."""
         self.forward.wait_for_updates()
 
-    def require_between_steps(self, what: str) -> None:
-        """Refuses what would forget gradients that no update has used (see `StepState`), or edits on their way."""
+    def require_between_steps(self, what: str, replaces: bool = False) -> None:
+        """Refuses what would forget gradients that no update has used (see `StepState`), or edits on their way.
+
+        Args:
+            what: That.
+            replaces: Whether it gives all weights other values, so that it does not matter what they are.
+        """
+        if not replaces:
+            self.state.require_whole_weights(what)
         if self.forward.whole.is_full:
             raise EngineError(
                 f"{what} inside `with pl.full_parameters(model):`: what is edited there counts when it ends. Call it "

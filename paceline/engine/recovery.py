@@ -16,10 +16,11 @@ T = TypeVar("T")
 
 
 def gives_up(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """Lets peers that wait for this rank know when it raises in a hook."""
+    """Lets peers that wait for this rank know when it raises in a hook, unless all do so alike before they begin."""
 
     @functools.wraps(method)
     def told(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
+        self.state.require_whole_weights("forward, backward or optimizer.step()")
         try:
             return method(self, *args, **kwargs)
         except Exception as error:

@@ -42,7 +42,7 @@ class StepState:
         self.phase: Literal["idle", "forward", "backward"] = "idle"
         self.synchronises = True
         self.gradients: Literal["none", "local", "reduced"] = "none"
-        self._updated = False
+        self._updated = self._is_partly_loaded = False
         self._deferrals = self._resets = 0
 
     @contextmanager
@@ -103,8 +103,13 @@ class StepState:
         self.gradients, self._updated = "none", False
         self._resets += 1
 
+    def begin_replacing(self) -> None:
+        """From now on the weights are partly others, until `replace_weights`."""
+        self._is_partly_loaded = True
+
     def replace_weights(self) -> None:
         """The weights have become others than any step's, and all gradients are dropped."""
+        self._is_partly_loaded = False
         self.end_update()
         self.drop_gradients()
 
@@ -113,6 +118,18 @@ class StepState:
         self.gradients = "none"
 
     # ---- what is refused
+
+    def require_whole_weights(self, what: str) -> None:
+        """Refuses to use weights of which some are a checkpoint's and some are not.
+
+        Raises:
+            EngineError: They are.
+        """
+        if self._is_partly_loaded:
+            raise EngineError(
+                f"{what} after a pl.load that failed half way: some weights are the checkpoint's, others are as they "
+                "were. Load another checkpoint, or build the model and its optimizer again"
+            )
 
     def require_current(self, generation: int) -> None:
         """Refuses a backward through weights that have since changed.

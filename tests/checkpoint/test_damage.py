@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
+import unittest.mock
 import warnings
 import zlib
 from collections.abc import Callable
@@ -16,6 +19,7 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.checkpoint.reader import DamagedError
 from paceline.core.strategy import Strategy
 from tests.engine.models import assert_same, snapshot
 from tests.quick import full
@@ -106,6 +110,85 @@ def test_the_checkpoint_before_is_taken_and_the_damage_named(ranks, tmp_path: Pa
     # By its own name it is refused, on every rank alike, also on those that read no damaged byte.
     for message in ranks(2, refused, tmp_path / "step-00000002"):
         assert words in message
+
+
+def half_loaded(folder: Path) -> list[str]:
+    """What is refused after a load that found damage on the way, and that nothing is after one that did not."""
+    model, optimizer = parallel(seed=1)
+    with contextlib.suppress(pl.UserError):
+        pl.load(folder / "step-00000002", model, optimizer)
+    calls: list[Callable[[], object]] = [
+        lambda: step(model, optimizer),
+        lambda: model[0](torch.ones(2, 16)),
+        optimizer.step,
+        lambda: pl.save(folder / "step-00000003", model, optimizer, step=3),
+        lambda: pl.check_replicas(model, optimizer),
+    ]
+    told = []
+    for call in calls:
+        with pytest.raises(pl.EngineError) as caught:
+            call()
+        told.append(str(caught.value))
+    assert pl.load(folder / "step-00000001", model, optimizer).step == 1
+    step(model, optimizer)
+    return told
+
+
+def test_weights_that_are_partly_a_checkpoints_are_not_used(ranks, tmp_path: Path) -> None:
+    ranks(2, two_saved, tmp_path)
+    flip(tmp_path / "step-00000002" / RANK, -50)
+    for told in ranks(2, half_loaded, tmp_path):
+        assert all("after a pl.load that failed half way" in message for message in told)
+
+
+def found_without_memory(folder: Path) -> list[str]:
+    """What loads say that lack something else than a whole file."""
+    model, optimizer = parallel(seed=1)
+    opens, told = os.open, []
+
+    def lacking(number: int) -> Callable[..., int]:
+        def opened(path: Any, *rest: Any) -> int:
+            if str(path).endswith(".safetensors"):
+                raise OSError(number, os.strerror(number), str(path))
+            return opens(path, *rest)
+
+        return opened
+
+    for number in (errno.ENOMEM, errno.EMFILE, errno.EACCES):
+        with unittest.mock.patch("os.open", lacking(number)), pytest.raises(pl.UserError) as caught:
+            pl.load(folder, model, optimizer)
+        told.append(str(caught.value))
+    with (
+        unittest.mock.patch("os.preadv", side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")),
+        pytest.raises(pl.UserError) as caught,
+    ):
+        pl.load(folder, model, optimizer)
+    return [*told, str(caught.value)]
+
+
+def test_no_older_checkpoint_is_taken_where_this_rank_lacks_something(ranks, tmp_path: Path) -> None:
+    ranks(2, two_saved, tmp_path)
+    for told in ranks(2, found_without_memory, tmp_path):
+        assert all("cannot be opened" in message and "step-00000002" in message for message in told[:3])
+        assert "not enough memory to load the checkpoint" in told[3]
+
+
+HEADERS = {
+    "no text": b"\xff\xfe" * 8,
+    "nested": b"[" * 200_000,
+    "huge offsets": json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 10**30]}}).encode(),
+    "no tensors": b"{}",
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_a_hostile_header_is_damage_that_names_its_file(tmp_path: Path, kind: str) -> None:
+    two_saved(tmp_path)
+    file = tmp_path / "step-00000002" / "rank-00000.safetensors"
+    file.write_bytes(len(HEADERS[kind]).to_bytes(8, "little") + HEADERS[kind] + bytes(900))
+    model, optimizer = parallel(seed=1)
+    with pytest.raises(DamagedError, match=r"rank-00000\.safetensors cannot be read"):
+        pl.load(tmp_path / "step-00000002", model, optimizer)
 
 
 def test_a_manifest_that_is_not_there_is_no_checkpoint(ranks, tmp_path: Path) -> None:
