@@ -105,13 +105,17 @@ class RankPool:
 
     def _outcomes(self, n: int, timeout: float) -> list[tuple[str, Any, bool]]:
         """(kind, value, whether it is still in the job) of each rank."""
-        outcomes: list[tuple[str, Any, bool]] = [("hung or gone", "", False)] * n
+        outcomes: list[tuple[str, Any, bool]] = [("hung", "", False)] * n
         waiting = {self._workers[rank][1]: rank for rank in range(n)}
         while waiting and (ready := wait(list(waiting), timeout)):
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                with contextlib.suppress(EOFError):
+                try:
                     outcomes[rank] = pipe.recv()
+                except EOFError:
+                    process = self._workers[rank][0]
+                    process.join(1)
+                    outcomes[rank] = f"gone, exit status {process.exitcode}", "", False
         return outcomes
 
     def close(self) -> None:

@@ -6,15 +6,14 @@ long that has been the same.
 
 from __future__ import annotations
 
-import gc
+import faulthandler
 import os
-import sys
+import re
 import sysconfig
 import threading
 import time
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -56,7 +55,15 @@ _SITE = tuple({sysconfig.get_paths()[name] + os.sep for name in ("purelib", "pla
 _LOADING = (os.path.join(_TORCH, "utils", "data", ""), os.path.join(_PACKAGE, "data", ""))
 _OWN_THREADS = "paceline "
 _LOOKING_THREADS = ("paceline watch", "paceline roll call")
-_MOST_FRAMES = 60
+_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+) ")
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
+
+
+class _Call(NamedTuple):
+    file: str
+    line: int
+    name: str
 
 
 class Look:
@@ -79,11 +86,11 @@ class Look:
         if seen != self._seen:
             since = latest.since if latest is not None else None
             self._seen, self._since = seen, since or time.perf_counter()
-        frames = _frames_of_main_thread()
-        words = _words(*seen, [frame.f_code.co_filename for frame in frames])
+        calls = _places().get(threading.main_thread().ident or 0, [])
+        words = _words(*seen, [call.file for call in calls])
         return {
             "words": words,
-            "at": _line_of(frames),
+            "at": _line_of(calls),
             "seconds": time.perf_counter() - self._since,
             "entered": {**entered(), MESSAGES: messages},
         }
@@ -98,17 +105,17 @@ class Look:
 
 def stacks() -> str:
     """Where each thread of this process is, the main one first, paceline's own last, most recent call first."""
-    frames = _frames()
+    places = _places()
     lines = []
     for thread in sorted(threading.enumerate(), key=_order):
-        frame = frames.get(thread.ident or 0)
-        if frame is None or thread.name in _LOOKING_THREADS:
+        calls = places.get(thread.ident or 0)
+        if calls is None or thread.name in _LOOKING_THREADS:
             continue
         if getattr(thread, "is_idle", False):
             lines.append(f"thread {thread.name}: idle")
             continue
         lines.append(f"thread {thread.name}:")
-        lines += [f"  {_place(each.f_code, each.f_lineno, whole=True)}" for each in _chain(frame)]
+        lines += [f"  {call.file}:{call.line} in {call.name}" for call in calls]
     return "\n".join(lines)
 
 
@@ -130,46 +137,45 @@ def _words(activity: Activity | None, has_ended: bool, files: list[str]) -> str:
     return f"paceline {before}" if theirs.startswith(_PACKAGE) else f"the program's own code {before}"
 
 
-def _chain(frame: FrameType | None) -> list[FrameType]:
-    """A frame and those that called it, innermost first."""
-    found: list[FrameType] = []
-    while frame is not None and len(found) < _MOST_FRAMES:
-        found.append(frame)
-        frame = frame.f_back
+def _places() -> dict[int, list[_Call]]:
+    """The calls that each thread is in, innermost first.
+
+    Written by `faulthandler`, which reads them without making frame objects: in CPython 3.11, to follow those of a
+    thread that goes on meanwhile (`sys._current_frames`, `f_back`) can end the process by a segmentation fault.
+    """
+    try:
+        file = os.memfd_create("paceline stacks")
+    except (AttributeError, OSError):
+        # Where the system does not know it, places remain unknown.
+        return {}
+    try:
+        faulthandler.dump_traceback(file, all_threads=True)
+        text = os.pread(file, os.fstat(file).st_size, 0).decode("ascii", errors="replace")
+    finally:
+        os.close(file)
+    found: dict[int, list[_Call]] = {}
+    calls: list[_Call] = []
+    for line in text.splitlines():
+        if head := _THREAD.match(line):
+            calls = found[int(head[1], 16)] = []
+        elif call := _CALL.match(line):
+            calls.append(_Call(_unescaped(call[1]), int(call[2]), _unescaped(call[3])))
     return found
 
 
-def _frames_of_main_thread() -> list[FrameType]:
-    return _chain(_frames().get(threading.main_thread().ident or 0))
+def _unescaped(text: str) -> str:
+    """A name as it is, which is written in ASCII."""
+    return _ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text)
 
 
-def _frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread.
-
-    Python 3.11 makes them under a lock that each thread needs to end. If the garbage collector ran meanwhile, and with
-    it a finaliser that waits for a thread, as a dropped model's does, the process would stand still for ever.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _line_of(frames: list[FrameType]) -> str:
+def _line_of(calls: list[_Call]) -> str:
     """The innermost line of the user's own; else the innermost of all."""
-    own = [frame for frame in frames if _is_users(frame.f_code.co_filename)]
-    return _place(frame.f_code, frame.f_lineno) if (frame := next(iter(own or frames), None)) is not None else ""
+    own = [call for call in calls if _is_users(call.file)]
+    call = next(iter(own or calls), None)
+    # Without the line's text: files may lie where a read hangs, as the one that this is about.
+    return f"{Path(call.file).name}:{call.line} in {call.name}" if call is not None else ""
 
 
 def _is_users(file: str) -> bool:
     # Site-packages lie in the standard library's folder.
     return not file.startswith(("<", *_LIBRARIES, *_SITE))
-
-
-def _place(code: CodeType, line: int, whole: bool = False) -> str:
-    file = code.co_filename if whole else Path(code.co_filename).name
-    # Without the line's text: files may lie where a read hangs, as the one that this is about.
-    return f"{file}:{line} in {code.co_name}"

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
-from paceline.comm.whereabouts import _words
+import paceline as pl
+from paceline.comm.whereabouts import Look, _words, stacks
+from tests.ranks import RankPool
 
 BUSY = """
 import faulthandler, gc, threading, time, weakref
@@ -61,6 +66,48 @@ def test_a_model_that_is_collected_meanwhile_does_not_stop_the_process() -> None
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ran = subprocess.run([sys.executable, "-c", BUSY], env=environment, capture_output=True, text=True, timeout=150)
     assert ran.stdout == "went on\n", ran.stderr
+
+
+def trained_while_looked_at(seconds: float) -> int:
+    over, interval = threading.Event(), sys.getswitchinterval()
+    # Threads take turns in the midst of everything.
+    sys.setswitchinterval(1e-5)
+
+    def look() -> None:
+        looks, count = Look(), 0
+        while not over.is_set():
+            looks.again()
+            count += 1
+            if count % 50 == 0:
+                stacks()
+            if count % 7 == 0:
+                time.sleep(0.0005)
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    end, models = time.monotonic() + seconds, 0
+    while any(pl.all_gather_json(time.monotonic() < end, "whether to go on")):
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)]
+        model = pl.parallelize(nn.Sequential(*layers), pl.Strategy(zero=models % 4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(5):
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pl.release(model)
+        models += 1
+    over.set()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    return models
+
+
+@pytest.mark.full
+def test_training_goes_on_however_often_it_is_looked_at(ranks: RankPool) -> None:
+    # Following frame objects of a thread that goes on ended one of the ranks within seconds.
+    assert min(ranks(2, trained_while_looked_at, 8.0)) > 0
 
 
 class Op(NamedTuple):
