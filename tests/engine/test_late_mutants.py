@@ -109,7 +109,7 @@ def test_an_engine_that_lacks_it_goes_wrong(ranks, name: str) -> None:
     n = 4 if strategy.shard else 2
     # Later where the cores are taken, so that the collectives of a pass are not over when the next one begins; and
     # again, as a busy machine may also let what is too early come in time.
-    later = (0.5, 2, 8, 0.1, 0.5, 2, 8)
+    later = (0.5, 2, 8, 0.1) * 4
     tries = (ranks(n, without_what, name, strategy, LATEST * times, timeout=10) for times in later)
     assert any(any(map(goes_wrong, outcomes)) for outcomes in tries)
 
