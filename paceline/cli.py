@@ -147,7 +147,6 @@ def _run(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from paceline.launch.replacing import launch_replacing
     from paceline.launch.seat import Seat
     from paceline.launch.workers import job_in_environment, launch
     from paceline.train.command_line import parse_train_arguments
@@ -164,13 +163,14 @@ def _train(arguments: list[str]) -> int:
 
         return train_in_places(config, seat)
     job = job_in_environment(os.environ)
+    command = [*_this_program(), "train", *arguments]
+    if config.replaces:
+        from paceline.train.replacing_job import start
+
+        return start(config, command, job or 1)
     if config.workers is not None and config.workers > 1 and job in (None, 1):
         if config.resume is None:
             check_run_folder(config.folder)
-        command = [*_this_program(), "train", *arguments]
-        if config.replaces:
-            least = config.workers if config.min_workers is None else config.min_workers
-            return launch_replacing(command, config.workers, least, config.spares, config.threads, config.fits)
         return launch(command, config.workers, config.threads)
     from paceline.train.loop import train
 

@@ -61,8 +61,8 @@ def is_complete(path: Path) -> bool:
     return (path / NAME).is_file()
 
 
-def complete(path: Path, manifest: Manifest) -> None:
-    """Ends a checkpoint whose files are on the disk: from here on it counts.
+def complete(path: Path, manifest: Manifest) -> Path:
+    """Ends a checkpoint whose files are on the disk: from here on it counts. Returns the manifest's file.
 
     Raises:
         OSError: The manifest cannot be written.
@@ -74,6 +74,7 @@ def complete(path: Path, manifest: Manifest) -> None:
     os.replace(temporary, path / NAME)
     sync(path)
     sync(path.parent)
+    return path / NAME
 
 
 def read_manifest(path: Path) -> Manifest:

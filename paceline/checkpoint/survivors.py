@@ -17,8 +17,6 @@ from paceline.checkpoint.writing import OwnPart, commit, write_part
 from paceline.core.placement import Placement
 from paceline.engine.engine import Engine
 
-_PATIENCE_SECONDS = 60.0
-
 
 def choose_writers(placement: Placement, done: Mapping[int, int]) -> tuple[int, list[int]] | None:
     """The latest step after which surviving ranks hold every element between them, and those ranks. Pure.
@@ -48,20 +46,21 @@ def is_writable(engine: Engine) -> bool:
 
 
 def write_held(
-    folder: Path, engine: Engine, optimizer: Optimizer, step: int, extra: Any, writers: Sequence[int]
-) -> None:
-    """Writes what this rank holds, one of `writers`, of a job that is over; the first of them makes it a checkpoint.
+    folder: Path, engine: Engine, optimizer: Optimizer, extra: Any, writers: Sequence[int]
+) -> list[tuple[str, int]]:
+    """Writes what this rank holds, one of `writers`, of a job that is over.
 
     Args:
-        folder: Of the checkpoint, which is there, the same for all.
+        folder: Of the checkpoint, which is there.
         engine: Of the model as it was trained in that job.
         optimizer: Of the model.
-        step: How many steps were done.
         extra: See `pl.save`.
         writers: Ranks of that job that hold all elements between them.
 
+    Returns:
+        The name and bytes of each file that it wrote.
+
     Raises:
-        UserError: Another writer failed.
         OSError: It cannot be written.
     """
     part = OwnPart(list(writers).index(engine.world.rank))
@@ -69,6 +68,23 @@ def write_held(
     states = OptimizerStates(ranges, engine.program.parameters.all, [optimizer])
     add_values(part, engine, states, (), None, extra)
     add_tensors(part, engine, ranges, states)
-    write_part(folder, part)
-    if part.rank == 0:
-        commit(folder, step, len(writers), asdict(engine.strategy), versions(), _PATIENCE_SECONDS)
+    return [(path.name, path.stat().st_size) for path in write_part(folder, part)]
+
+
+def commit_held(folder: Path, engine: Engine, step: int, writers: Sequence[int]) -> Path:
+    """Makes a checkpoint of what all `writers` have written, which is in the folder: by one of them.
+
+    Args:
+        folder: Of the checkpoint.
+        engine: See `write_held`.
+        step: How many steps were done.
+        writers: See `write_held`.
+
+    Returns:
+        The file that makes it one.
+
+    Raises:
+        UserError: Something is missing.
+        OSError: It cannot be written.
+    """
+    return commit(folder, step, len(writers), asdict(engine.strategy), versions(), patience=0.0)

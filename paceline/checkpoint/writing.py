@@ -48,8 +48,8 @@ class OwnPart:
         self.tensors[name] = (start, elements)
 
 
-def write_part(folder: Path, part: OwnPart) -> None:
-    """Writes one rank's file, then what is in it; or why that could not be, which is raised too."""
+def write_part(folder: Path, part: OwnPart) -> list[Path]:
+    """Writes one rank's file, then what is in it; or why that could not be, which is raised too. Returns both files."""
     try:
         present = {name: (start, values) for name, (start, values) in part.tensors.items() if values.numel()}
         file = file_name(part.rank)
@@ -64,6 +64,7 @@ def write_part(folder: Path, part: OwnPart) -> None:
                 parts = (Part(file, start, start + values.numel(), sums[name]),)
             stored[name] = Stored(dtype, shape, parts)
         _write(_index(folder, part.rank), {"tensors": msgspec.to_builtins(stored), "values": part.values})
+        return [folder / file, _index(folder, part.rank)]
     except Exception as error:
         # A disk that is full may have no room for that either.
         with contextlib.suppress(OSError):
@@ -79,8 +80,8 @@ def commit(
     versions: dict[str, str],
     patience: float,
     hopeless: Callable[[], bool] = lambda: False,
-) -> None:
-    """On rank 0: waits until every rank has written its part, then makes the checkpoint count.
+) -> Path:
+    """On rank 0: waits until every rank has written its part, then makes the checkpoint count by a file of its own.
 
     Args:
         folder: The checkpoint's.
@@ -90,6 +91,9 @@ def commit(
         versions: Of what wrote it.
         patience: Seconds without a sign of a part being written after which it is given up.
         hopeless: Whether nobody is left who could write.
+
+    Returns:
+        That file.
 
     Raises:
         UserError: A rank could not write its part, or is not heard of.
@@ -110,9 +114,10 @@ def commit(
         values=common,
         ranks=tuple(own),
     )
-    complete(folder, manifest)
+    found = complete(folder, manifest)
     for rank in range(ranks):
         _index(folder, rank).unlink(missing_ok=True)
+    return found
 
 
 def _when_there(folder: Path, rank: int, patience: float, hopeless: Callable[[], bool]) -> dict[str, Any]:

@@ -201,6 +201,30 @@ def barrier() -> None:
     all_gather_json(None, "pl.barrier")
 
 
+def broadcast(buffer: Tensor, source: int, label: str) -> None:
+    """Fills a buffer with what one rank has in its own. A collective call, for what is no step's.
+
+    Args:
+        buffer: On the CPU, of the same size and dtype on every rank.
+        source: The rank whose elements all get.
+        label: What it is about, in words.
+
+    Raises:
+        CommunicationError: A rank is gone.
+    """
+    world = current_world()
+    if world.world_size == 1:
+        return
+    work, silence = _started(lambda: dist.broadcast(buffer, source, async_op=True), label), Silence(world.timeout)
+    while True:
+        try:
+            work.wait(timedelta(seconds=_LOOK_SECONDS))
+            return
+        except RuntimeError as error:
+            if work.is_completed() or silence.left() <= 0:
+                raise _lost(label) from error
+
+
 def new_generation(label: str = "pl.reset") -> None:
     """Leaves behind the control messages of a step that failed. A collective call.
 

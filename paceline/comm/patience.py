@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+
+from paceline.comm.transport import CommunicationError
 
 SHORTEST_SECONDS = 60.0
 """However short the steps: a machine may be busy with something else, or a disk slow, for a while."""
@@ -17,6 +20,17 @@ _FROZEN_SECONDS = 1.0
 """Between two looks at a peer that are meant to follow at once: what is longer was spent stopped, or asleep."""
 
 _limit = math.inf
+_why_broken: Callable[[], str] = str
+
+
+def end_waits_when(why_broken: Callable[[], str]) -> None:
+    """From now on, who waits for other ranks asks this now and then, and waits no more once it gives a reason.
+
+    Args:
+        why_broken: Why they will not answer; empty while they may. Called by any thread.
+    """
+    global _why_broken
+    _why_broken = why_broken
 
 
 def limit(timeout: float) -> float:
@@ -41,7 +55,13 @@ class Silence:
         self._seconds, self._looked = 0.0, time.monotonic()
 
     def left(self) -> float:
-        """Seconds until the peer is given up; to be asked at least every second."""
+        """Seconds until the peer is given up; to be asked at least every second.
+
+        Raises:
+            CommunicationError: It is known that it will not answer.
+        """
+        if why := _why_broken():
+            raise CommunicationError(why)
         now = time.monotonic()
         self._seconds += min(now - self._looked, _FROZEN_SECONDS)
         self._looked = now

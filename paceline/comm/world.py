@@ -68,6 +68,8 @@ class World:
 
 _world: World | None = None
 _FILE = "file://"
+STORE = "store://"
+"""Begins the name of a store that somebody else keeps for several jobs: its address, a slash, the job's name in it."""
 _LETTING_GO_SECONDS = 0.005
 _ENDING_SECONDS = 10.0
 _JOINING_SECONDS = 60.0
@@ -141,6 +143,11 @@ def _open_store(rank: int, world_size: int, method: str, timeout: timedelta) -> 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # Opened here, as torch would take the path for an address, which ends at a question mark.
         store = dist.FileStore(method.removeprefix(_FILE), world_size)  # type: ignore[attr-defined]
+    elif method.startswith(STORE):
+        address, _, job = method.removeprefix(STORE).partition("/")
+        host, _, port = address.rpartition(":")
+        found = dist.TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)  # type: ignore
+        store = _prefixed(job, found)
     else:
         store, _, _ = next(rendezvous(method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)

@@ -22,15 +22,22 @@ class Members:
         fruitless: How often in a row a job was formed after a loss and lost a rank before it had done a step.
     """
 
-    def __init__(self, wanted: int, least: int, fits: Callable[[int], bool] = lambda ranks: True) -> None:
+    def __init__(
+        self,
+        wanted: int,
+        least: int,
+        fits: Callable[[int], bool] = lambda ranks: True,
+        host_of: Callable[[int], int] = lambda number: 0,
+    ) -> None:
         """The first job has workers 0 to `wanted` - 1.
 
         Args:
             wanted: Ranks of a whole job.
             least: Ranks with which it goes on at least.
             fits: Whether so many ranks can share the work.
+            host_of: Where a worker is.
         """
-        self._wanted, self._least, self._fits = wanted, least, fits
+        self._wanted, self._least, self._fits, self._host_of = wanted, least, fits, host_of
         self.epoch = self.fruitless = 0
         self.ranks = list(range(wanted))
         self.lost: set[int] = set()
@@ -102,7 +109,8 @@ class Members:
     def form(self, coming: int) -> list[int] | None:
         """Forms the next job where all ranks of the present one have left it; its workers by rank.
 
-        Ranks keep their order, so that rank 0 stays the same as long as it lives; others come behind them.
+        Ranks keep their order, so that rank 0 stays the same as long as it lives; others come behind them. Those of a
+        host are next to each other.
 
         Args:
             coming: Workers that have been started and will ask for a place.
@@ -124,7 +132,8 @@ class Members:
         # Where not all are needed, each thing that some hold is worth more than a copy of it.
         first = {self._holds[number]: number for number in reversed(remaining)}.values()
         chosen = sorted(candidates, key=lambda number: (number not in first, candidates.index(number)))[:size]
-        self.ranks = [number for number in candidates if number in chosen]
+        hosts = list(dict.fromkeys(self._host_of(number) for number in candidates if number in chosen))
+        self.ranks = sorted(chosen, key=lambda number: (hosts.index(self._host_of(number)), candidates.index(number)))
         self.waiting = [number for number in candidates if number not in chosen]
         self.lost, self._asked, self._has_stepped = set(), False, False
         return self.ranks

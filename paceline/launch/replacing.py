@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import shutil
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.launch.failure import read_failure
 from paceline.launch.members import Members
 from paceline.launch.screen import show
-from paceline.launch.seat import SEAT, Place, place_message, receive, send
+from paceline.launch.seat import Place, place_message
+from paceline.launch.seated import SeatedJob
 from paceline.launch.temporary_folder import TemporaryFolder
-from paceline.launch.workers import Job, threads_each
+from paceline.launch.workers import threads_each
 
 SILENT_SECONDS = 120.0
 """After a loss, how long other ranks may compute before they notice it; those that do not are ended."""
@@ -57,19 +55,27 @@ def launch_replacing(
     """
     with TemporaryFolder("job") as folder:
         members = Members(workers, least, fits)
-        return _ReplacingJob(folder.path, command, workers, threads_each(workers, threads), members, spares).run()
+        return ReplacingJob(folder.path, command, workers, threads_each(workers, threads), members, spares).run()
 
 
-class _ReplacingJob(Job):
+class ReplacingJob(SeatedJob):
     """Workers that are ranks, or wait to be."""
 
     def __init__(
         self, folder: Path, command: Sequence[str], workers: int, threads: int, members: Members, spares: int
     ) -> None:
-        """Starts nothing yet."""
+        """Starts nothing yet.
+
+        Args:
+            folder: See `Job`, as for the next three.
+            command: Of every worker.
+            workers: Ranks that are on this host at first.
+            threads: Of each.
+            members: Who is which rank.
+            spares: Processes on this host that wait at first.
+        """
         super().__init__(folder, command, workers, threads)
         self._members_now, self._spares = members, spares
-        self._seats: list[socket.socket] = []
         self._rank_of: dict[int, int] = {}
         """The latest rank of each worker that had one."""
         self._seen: set[int] = set()
@@ -98,24 +104,7 @@ class _ReplacingJob(Job):
             self._start_seated()
         self._give_places()
 
-    def _start_seated(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        screen = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
-        lines = [theirs.fileno(), *screen]
-        try:
-            number = self._start_worker({SEAT: ",".join(map(str, lines))}, has_screen=False, lines=lines)
-        finally:
-            theirs.close()
-            for descriptor in screen:
-                os.close(descriptor)
-        self._seats.append(ours)
-        # Its end is seen at once by the end of the line.
-        self._listen(ours, functools.partial(self._hear_from, number))
-
-    def _hear_from(self, number: int) -> bool:
-        message = receive(self._seats[number])
-        if message is None:
-            return False
+    def _take(self, number: int, message: dict[str, Any]) -> None:
         if "wait" in message:
             self._asks.add(number)
             self._members_now.wait(number, message["wait"], message["holds"])
@@ -123,15 +112,41 @@ class _ReplacingJob(Job):
             self._members_now.step(message["step"])
             self._work = message["work"]
             self._forget_memory()
-        return True
 
     def _give_places(self) -> None:
-        members, rendezvous = self._members_now, f"file://{self._folder}/store-{self._members_now.epoch}"
+        members = self._members_now
+        memory = str(self._folder if self._memory is None else self._memory.path)
+        hosts = list(map(self._host_of, members.ranks))
         for rank, number in enumerate(members.ranks):
-            memory = str(self._folder if self._memory is None else self._memory.path)
             self._rank_of[number] = rank
-            place = Place(members.epoch, rank, len(members.ranks), self._threads, rendezvous, memory, self._work)
-            send(self._seats[number], **place_message(place))
+            place = Place(
+                epoch=members.epoch,
+                rank=rank,
+                world_size=len(members.ranks),
+                local_rank=hosts[:rank].count(hosts[rank]),
+                local_world_size=hosts.count(hosts[rank]),
+                threads=self._threads,
+                rendezvous=self._rendezvous(members.epoch),
+                memory=memory,
+                work=self._work,
+            )
+            self._seats[number].send(place_message(place))
+
+    # ---- what hosts make of it
+
+    def _host_of(self, number: int) -> int:
+        """Where a worker is."""
+        return 0
+
+    def _rendezvous(self, epoch: int) -> str:
+        """Where the ranks of a job meet."""
+        return f"file://{self._folder}/store-{epoch}"
+
+    def _replace(self, lost: int) -> None:
+        """Starts another worker in the place of one, where the job wants that many."""
+        running = len(self._processes) - len(self._ended)
+        if running < self._workers + self._spares:
+            self._start_seated()
 
     # ---- what Job asks
 
@@ -155,13 +170,13 @@ class _ReplacingJob(Job):
                 self._tell_loss(number)
             members.end(number, number in self._losses)
         if members.is_over:
-            for seat in self._seats:
+            for seat in self._seats.values():
                 # Those that wait for a place end when their line does.
-                seat.shutdown(socket.SHUT_WR)
+                seat.end()
         elif not any(map(self._failed, self._ended)):
             if self._stop is None and members.should_grow():
                 for number in members.ranks:
-                    send(self._seats[number], leave=members.epoch)
+                    self._seats[number].send({"leave": members.epoch})
             self._end_silent()
             # After a stop, too: those that are left save what they have.
             self._form()
@@ -171,7 +186,7 @@ class _ReplacingJob(Job):
             if number not in self._members_now.ranks and number not in self._ended:
                 # It has nothing to save, and may not even have begun to grant stops.
                 self._dismissed.add(number)
-                process.kill()
+                process.send_signal(signal.SIGKILL)
         super()._pass_on(stop)
 
     def _tell_loss(self, number: int) -> None:
@@ -179,9 +194,7 @@ class _ReplacingJob(Job):
         words = read_failure(self._failure_file(number), number, self._processes[number].returncode, 0.0).text
         of = f" of {len(members.ranks)}" if number in members.ranks else ""
         show(f"{self._name(number)}{of} is lost. {words}", warning=True)
-        running = len(self._processes) - len(self._ended)
-        if running < self._workers + self._spares:
-            self._start_seated()
+        self._replace(number)
 
     def _end_silent(self) -> None:
         silent = self._members_now.silent
@@ -192,9 +205,9 @@ class _ReplacingJob(Job):
         self._broken_since = self._broken_since or now
         for number in silent:
             process = self._processes[number]
-            limit = STOPPED_SECONDS if _is_stopped(process.pid) else SILENT_SECONDS
+            limit = STOPPED_SECONDS if process.is_stopped() else SILENT_SECONDS
             if now - self._broken_since > limit and process.poll() is None:
-                process.kill()
+                process.send_signal(signal.SIGKILL)
 
     def _form(self) -> None:
         members = self._members_now
@@ -216,10 +229,3 @@ class _ReplacingJob(Job):
         if self._memory is not None:
             self._memory.close()
             self._memory = None
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False

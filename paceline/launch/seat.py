@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import socket
+import threading
 from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from paceline.comm.environment import JOINING
 
@@ -25,16 +27,21 @@ class Place:
     Attributes:
         epoch: Number of the job among those that the launcher has formed.
         rank: In the job.
-        world_size: Ranks of the job, all on this host.
+        world_size: Ranks of the job.
+        local_rank: Among the ranks of this host.
+        local_world_size: Ranks of the job on this host.
         threads: That each computes with.
         rendezvous: Where they meet.
-        memory: A folder in memory by which ranks that were in an earlier job hand on what they hold.
+        memory: A folder in memory by which ranks that were in an earlier job hand on what they hold: of this path on
+            every host, and each host's own.
         work: What ranks of an earlier job have said they work on; empty where none has.
     """
 
     epoch: int
     rank: int
     world_size: int
+    local_rank: int
+    local_world_size: int
     threads: int
     rendezvous: str
     memory: str
@@ -44,9 +51,9 @@ class Place:
         """The variables by which `pl.init` and torch learn of it."""
         return {
             "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "OMP_NUM_THREADS": str(self.threads),
             "PACELINE_RENDEZVOUS": self.rendezvous,
             # Who asked for a place is ready to join; one that is lost meanwhile must not hold the others up.
@@ -54,26 +61,36 @@ class Place:
         }
 
 
-def send(line: socket.socket, **message: Any) -> None:
-    """Sends one message; to one who is gone, nothing."""
-    try:
-        line.send(json.dumps(message).encode())
-    except OSError:
-        return
+class ToWorker(Protocol):
+    """The launcher's end of the line to one worker."""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Says something; to one who is gone, nothing."""
+
+    def end(self) -> None:
+        """Says nothing more: a worker that waits for a place ends."""
 
 
-def receive(line: socket.socket) -> dict[str, Any] | None:
-    """The next message; None when the other end is gone.
+class SeatLine:
+    """That to a worker of this host; see `ToWorker`."""
 
-    Raises:
-        BlockingIOError: There is none yet, and the line does not wait.
-    """
-    try:
-        data = line.recv(_LARGEST)
-    except ConnectionError:
-        return None
-    message: dict[str, Any] | None = json.loads(data) if data else None
-    return message
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes it over: of a kind that keeps messages apart."""
+        self.connection = connection
+
+    def send(self, message: dict[str, Any]) -> None:
+        """See `ToWorker`."""
+        with contextlib.suppress(OSError):
+            self.connection.send(json.dumps(message).encode())
+
+    def receive(self) -> dict[str, Any] | None:
+        """What the worker says next, waiting for it if it must; None when it is gone."""
+        return _receive(self.connection)
+
+    def end(self) -> None:
+        """See `ToWorker`."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
 
 
 class Seat:
@@ -92,7 +109,10 @@ class Seat:
         """
         self._line, self._screen = line, screen
         self.place: Place | None = None
+        self._given: Place | None = None
         self._leaves = self._has_stepped = False
+        self._broken = ""
+        self._hearing = threading.Lock()
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str] = os.environ) -> Self | None:
@@ -112,35 +132,67 @@ class Seat:
         """
         if self.place is None and not select.select([self._line], [], [], 0)[0]:
             warm_up()
-        send(self._line, wait=-1 if self.place is None else self.place.epoch, holds=holds)
-        self._line.setblocking(True)
-        while (message := receive(self._line)) is not None:
-            if "place" in message:
-                self.place = Place(**message["place"])
-                self._leaves = self._has_stepped = False
-                os.environ.update(self.place.environment())
-                if self.place.rank == 0:
-                    for own, theirs in zip((1, 2), self._screen, strict=True):
-                        os.dup2(theirs, own)
-                self._line.setblocking(False)
-                return self.place
-        return None
+        self._send({"wait": -1 if self.place is None else self.place.epoch, "holds": holds})
+        while self._given is None:
+            if not self._hear(wait=True):
+                return None
+        self.place, self._given = self._given, None
+        self._leaves, self._has_stepped, self._broken = False, False, ""
+        os.environ.update(self.place.environment())
+        if self.place.rank == 0:
+            for own, theirs in zip((1, 2), self._screen, strict=True):
+                os.dup2(theirs, own)
+        return self.place
 
     def asks_to_leave(self) -> bool:
         """Whether the launcher asks the ranks to leave the job at the end of a step, as it can be a larger one."""
-        if not self._leaves:
-            try:
-                message = receive(self._line)
-            except BlockingIOError:
-                return False
-            self._leaves = message is not None and message.get("leave") == (self.place and self.place.epoch)
+        self._hear()
         return self._leaves
+
+    def why_broken(self) -> str:
+        """Why other ranks of the job will not answer, as the launcher knows; empty while it knows of nothing.
+
+        Any thread may ask.
+        """
+        self._hear()
+        return self._broken
 
     def has_stepped(self, work: str) -> None:
         """Lets the launcher know that the job does steps, and what it works on, for those who know nothing of it."""
         if not self._has_stepped and self.place is not None:
             self._has_stepped = True
-            send(self._line, step=self.place.epoch, work=work)
+            self._send({"step": self.place.epoch, "work": work})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            self._line.send(json.dumps(message).encode())
+
+    def _hear(self, wait: bool = False) -> bool:
+        """Takes in what the launcher has said, or says next; False when it is gone."""
+        if wait:
+            select.select([self._line], [], [])
+        with self._hearing:
+            while select.select([self._line], [], [], 0)[0]:
+                message = _receive(self._line)
+                if message is None:
+                    return False
+                epoch = None if self.place is None else self.place.epoch
+                if "place" in message:
+                    self._given = Place(**message["place"])
+                elif message.get("leave", -1) == epoch:
+                    self._leaves = True
+                elif message.get("broken", -1) == epoch:
+                    self._broken = message["why"]
+        return True
+
+
+def _receive(line: socket.socket) -> dict[str, Any] | None:
+    try:
+        data = line.recv(_LARGEST)
+    except ConnectionError:
+        return None
+    message: dict[str, Any] | None = json.loads(data) if data else None
+    return message
 
 
 def place_message(place: Place) -> dict[str, Any]:

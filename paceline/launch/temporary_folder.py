@@ -27,17 +27,25 @@ class TemporaryFolder:
         path: Where it is.
     """
 
-    def __init__(self, kind: str, parent: Path | None = None) -> None:
+    def __init__(self, kind: str, parent: Path | None = None, path: Path | None = None) -> None:
         """Makes it.
 
         Args:
             kind: Part of its name, such as "job".
             parent: Where; by default in the temporary folder.
+            path: What it is to be: the one that another host's launcher has made there.
+
+        Raises:
+            OSError: It cannot be made, or `path` is there already.
         """
-        parent = parent or Path(tempfile.gettempdir())
+        parent = (parent or Path(tempfile.gettempdir())) if path is None else path.parent
         for abandoned in _abandoned(parent):
             shutil.rmtree(abandoned, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=parent))
+        if path is None:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=parent))
+        else:
+            self.path = path
+            path.mkdir(mode=0o700)
         # The lock has its name only once it is held.
         self._lock = (self.path / "unlocked").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)

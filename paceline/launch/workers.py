@@ -20,6 +20,7 @@ from typing import IO
 from paceline.core.errors import UserError
 from paceline.launch.cores import available_cores, threads_per_rank
 from paceline.launch.failure import first_failure, memory_kills, read_failure
+from paceline.launch.process import LocalProcess, Process
 from paceline.launch.screen import show
 from paceline.launch.status_line import clear_line
 from paceline.launch.stop import STOPPABLE, STOPPING, Requests
@@ -99,7 +100,7 @@ class Job:
             threads: That each computes with.
         """
         self._folder, self._command, self._workers, self._threads = folder, command, workers, threads
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
         self._ended: dict[int, float] = {}
         self._ended_by_us: set[int] = set()
         self._requests = Requests()
@@ -146,7 +147,7 @@ class Job:
         """
         number = len(self._processes)
         try:
-            process = subprocess.Popen(
+            process = LocalProcess(
                 self._command,
                 env={
                     **os.environ,
@@ -251,9 +252,7 @@ class Job:
         for rank, process in enumerate(self._processes):
             if rank not in self._ended and process.poll() is not None:
                 self._ended[rank] = time.monotonic()
-                # What it started in turn lives in its group and must not outlive it.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                process.end_group()
 
     def _failed(self, rank: int) -> bool:
         """Whether a worker that has ended did so neither well nor as it was asked to."""

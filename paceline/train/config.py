@@ -241,17 +241,8 @@ class TrainConfig:
                 f"sum, got {self.strategy.gradients}"
             )
         _check("spares", self.spares, self.spares >= 0, "0 or more processes")
-        if self.replaces and (self.workers is None or self.workers < 2):
-            raise UserError(
-                "min_workers and spares: workers that this command starts can be replaced; say how many with workers, "
-                "2 or more"
-            )
-        if self.workers is not None:
+        if self.workers is not None and not self.replaces:
             check_ranks(self, self.workers)
-            least = self.min_workers
-            _check(
-                "min_workers", least, least is None or 1 <= least <= self.workers, f"1 to {self.workers}, the workers"
-            )
 
     @property
     def replaces(self) -> bool:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import paceline as pl
 from paceline.checkpoint.folder import CHECKPOINTS, checkpoints_in, step_folder
+from paceline.checkpoint.hand_on import hand_on
 from paceline.checkpoint.save import abandon_earlier
-from paceline.checkpoint.survivors import choose_writers, is_writable, write_held
+from paceline.checkpoint.survivors import choose_writers, commit_held, is_writable, write_held
+from paceline.comm.patience import end_waits_when
 from paceline.core.errors import UserError
 from paceline.launch.seat import Place, Seat
 from paceline.launch.stop import StopRequest
@@ -69,6 +73,7 @@ def train_in_places(config: TrainConfig, seat: Seat) -> int:
     """
     from paceline.train.loop import train
 
+    end_waits_when(seat.why_broken)
     with StopRequest() as stop:
         former = Former(stop)
         while (place := seat.take_place(_warm_up, former.holds())) is not None:
@@ -112,16 +117,34 @@ def go_on(config: TrainConfig, former: Former, place: Place) -> Resume | None:
     if not runs:
         former.training = None
         return find_resume(config)
-    found, error = _write(former, place, told), ""
+    path, error = _memory(former, place, told)
     _let_go(former)
-    results: list[dict[str, Any]] = pl.all_gather_json(found, "what ranks hold in memory")
     run = former.run = Path(runs[0])
-    error = next((each["error"] for each in results if each["error"]), "")
-    paths = [each["path"] for each in results if each["path"]]
-    if paths and not error:
-        return Resume(run, Path(paths[0]))
+    if path is not None and not error:
+        return Resume(run, path)
     checkpoints = pl.all_gather_json(_has_checkpoint(run), "whether the run has a checkpoint")[0]
     return Resume(run, run / CHECKPOINTS if checkpoints else None)
+
+
+def _memory(former: Former, place: Place, told: list[dict[str, Any]]) -> tuple[Path | None, str]:
+    """The checkpoint that is made of what ranks hold, on every host; and what went wrong. A collective call."""
+    chosen = _choose(former, place, told)
+    written = _agreed(partial(_write, former, place, chosen), "what ranks hold in memory")
+    paths = [Path(each["path"]) for each in written.values if each]
+    if not paths or written.error:
+        return None, written.error
+    world, several = pl.init(), place.local_world_size < place.world_size
+    if several:
+        files = [(rank, name, size) for rank, each in enumerate(written.values) if each for name, size in each["files"]]
+        problem = _agreed(lambda: _copied(paths[0], files, world), "copies of what ranks hold").error
+        if problem:
+            return None, problem
+    commits = world.rank == next(rank for rank, each in enumerate(written.values) if each)
+    made = _agreed(partial(_commit, former, paths[0], chosen) if commits else _nothing, "a checkpoint in memory")
+    if several and not made.error:
+        index = next((rank, *each) for rank, each in enumerate(made.values) if each)
+        return paths[0], _agreed(lambda: _copied(paths[0], [index], world), "copies of its manifest").error
+    return paths[0], made.error
 
 
 def _let_go(former: Former) -> None:
@@ -143,11 +166,10 @@ def _account(former: Former) -> dict[str, Any]:
     }
 
 
-def _write(former: Former, place: Place, told: list[dict[str, Any]]) -> dict[str, Any]:
-    """Writes what this rank holds, if it is among those that are to."""
-    result: dict[str, Any] = {"path": None, "error": ""}
+def _choose(former: Former, place: Place, told: list[dict[str, Any]]) -> tuple[int, list[int]] | None:
+    """The step and the ranks of the job before that write what they hold; None if this one does not."""
     if former.training is None or former.place is None:
-        return result
+        return None
     # One that has waited since an earlier job is behind.
     latest = max(each["place"]["epoch"] for each in told if each["place"] is not None)
     done = {
@@ -155,23 +177,54 @@ def _write(former: Former, place: Place, told: list[dict[str, Any]]) -> dict[str
         for each in told
         if each["done"] is not None and each["place"]["epoch"] == latest
     }
-    training = former.training
-    engine = pl.engine_of(training.model)
-    chosen = choose_writers(engine.schedule, done) if former.place.epoch == latest and done else None
-    if chosen is None:
-        return result
+    schedule = pl.engine_of(former.training.model).schedule
+    chosen = choose_writers(schedule, done) if former.place.epoch == latest and done else None
+    return chosen if chosen is not None and former.place.rank in chosen[1] else None
+
+
+def _write(former: Former, place: Place, chosen: tuple[int, list[int]] | None) -> dict[str, Any] | None:
+    """Writes what this rank holds, if it is `chosen`: where, and the files."""
+    if chosen is None or former.training is None:
+        return None
     step, writers = chosen
+    training = former.training
     folder = step_folder(Path(place.memory), step)
-    if former.place.rank not in writers:
-        return result
+    folder.mkdir(parents=True, exist_ok=True)
+    engine, extra = pl.engine_of(training.model), training.checkpoints.extra()
+    files = write_held(folder, engine, training.update.optimizer, extra, writers)
+    return {"path": str(folder), "files": files}
+
+
+def _commit(former: Former, folder: Path, chosen: tuple[int, list[int]] | None) -> tuple[str, int] | None:
+    """Makes a checkpoint of what was written: the name and bytes of the file that does so."""
+    assert former.training is not None and chosen is not None
+    made = commit_held(folder, pl.engine_of(former.training.model), *chosen)
+    return made.name, made.stat().st_size
+
+
+def _copied(folder: Path, files: Sequence[tuple[int, str, int]], world: pl.World) -> None:
+    if problem := hand_on(folder, files, world):
+        raise OSError(problem)
+
+
+def _nothing() -> None:
+    """What ranks do that have nothing to do."""
+
+
+class _Agreed(NamedTuple):
+    values: list[Any]
+    error: str
+
+
+def _agreed(work: Callable[[], Any], label: str) -> _Agreed:
+    """What every rank's work returns, and what went wrong on any, which is then no reason to stop."""
+    value, mine = None, ""
     try:
-        folder.mkdir(exist_ok=True)
-        extra = training.checkpoints.extra()
-        write_held(folder, engine, training.update.optimizer, step, extra, writers)
+        value = work()
     except (OSError, UserError) as error:
-        result["error"] = str(error)
-    result["path"] = str(folder)
-    return result
+        mine = str(error) or type(error).__name__
+    told = pl.all_gather_json([value, mine], label)
+    return _Agreed([each for each, _ in told], next((words for _, words in told if words), ""))
 
 
 def _has_checkpoint(run: Path) -> bool:

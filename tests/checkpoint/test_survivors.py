@@ -12,7 +12,7 @@ from torch import Tensor
 
 import paceline as pl
 from paceline.checkpoint.folder import is_complete
-from paceline.checkpoint.survivors import choose_writers, is_writable, write_held
+from paceline.checkpoint.survivors import choose_writers, commit_held, is_writable, write_held
 from paceline.core.build_layout import build_layout
 from paceline.core.placement import Placement
 from paceline.core.strategy import SYSTEMS, Strategy
@@ -88,7 +88,10 @@ def without(folder: Path, strategy: Strategy, dtype: torch.dtype, lost: int) -> 
     assert chosen == (3, sorted(done))
     folder.mkdir(exist_ok=True)
     if world.rank in done:
-        write_held(folder, engine, optimizer, 3, {"best": 1.5}, chosen[1])
+        write_held(folder, engine, optimizer, {"best": 1.5}, chosen[1])
+    pl.barrier()
+    if world.rank == min(done):
+        commit_held(folder, engine, *chosen)
     pl.barrier()
     assert is_complete(folder)
     return everything(model, steps(model, optimizer, scheduler, 3, 6))

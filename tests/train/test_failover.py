@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from paceline.core.errors import UserError
 from paceline.launch.seat import SEAT
 from paceline.train.command_line import parse_train_arguments
 from paceline.train.config import TrainConfig
+from paceline.train.replacing_job import check_members
 from tests.quick import full
 from tests.ranks import RankPool
 from tests.train.processes import PATIENCE, Program, metrics, paceline, program, trained, wait_for_step
@@ -148,8 +150,15 @@ def test_what_is_replicated_survives_in_memory(nano: list[str], tmp_path: Path) 
 )
 def test_settings_that_do_not_fit_are_refused(flags: list[str], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse_train_arguments(flags)
+        check_members(parse_train_arguments(flags), hosts=1)
     assert words in str(caught.value)
+
+
+def test_the_workers_of_all_hosts_are_counted() -> None:
+    config = parse_train_arguments(["--workers", "1", "--min-workers", "2", "--strategy.zero", "1"])
+    assert check_members(config, hosts=2) == 2
+    with pytest.raises(UserError, match="expected 1 to 4, the workers, 2 on each of 2 hosts, got 5"):
+        check_members(replace(config, workers=2, min_workers=5), hosts=2)
 
 
 def test_sizes_that_share_the_work_fit() -> None:

@@ -48,7 +48,7 @@ def connect(
         told = exchange([addresses(), port], "addresses of TCP sockets")
         for peer in sorted(peer for peer in peers if peer < rank):
             theirs, port = told[peer]
-            connection = _reach(theirs, port, min(timeout, _CONNECT_SECONDS))
+            connection = reach(theirs, port, min(timeout, _CONNECT_SECONDS))
             if connection is None:
                 raise CommunicationError(
                     f"rank {rank} cannot reach rank {peer} at port {port} of {', '.join(theirs)}; let the hosts reach "
@@ -89,7 +89,14 @@ def addresses() -> list[str]:
     return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127."))
 
 
-def _reach(theirs: Sequence[str], port: int, timeout: float) -> socket.socket | None:
+def reach(theirs: Sequence[str], port: int, timeout: float) -> socket.socket | None:
+    """A connection to a port of a host, by the first of its addresses that answers; None where none does.
+
+    Args:
+        theirs: The host's addresses.
+        port: Where it listens.
+        timeout: Seconds for each address.
+    """
     for address in theirs:
         connection = socket.socket()
         connection.settimeout(timeout)
