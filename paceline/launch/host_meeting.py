@@ -6,7 +6,6 @@ meet in the same store, each job of theirs by a name of its own, so that none of
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import socket
@@ -57,8 +56,11 @@ class HostMeeting:
         self._has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._store: Any = None
 
-    def open_store(self) -> None:
+    def open_store(self, seconds: float = JOINING_SECONDS) -> None:
         """Joins the store; where nobody else has one, the leading launcher's is it.
+
+        Args:
+            seconds: To wait for it.
 
         Raises:
             UserError: It cannot be reached, or the port is another's.
@@ -68,7 +70,7 @@ class HostMeeting:
                 self.address,
                 self._port,
                 is_master=self.host == 0 and not self._has_store,
-                timeout=timedelta(seconds=JOINING_SECONDS),
+                timeout=timedelta(seconds=seconds),
                 wait_for_workers=False,
             )
         except RuntimeError as error:
@@ -83,11 +85,15 @@ class HostMeeting:
 
     def hear(self) -> dict[str, Any] | None:
         """What host 0 has said last; None where it has said nothing, or the store is gone."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([_KEY]):
-                told: dict[str, Any] = json.loads(self._store.get(_KEY))
-                return told
-        return None
+        try:
+            if self._store is None:
+                self.open_store(_ANSWER_SECONDS)
+            told: dict[str, Any] | None = json.loads(self._store.get(_KEY)) if self._store.check([_KEY]) else None
+        except (RuntimeError, UserError):
+            # Another one may be there the next time.
+            self._store = None
+            return None
+        return told
 
     def store_for(self, job: str) -> str:
         """What tells ranks of a job to meet here."""

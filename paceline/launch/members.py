@@ -98,9 +98,14 @@ class Members:
         elif number in self.ranks:
             self.lost.add(number)
 
-    def should_grow(self) -> bool:
-        """Whether to ask the ranks of the present job to leave it at the end of a step: once in a job."""
-        if self._asked or self.is_broken or not self._has_stepped:
+    def should_grow(self, coming: int = 0) -> bool:
+        """Whether to ask the ranks of the present job to leave it at the end of a step: once in a job.
+
+        Args:
+            coming: See `form`: they are waited for, as a host's workers that come one after the other would else
+                interrupt the others as often.
+        """
+        if self._asked or self.is_broken or not self._has_stepped or coming:
             return False
         running = sum(self._is_in(number) for number in self.ranks)
         self._asked = running == len(self.ranks) and self._largest(running + len(self.waiting)) > running

@@ -174,7 +174,7 @@ class ReplacingJob(SeatedJob):
                 # Those that wait for a place end when their line does.
                 seat.end()
         elif not any(map(self._failed, self._ended)):
-            if self._stop is None and members.should_grow():
+            if self._stop is None and members.should_grow(self._coming()):
                 for number in members.ranks:
                     self._seats[number].send({"leave": members.epoch})
             self._end_silent()
@@ -211,8 +211,7 @@ class ReplacingJob(SeatedJob):
 
     def _form(self) -> None:
         members = self._members_now
-        coming = sum(number not in self._asks and number not in self._ended for number in range(len(self._processes)))
-        ranks = members.form(coming)
+        ranks = members.form(self._coming())
         if ranks is None:
             return
         if not ranks:
@@ -224,6 +223,11 @@ class ReplacingJob(SeatedJob):
         roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM
         self._memory = TemporaryFolder("memory", MEMORY if roomy else None)
         self._give_places()
+
+    def _coming(self) -> int:
+        """Workers that have been started and will ask for a place."""
+        placed = self._asks | self._rank_of.keys() | self._ended.keys()
+        return sum(number not in placed for number in range(len(self._processes)))
 
     def _forget_memory(self) -> None:
         if self._memory is not None:
