@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from paceline.comm.cpu.registry import find_deadlock
 from paceline.comm.patience import Silence, limit
 from paceline.comm.transport import CommunicationError
 from paceline.comm.watch import missing
-from paceline.comm.world import World, current_world
+from paceline.comm.world import World, current_world, keep_process_group
 
 _LENGTHS = struct.Struct("<QQ")
 """Bytes of the subject and of the value that follow it, and the tag."""
@@ -118,16 +119,17 @@ class _Control:
 
     def _wait(self, sent: _Sent, label: str) -> None:
         suspicion, silence = "", Silence(self.world.timeout)
-        while not self._arrived(sent, label, silence):
-            found = find_deadlock(f"rank {self.world.rank} waits in {label}")
-            if found is not None and found.reason == suspicion:
-                # It was the same a while ago, and nothing of this rank is under way that could change it.
-                self._left = sent
-                found.transport.abort(suspicion)
-                raise CommunicationError(suspicion)
-            suspicion = found.reason if found is not None else ""
-            if silence.left() <= 0:
-                raise self._silent(label)
+        with _group_kept_after(sent.work):
+            while not self._arrived(sent, label, silence):
+                found = find_deadlock(f"rank {self.world.rank} waits in {label}")
+                if found is not None and found.reason == suspicion:
+                    # It was the same a while ago, and nothing of this rank is under way that could change it.
+                    self._left = sent
+                    found.transport.abort(suspicion)
+                    raise CommunicationError(suspicion)
+                suspicion = found.reason if found is not None else ""
+                if silence.left() <= 0:
+                    raise self._silent(label)
 
     def _arrived(self, sent: _Sent, label: str, silence: Silence) -> bool:
         """Waits a while; whether everything has arrived."""
@@ -216,13 +218,14 @@ def broadcast(buffer: Tensor, source: int, label: str) -> None:
     if world.world_size == 1:
         return
     work, silence = _started(lambda: dist.broadcast(buffer, source, async_op=True), label), Silence(world.timeout)
-    while True:
-        try:
-            work.wait(timedelta(seconds=_LOOK_SECONDS))
-            return
-        except RuntimeError as error:
-            if work.is_completed() or silence.left() <= 0:
-                raise _lost(label) from error
+    with _group_kept_after(work):
+        while True:
+            try:
+                work.wait(timedelta(seconds=_LOOK_SECONDS))
+                return
+            except RuntimeError as error:
+                if work.is_completed() or silence.left() <= 0:
+                    raise _lost(label) from error
 
 
 def new_generation(label: str = "pl.reset") -> None:
@@ -266,6 +269,17 @@ def _started(start: Callable[[], dist.Work | None], label: str) -> dist.Work:
         raise _lost(label) from error
     assert work is not None
     return work
+
+
+@contextmanager
+def _group_kept_after(work: dist.Work) -> Iterator[None]:
+    """Where the inside gives up before the work is done, the process group cannot be ended without waiting for it."""
+    try:
+        yield
+    except BaseException:
+        if not work.is_completed():
+            keep_process_group()
+        raise
 
 
 def _lost(label: str, within: str = "", told: Sequence[str] = ()) -> CommunicationError:

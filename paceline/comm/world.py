@@ -75,6 +75,8 @@ _ENDING_SECONDS = 10.0
 _JOINING_SECONDS = 60.0
 """Ranks start at different times, and are waited for at least so long: none is silent yet."""
 _failed = False
+_kept: list[Any] = []
+"""Process groups of Gloo's with messages that others will not answer. To end one is to wait for its time limit."""
 
 
 def init(device: str | None = None, timeout: float = 600.0) -> World:
@@ -204,6 +206,12 @@ def shutdown() -> None:
         time.sleep(_LETTING_GO_SECONDS)
         dist.destroy_process_group()
     _world = None
+
+
+def keep_process_group() -> None:
+    """A message of this job's will not be answered: when it is left, Gloo's process group is left as it is."""
+    if dist.group.WORLD is not None and dist.group.WORLD not in _kept:
+        _kept.append(dist.group.WORLD)
 
 
 def note_failure() -> None:

@@ -116,7 +116,7 @@ class _FollowingJob(SeatedJob):
                 show("host 0 is gone or cut off: the workers here end, as others go on without them", warning=True)
             self.kill()
             self._number_there.clear()
-            self._selector.unregister(line.connection)
+            self._hear_no_more(line.connection)
             line.close()
             self._line = None
 

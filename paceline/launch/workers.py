@@ -174,6 +174,11 @@ class Job:
         """Calls `take` when something arrives, until it returns False."""
         self._selector.register(line, selectors.EVENT_READ, take)
 
+    def _hear_no_more(self, line: socket.socket) -> None:
+        """Ends what `_listen` began, if it has not ended itself; before the line is closed."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(line)
+
     def request_stop(self, number: int, _: FrameType | None = None) -> None:
         """Signal handler; `wait` acts on it, as subprocess's own lock may be held here."""
         # Workers know an interrupt and a request to terminate; a closed terminal is the latter.

@@ -152,7 +152,11 @@ def _train(
 def metrics(run: Path) -> list[dict[str, float]]:
     """The lines of a run's metrics.jsonl."""
     path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    # The last line may be under way.
+    whole, _, _ = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def wait_for_step(started: Program, run: Path, step: int, timeout: float = PATIENCE) -> None:

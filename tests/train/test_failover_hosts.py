@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +16,10 @@ import pytest
 
 from paceline.bench.network.hosts import FOLDER, INTERFACE, Hosts, NetworkUnavailable, address
 from paceline.launch.seat import SEAT
-from tests.train.processes import PATIENCE, metrics, paceline
-from tests.train.test_failover import jobs
+from tests.ranks import RankPool
+from tests.train.processes import PATIENCE, metrics, paceline, program, trained, wait_for_step
+from tests.train.test_failover import jobs, seated, wait_for_job
+from tests.train.test_resume import curve
 
 MARK = "PACELINE_TEST_HOST"
 OWN_MEMORY = f'mount -t tmpfs host {FOLDER} && exec "$@"'
@@ -120,3 +125,65 @@ def test_the_other_host_goes_on_from_its_memory_and_with_both_when_it_is_there_a
     assert f"1 rank goes on after step {first:,}, from memory" in said
     assert "host 1 of 2 is there again" in said and f"2 ranks go on after step {second:,}, from memory" in said
     assert not job.processes(0) and not job.processes(1)
+
+
+@pytest.mark.full
+def test_a_host_that_is_cut_off_ends_its_workers_and_joins_again_when_the_link_is_back(
+    hosts: Hosts, nano: list[str], tmp_path: Path
+) -> None:
+    job = Launchers(hosts, tmp_path, [*nano, *FLAGS, "--checkpoint.every", "0", "--workers", "1", "--min-workers", "1"])
+    job.wait_for_step(5)
+    (worker,) = job.processes(1, workers=True)
+    job.link("down")
+    # Nothing closes the connections: the launcher tells the rank that waits at them.
+    assert job.wait_for_jobs(1)[0][0] == 1 and worker not in job.processes(1)
+    job.link("up")
+    assert job.wait_for_jobs(2)[1][0] == 2
+    job.wait_for_step(job.wait_for_jobs(2)[1][1] + 5)
+    job.interrupt(1)
+    assert job.end() == [130, 130], job.said()
+    steps = [int(line["step"]) for line in metrics(job.run) if "train/loss" in line]
+    assert sorted({*steps, *(step for _, step in jobs(job.run))}) == list(range(1, max(steps) + 1))
+    assert "host 0 is gone or cut off: the workers here end, as others go on without them" in job.said(1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("zero", "memory"), [("0", True), ("3", False)])
+def test_spares_of_a_host_take_the_places_of_anothers_workers(
+    hosts: Hosts, ranks: RankPool, nano: list[str], tmp_path: Path, zero: str, memory: bool
+) -> None:
+    flags = [*nano, *FLAGS[:-1], "150", "--strategy.zero", zero, "--checkpoint.every", "10"]
+    assert trained(ranks, 2, tmp_path, [*flags, "--folder", "undisturbed"])[0] == 0
+    job = Launchers(hosts, tmp_path, [*flags, "--workers", "1", "--spares", "1"])
+    job.wait_for_step(15)
+    job.kill(1)
+    assert job.started[0].wait(PATIENCE) == 0, job.said()
+    ((count, step), *_) = jobs(job.run)
+    assert count == 2 and (step >= 15 if memory else step % 10 == 0)
+    found, expected = curve(job.run), curve(tmp_path / "undisturbed")
+    assert set(found) >= set(expected) - {step}
+    for at, figures in found.items():
+        assert figures == pytest.approx(expected[at], rel=2e-3), at
+
+
+@pytest.mark.full
+def test_torchrun_starts_a_launcher_on_each_host(nano: list[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    agent = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    agent += ["--rdzv-endpoint", endpoint, "--rdzv-id", "hosts", "--local-addr", "127.0.0.1", "-m", "paceline"]
+    flags = [*nano, *FLAGS, "--workers", "1", "--min-workers", "2", "--checkpoint.every", "0", "--folder", "run"]
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, *agent, "train", *flags]
+        first, second = (stack.enter_context(program(command, tmp_path)) for _ in range(2))
+        wait_for_step(first, tmp_path / "run", 5)
+        os.kill(seated(second)[0], signal.SIGKILL)
+        wait_for_job(first, tmp_path / "run", 1)
+        wait_for_step(first, tmp_path / "run", jobs(tmp_path / "run")[0][1] + 5)
+        second.process.send_signal(signal.SIGTERM)
+        ends = [each.finish() for each in (first, second)]
+        assert not first.alive() and not second.alive()
+    assert jobs(tmp_path / "run")[0][0] == 2
+    steps = [int(line["step"]) for line in metrics(tmp_path / "run") if "train/loss" in line]
+    assert sorted({*steps, jobs(tmp_path / "run")[0][1]}) == list(range(1, max(steps) + 1)), ends
+    assert (tmp_path / "run" / "checkpoints" / f"step-{max(steps):08d}").is_dir(), ends
