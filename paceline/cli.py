@@ -147,8 +147,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
+    from paceline.comm.environment import job_in_environment
     from paceline.launch.seat import Seat
-    from paceline.launch.workers import job_in_environment, launch
+    from paceline.launch.workers import launch
     from paceline.train.command_line import parse_train_arguments
     from paceline.train.run_folder import check_run_folder
     from paceline.train.yaml_file import to_yaml

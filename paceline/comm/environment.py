@@ -49,6 +49,19 @@ def read_environment(env: Mapping[str, str]) -> tuple[int, int, int, int, str]:
     return rank, size, local_rank, local_size, method
 
 
+def job_in_environment(environment: Mapping[str, str]) -> int | None:
+    """Number of ranks of the job that torchrun, Slurm or this launcher put this process into; None outside of one."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in environment and size in environment:
+            if rank == "SLURM_PROCID" and "SLURM_STEP_NODELIST" not in environment:
+                continue
+            try:
+                return int(environment[size])
+            except ValueError:
+                raise UserError(f"{size}: expected a whole number, got {environment[size]!r}") from None
+    return None
+
+
 def first_host(nodes: str) -> str:
     """First host of a Slurm node list: "gpu[03-05,9],x" gives "gpu03"."""
     head, bracket, rest = nodes.partition("[")

@@ -93,7 +93,7 @@ def again_and_again(training: Training) -> str:
     lost = training.said().count("Signal 9 (SIGKILL) ended it")
     if lost < LOSSES:
         raise FaultError(f"{LOSSES} were killed and {lost} lost")
-    return f"{lost} lost, {_story(jobs(training.run)[:3])} ..."
+    return f"{lost} lost, {story(jobs(training.run)[:3])} ..."
 
 
 def _ends_well(training: Training, process: subprocess.Popen[bytes]) -> None:
@@ -109,10 +109,11 @@ def _told(training: Training, rank: int, from_memory: bool) -> str:
         raise FaultError(f"they went on after step {first.after} of {training.steps}")
     source = "memory" if from_memory else "the latest checkpoint"
     training.must_say(f"on after step {first.after}, from {source}")
-    return f"rank {rank} was lost, {_story(found)}, from {source}"
+    return f"rank {rank} was lost, {story(found)}, from {source}"
 
 
-def _story(found: list[Job]) -> str:
+def story(found: list[Job]) -> str:
+    """The jobs that a run went on in, in words."""
     return ", ".join(
         f"{job.ranks} rank{'s' * (job.ranks > 1)} went on after step {job.after}"
         + ("" if job.seconds is None else f" {job.seconds:.2f} s later")

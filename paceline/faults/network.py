@@ -30,9 +30,14 @@ RULES = "table ip paceline { chain in { type filter hook input priority 0; %s co
 class Pair:
     """Two hosts and the ranks on them, until the training is closed."""
 
-    def __init__(self, training: Training) -> None:
-        """Makes the hosts."""
-        self.training = training
+    def __init__(self, training: Training, workers: int | None = None) -> None:
+        """Makes the hosts.
+
+        Args:
+            training: Of which each has a rank.
+            workers: That the command starts on each; None: it is the rank itself.
+        """
+        self.training, self._workers = training, workers
         training.rounding = True
         training.flags += ["--timeout", str(TIMEOUT)]
         try:
@@ -48,10 +53,13 @@ class Pair:
         for rank in range(2):
             place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
             names = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE, "TMPDIR": FOLDER}
+            names["PACELINE_HOST"] = str(rank)
             variables = {key: str(value) for key, value in place.items()} | names
             with self.training.log() as log:
                 environment = self.training.environment() | variables
-                command = self.training.command(workers=None)
+                command = self.training.command(self._workers)
+                # Memory of its own.
+                command = ["sh", "-c", f'mount -t tmpfs host {FOLDER} && exec "$@"', "sh", *command]
                 self.ranks.append(self.hosts.start(rank, command, environment, stdout=log, stderr=log))
 
     def start_and_wait(self) -> int:
@@ -144,7 +152,7 @@ def second_host_lost(training: Training) -> str:
 def _host_lost(training: Training, host: int) -> str:
     pair = Pair(training)
     step = pair.start_and_wait()
-    lost = [number for number, items in training.processes().items() if items.get("RANK") == str(host)]
+    lost = [number for number, items in training.processes().items() if items.get("PACELINE_HOST") == str(host)]
     for number in lost:
         os.kill(number, signal.SIGKILL)
     began = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.bench.network import hosts
-from paceline.faults import damage, disk, failover, network, processes, resources, saving
+from paceline.faults import damage, disk, failover, lost_hosts, network, processes, resources, saving
 from paceline.faults.fault import Fault
 from paceline.faults.machine import needs_root
 
@@ -111,6 +111,23 @@ FAULTS = (
         "all processes of the other host killed",
         f"the other's rank ends; {BOTH}",
         network.second_host_lost,
+        long=True,
+        missing=hosts.missing,
+    ),
+    Fault(
+        "lose-host",
+        "all processes of a host killed, with --min-workers on both",
+        "the other goes on from memory",
+        lost_hosts.lost,
+        long=True,
+        missing=hosts.missing,
+    ),
+    Fault(
+        "cut-off-host",
+        "the link of two hosts down, with --min-workers on both",
+        "one goes on from memory, the other ends its ranks, and joins again",
+        lost_hosts.cut_off,
+        steps=failover.MORE_STEPS,
         long=True,
         missing=hosts.missing,
     ),

@@ -34,19 +34,6 @@ START_GRACE_SECONDS = 1.0
 POLL_SECONDS = 0.05
 
 
-def job_in_environment(environment: Mapping[str, str]) -> int | None:
-    """Number of ranks of the job that torchrun, Slurm or this launcher put this process into; None outside of one."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in environment and size in environment:
-            if rank == "SLURM_PROCID" and "SLURM_STEP_NODELIST" not in environment:
-                continue
-            try:
-                return int(environment[size])
-            except ValueError:
-                raise UserError(f"{size}: expected a whole number, got {environment[size]!r}") from None
-    return None
-
-
 def launch(command: Sequence[str], workers: int, threads: int = 0) -> int:
     """Runs `command` in `workers` processes that form one job, and waits for them.
 

@@ -209,10 +209,10 @@ class TrainConfig:
     """Worker processes to start on this host. Without it: join the job that torchrun or Slurm describes in the
     environment, else run in one process."""
     min_workers: int | None = None
-    """Goes on with as few as these when workers are lost, and with all again when others have taken their places.
-    Without it a lost worker ends the run, unless there are spares."""
+    """Goes on with as few as these, on all hosts together, when workers are lost, and with all again when others have
+    taken their places. Without it a lost worker ends the run, unless there are spares."""
     spares: int = 0
-    """Processes that wait to take the place of a lost worker at once."""
+    """Processes on each host that wait to take the place of a lost worker at once."""
     timeout: float | None = None
     """Seconds after which a rank that is silent is given up. Without it: 600, and between steps 100 times the slowest
     so far, but at least 60."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm.environment import read_environment
+from paceline.comm.environment import job_in_environment, read_environment
 from paceline.core.errors import UserError
 
 TORCHRUN = {
@@ -34,3 +34,17 @@ def test_launchers_variables_are_understood() -> None:
 def test_variables_that_make_no_sense_are_named(wrong: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         read_environment({**TORCHRUN, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, None),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, 4),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "n[1-8]"}, 8),
+        ({"SLURM_NTASKS": "8"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
+    ],
+)
+def test_the_job_in_the_environment_is_found(environment: dict[str, str], ranks: int | None) -> None:
+    assert job_in_environment(environment) == ranks

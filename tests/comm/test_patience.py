@@ -16,6 +16,7 @@ from paceline.comm.control import all_gather_json
 from paceline.comm.patience import StepPatience, limit
 from paceline.comm.transport import CommunicationError
 from tests.quick import full
+from tests.ranks import RankError, RankPool
 
 
 def be_silent_between_steps(how: str, transport_kind: str) -> str:
@@ -99,3 +100,35 @@ def test_a_limit_that_somebody_chose_holds() -> None:
     steps.step()
     assert limit(600) == 600
     steps.pause()
+
+
+def told_that_a_rank_is_gone(how: str) -> tuple[str, float]:
+    """What a rank that waits raises when somebody knows better, and the seconds until it has left the job."""
+    world = pl.init()
+    transport = open_transport(world, kind="tcp")
+    buffer = transport.allocate(64, torch.float32)
+    all_gather_json(0, "ready")
+    began = time.monotonic()
+    if world.rank == 1:
+        # The other has gone when this ends, and nothing has told it so.
+        time.sleep(3)
+        os._exit(0)
+    patience.end_waits_when(lambda: "rank 1 is gone: somebody knows" if time.monotonic() > began + 0.5 else "")
+    try:
+        with pytest.raises(CommunicationError) as caught:
+            transport.run("all_reduce", buffer, "bucket 7") if how == "collective" else all_gather_json(0, "the end")
+        transport.close()
+        pl.shutdown()
+        return str(caught.value), time.monotonic() - began
+    finally:
+        patience.end_waits_when(str)
+
+
+@pytest.mark.parametrize("how", ["control message", full("collective")])
+def test_who_waits_may_be_told_that_nobody_will_answer(ranks: RankPool, how: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, told_that_a_rank_is_gone, how)
+    assert "rank 0: ok\n('rank 1 is gone: somebody knows'" in str(caught.value)
+    seconds = float(str(caught.value).partition("somebody knows', ")[2].partition(")")[0])
+    # And not until Gloo's own time limit, of a minute.
+    assert seconds < 30

@@ -10,7 +10,7 @@ import pytest
 from paceline.launch.cores import threads_per_rank
 from paceline.launch.failure import Failure, first_failure
 from paceline.launch.worker import describe_failure
-from paceline.launch.workers import GRACE_SECONDS, job_in_environment
+from paceline.launch.workers import GRACE_SECONDS
 from tests.launch.jobs import job, nothing_is_left, wait_for
 
 
@@ -188,20 +188,6 @@ def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
         status, _, err = started.finish()
     assert status == 0
     assert f"warning: {workers} workers" in err
-
-
-@pytest.mark.parametrize(
-    ("environment", "ranks"),
-    [
-        ({}, None),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, 4),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "n[1-8]"}, 8),
-        ({"SLURM_NTASKS": "8"}, None),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
-    ],
-)
-def test_the_job_in_the_environment_is_found(environment: dict[str, str], ranks: int | None) -> None:
-    assert job_in_environment(environment) == ranks
 
 
 def test_the_first_failure_is_the_earliest_that_was_nobodys_fault() -> None:

@@ -101,6 +101,7 @@ class Launchers:
         return [started.wait(PATIENCE) for started in self.started]
 
 
+@pytest.mark.full
 def test_the_other_host_goes_on_from_its_memory_and_with_both_when_it_is_there_again(
     hosts: Hosts, nano: list[str], tmp_path: Path
 ) -> None:
