@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.core.errors import UserError
 
@@ -113,7 +114,38 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Fit:
     if len(set(sizes)) < 3:
         raise ValueError(f"a fit needs at least 3 different sizes, got {len(set(sizes))}")
     times = np.asarray(seconds, dtype=np.float64)
-    columns = np.stack([np.ones(len(times)), np.asarray(sizes, dtype=np.float64)], axis=1) / times[:, None]
+    columns = _by_time(sizes, times)
+    best = np.asarray(straight_line(sizes, seconds))
+    residuals = columns @ best - 1
+    variance = float(residuals @ residuals) / (len(times) - 2)
+    scale = np.linalg.norm(columns, axis=0)
+    scaled = columns / scale
+    errors = np.sqrt(variance * np.diag(np.linalg.inv(scaled.T @ scaled))) / scale
+    alpha, beta = best
+    return Fit(
+        alpha=float(alpha),
+        beta=float(beta),
+        alpha_error=float(errors[0]),
+        beta_error=float(errors[1]),
+        worst_error=float(np.abs(residuals).max()),
+        smallest=min(sizes),
+        largest=max(sizes),
+    )
+
+
+def straight_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """The alpha and beta of `fit` alone, which two different sizes are enough for.
+
+    Args:
+        sizes: Bytes.
+        seconds: Time at each size, positive.
+
+    Raises:
+        ValueError: All sizes are the same: what a message costs cannot be told from what a byte costs.
+    """
+    if len(set(sizes)) < 2:
+        raise ValueError(f"a line needs at least 2 different sizes, got {len(set(sizes))}")
+    columns = _by_time(sizes, np.asarray(seconds, dtype=np.float64))
     # Scaled, as bytes and seconds are many powers of ten apart.
     scale = np.linalg.norm(columns, axis=0)
     scaled = columns / scale
@@ -124,18 +156,12 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Fit:
         best = np.zeros(2)
         best[other] = scaled[:, other].sum() / normal[other, other]
     alpha, beta = best / scale
-    residuals = columns @ (alpha, beta) - 1
-    variance = float(residuals @ residuals) / (len(times) - 2)
-    errors = np.sqrt(variance * np.diag(np.linalg.inv(normal))) / scale
-    return Fit(
-        alpha=float(alpha),
-        beta=float(beta),
-        alpha_error=float(errors[0]),
-        beta_error=float(errors[1]),
-        worst_error=float(np.abs(residuals).max()),
-        smallest=min(sizes),
-        largest=max(sizes),
-    )
+    return float(alpha), float(beta)
+
+
+def _by_time(sizes: Sequence[float], times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What alpha and beta are multiplied by so that 1 is the measured time: (sizes, 2)."""
+    return np.stack([np.ones(len(times)), np.asarray(sizes, dtype=np.float64)], axis=1) / times[:, None]
 
 
 def write_profile(path: str | Path, profile: HardwareProfile) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paceline.report import quantities as said
 from paceline.report.html import Html, Section, bar, join, table, tag
+from paceline.report.link_limit import link_limit
 from paceline.report.meetings import JOINT, Meeting
 from paceline.report.run import Run
 from paceline.report.steps import Step
@@ -123,8 +124,9 @@ def communication(run: Run) -> Section:
             class_="note",
         ),
         _bars(each),
+        link_limit(run),
     ]
-    return Section("communication", "Communication", _sentence(kinds, each), join(body))
+    return Section("communication", "Communication", _sentence(kinds, each) + _by_link(run), join(body))
 
 
 def _sentence(kinds: Sequence[Collective], each: Sequence[Collective]) -> str:
@@ -139,6 +141,17 @@ def _sentence(kinds: Sequence[Collective], each: Sequence[Collective]) -> str:
     return (
         f"In a step a rank sends {said.size(sent)} in collectives that take {said.seconds(seconds)}, and stands still "
         f"for {said.seconds(exposed)}{worst}."
+    )
+
+
+def _by_link(run: Run) -> str:
+    """What the fitted link is, as one more sentence."""
+    if run.link is None:
+        return ""
+    return (
+        f" Fitted to what they take, a rank's link carries {said.rate(run.link.bandwidth)} and costs "
+        f"{said.seconds(run.link.latency)} a round; the middle collective took {said.share(run.link.typical_miss)} "
+        "more or less than that."
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import UserError
+from paceline.core.layout import ParameterSpec
 from paceline.core.ops import Key, Op
 from paceline.core.schedule import Schedule
 from paceline.report.recordings import Recording
@@ -24,10 +25,12 @@ class Program:
     Attributes:
         schedule: Of rank 0.
         micro_batches: Of a step.
+        specs: The model's parameters, in registration order.
     """
 
     schedule: Schedule
     micro_batches: int
+    specs: tuple[ParameterSpec, ...]
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
@@ -76,9 +79,9 @@ def program_of(path: Path, config: TrainConfig, world_size: int) -> Program | No
         with torch.device("meta"):
             model = Transformer(config.model.shape(entries))
         units = tuple(find_units(model, config.strategy.units))
-        specs = parameter_specs(model, units)
+        specs = tuple(parameter_specs(model, units))
         layout = build_layout(specs, (ROOT, *units), config.strategy, world_size)
         schedule = Schedule(layout, config.strategy, world_size, 0, units, statistics=length(len(specs)))
-        return Program(schedule, math.ceil(math.ceil(config.batch / world_size) / config.micro_batch))
+        return Program(schedule, math.ceil(math.ceil(config.batch / world_size) / config.micro_batch), specs)
     except (UserError, OSError, UnicodeDecodeError):
         return None

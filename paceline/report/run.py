@@ -13,6 +13,7 @@ import msgspec
 from paceline.core.errors import UserError
 from paceline.report.history import History, Row
 from paceline.report.lines import Damage, read_lines
+from paceline.report.link import Link, fitted_link
 from paceline.report.meetings import groups_of
 from paceline.report.prediction import Prediction
 from paceline.report.program import Program, program_of
@@ -82,6 +83,11 @@ class Run:
         if self.program is None or self.typical is None or not self.program.suits(self.typical.recording):
             return None
         return Prediction(self.program, self.typical)
+
+    @cached_property
+    def link(self) -> Link | None:
+        """What recorded collectives say of the ranks' links; None if that is nothing."""
+        return fitted_link(self.steps)
 
     @property
     def typical(self) -> Step | None:

@@ -64,7 +64,6 @@ def timeline(run: Run) -> Section:
         ),
         class_="controls",
     )
-    keys = [tag("li", tag("span", class_=f"key op-{name}"), words) for name, words in _KEYS]
     body = [
         controls,
         tag(
@@ -76,11 +75,16 @@ def timeline(run: Run) -> Section:
             aria_describedby="timeline-help details",
         ),
         tag("p", "Point at an op, or press N, to see what it is.", id="details", role="status"),
-        tag("ul", *keys, class_="keys"),
+        legend(),
         tag("p", _HELP, id="timeline-help", class_="note"),
         data("timeline-data", drawn),
     ]
     return Section("timeline", "Timeline", _sentence(run), join(body))
+
+
+def legend() -> Html:
+    """What is drawn how."""
+    return tag("ul", *(tag("li", tag("span", class_=f"key op-{name}"), words) for name, words in _KEYS), class_="keys")
 
 
 def timeline_data(run: Run) -> dict[str, Any]:

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.profile import Copy, Cost, Fit, HardwareProfile, Host, fit, read_profile, write_profile
+from paceline.comm.profile import (
+    Copy,
+    Cost,
+    Fit,
+    HardwareProfile,
+    Host,
+    fit,
+    read_profile,
+    straight_line,
+    write_profile,
+)
 from paceline.core.errors import UserError
 
 SIZES = [2**exponent for exponent in range(10, 27, 2)]
@@ -145,3 +155,12 @@ def test_a_missing_file_and_a_folder_that_is_missing_are_mistakes_of_the_user(tm
         read_profile(tmp_path / "none.json")
     with pytest.raises(UserError, match="could not be written: No such file"):
         write_profile(tmp_path / "none" / "here.json", PROFILE)
+
+
+def test_a_line_is_that_of_a_fit_and_two_sizes_are_enough() -> None:
+    sizes, seconds = [100, 200, 400], [1.2, 2.1, 4.3]
+    known = fit(sizes, seconds)
+    assert straight_line(sizes, seconds) == (known.alpha, known.beta)
+    assert straight_line([100, 300], [2.0, 4.0]) == (pytest.approx(1.0), pytest.approx(0.01))
+    with pytest.raises(ValueError, match="at least 2 different sizes"):
+        straight_line([100, 100], [2.0, 4.0])

@@ -26,7 +26,8 @@ SLOW_LINK = {
 
 
 def program(strategy: Strategy, micro_batches: int = 1) -> Program:
-    return Program(schedule(strategy), micro_batches)
+    known = schedule(strategy)
+    return Program(known, micro_batches, tuple(slot.spec for slot in known.layout.slots))
 
 
 def executed(known: Program, costs: Callable[[Op], float], slower: float = 1.0, later: bool = False) -> Step:

@@ -25,9 +25,25 @@ const drawing = (() => {
 
   const rate = (value) => withUnit(value, [[1e9, "GB/s"], [1e6, "MB/s"], [1e3, "kB/s"], [1, "B/s"]]);
 
+  // Stripes of what a rank stands still for, which are told from the rest without colour.
+  function stripes(context) {
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = 6;
+    const pen = tile.getContext("2d");
+    pen.fillStyle = colour("exposed");
+    pen.fillRect(0, 0, 6, 6);
+    pen.strokeStyle = colour("page");
+    pen.lineWidth = 1.2;
+    for (const shift of [-6, 0, 6]) { pen.beginPath(); pen.moveTo(shift, 6); pen.lineTo(shift + 6, 0); pen.stroke(); }
+    return context.createPattern(tile, "repeat");
+  }
+
+  // What an op is drawn as.
+  const kind = (name, computes) => (!computes ? "hidden" : ["forward", "backward", "update"].includes(name) ? name : "other");
+
   // The colours of paper are not those of a dark screen.
   const again = () => redrawn.forEach((draw) => draw());
   for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", again);
 
-  return { colour, digits, microseconds, bytes, rate, onChange: (draw) => redrawn.push(draw) };
+  return { colour, digits, microseconds, bytes, rate, stripes, kind, onChange: (draw) => redrawn.push(draw) };
 })();

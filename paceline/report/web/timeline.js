@@ -119,15 +119,7 @@ const timeline = (() => {
   function takeColours() {
     for (const name of ["page", "text", "soft", "line", "panel", "forward", "backward", "update", "other", "hidden",
       "exposed", "critical", "on-light", "on-dark", "accent"]) colours[name] = drawing.colour(name);
-    const tile = document.createElement("canvas");
-    tile.width = tile.height = 6;
-    const pen = tile.getContext("2d");
-    pen.fillStyle = colours.exposed;
-    pen.fillRect(0, 0, 6, 6);
-    pen.strokeStyle = colours.page;
-    pen.lineWidth = 1.2;
-    for (const shift of [-6, 0, 6]) { pen.beginPath(); pen.moveTo(shift, 6); pen.lineTo(shift + 6, 0); pen.stroke(); }
-    hatch = context.createPattern(tile, "repeat");
+    hatch = drawing.stripes(context);
     ask();
   }
 
@@ -144,8 +136,7 @@ const timeline = (() => {
 
   function kindOf(i) {
     const kind = data.kinds[state.step.kind[i]];
-    if (!COMPUTE.has(kind) || data.streams[state.step.lanes[state.step.lane[i]][1]] !== "compute") return "hidden";
-    return kind === "forward" || kind === "backward" || kind === "update" ? kind : "other";
+    return drawing.kind(kind, COMPUTE.has(kind) && data.streams[state.step.lanes[state.step.lane[i]][1]] === "compute");
   }
 
   function draw() {

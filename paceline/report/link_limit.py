@@ -1,0 +1,76 @@
+"""What collectives took against what the fitted link says: rounds, bytes, and what is neither."""
+
+from __future__ import annotations
+
+from paceline.report import quantities as said
+from paceline.report.html import Html, figures, join, table, tag
+from paceline.report.link import COUNTED, Link, rounds_and_share
+from paceline.report.meetings import Meeting
+from paceline.report.run import Run
+
+
+def link_limit(run: Run) -> Html:
+    """The link's figures, and a table of each kind of collective against it."""
+    if run.link is None:
+        return tag(
+            "p",
+            "What a round and what a byte cost cannot be told from these collectives: they are all of one size, or "
+            "larger ones take no longer.",
+            class_="note",
+        )
+    link = run.link
+    heads = (
+        "Collective",
+        "A link carries",
+        "At its bandwidth",
+        "Rounds",
+        "Their latency",
+        "The limit",
+        "Took",
+        "Of it",
+    )
+    body = [
+        figures(
+            [
+                ("link_bandwidth", "Bandwidth of a rank's link, fitted", said.rate(link.bandwidth), link.bandwidth),
+                ("link_latency", "Latency of a round, fitted", said.seconds(link.latency), link.latency),
+                ("link_miss", "The middle collective misses that by", said.share(link.typical_miss), link.typical_miss),
+            ]
+        ),
+        table("A step's collectives against the fitted link, on average", heads, _rows(run, link)),
+        tag(
+            "p",
+            f"The link is fitted to the time in the middle of each of {link.samples} kinds and sizes of collective, "
+            f"with the least relative error; the one that it says worst it misses by {said.share(link.worst_miss)}. A "
+            "collective is counted as a ring: 2 (N − 1) rounds for an all-reduce, N − 1 for an all-gather or a "
+            "reduce-scatter, each with the latency and a part of the buffer. The limit is the two times together; what "
+            "is taken beyond it went elsewhere, such as into ranks that were not given a processor.",
+            class_="note",
+        ),
+    ]
+    return join(body)
+
+
+def _rows(run: Run, link: Link) -> list[tuple[str, ...]]:
+    found: dict[str, list[Meeting]] = {}
+    for meeting in (meeting for step in run.steps for meeting in step.meetings if meeting.is_whole):
+        event = meeting.events[0]
+        if event.kind in COUNTED:
+            found.setdefault(f"{event.kind}, {event.phase}", []).append(meeting)
+    return [(name, *_cells(met, link, len(run.steps))) for name, met in found.items()]
+
+
+def _cells(met: list[Meeting], link: Link, steps: int) -> tuple[str, ...]:
+    # Each rank takes part in the meetings of one group.
+    parts = steps * len({meeting.ranks for meeting in met})
+    rounds = carried = took = 0.0
+    for meeting in met:
+        event = meeting.events[0]
+        often, share = rounds_and_share(event.kind, len(meeting.ranks))
+        rounds += often / parts
+        carried += event.bytes * share / parts
+        took += meeting.seconds / parts
+    moving, latency = carried / link.bandwidth, rounds * link.latency
+    times = map(said.seconds, (latency, moving + latency, took))
+    of_it = said.share((moving + latency) / took) if took > 0 else "–"
+    return said.size(carried), said.seconds(moving), said.digits(rounds), *times, of_it

@@ -1,0 +1,169 @@
+"""What if under hand and keyboard, in a real browser: its numbers are those of the simulation in Python."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.core.simulate import simulate
+from paceline.report import quantities as said
+from paceline.report.page import page as page_of
+from paceline.report.page import write_page
+from paceline.report.run import Run, read_run
+from paceline.report.variants import Setting
+from paceline.report.what_if import WhatIf
+from tests.report.browser import Browser
+from tests.report.events import lines
+from tests.report.test_what_if import costs
+
+RIGHT, LEFT = "\ue014", "\ue012"
+
+
+@pytest.fixture(scope="module")
+def linked(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run of two ranks with events of a step over a link that is known, and its page."""
+    folder = tmp_path_factory.mktemp("linked") / "run"
+    shutil.copytree(run, folder)
+    known = read_run(folder).program
+    assert known is not None
+    events = []
+    for rank in (0, 1):
+        schedule = replace(known.schedule, rank=rank)
+        done = simulate(schedule, costs(schedule, bandwidth=1e6), known.micro_batches, 3)
+        events += [event for event in done if event.step == 2]
+    (folder / "events.jsonl").write_text(lines(events))
+    found = read_run(folder)
+    write_page(page_of(found), folder / "report.html")
+    return found
+
+
+@pytest.fixture
+def opened(linked: Run, page: Browser) -> Browser:
+    page.open(linked.path / "report.html")
+    return page
+
+
+@pytest.fixture
+def expected(linked: Run) -> WhatIf:
+    assert linked.program is not None and linked.prediction is not None and linked.link is not None
+    return WhatIf(linked.program, linked.prediction, linked.link)
+
+
+def seconds(page: Browser) -> float:
+    return float(page.run("whatIf.shown().seconds")) / 1e6
+
+
+def slide(page: Browser, name: str, keys: str) -> None:
+    page.window.find_element("id", f"what-if-{name}").send_keys(keys)
+    page.settle()
+
+
+def test_as_run_it_is_the_timelines_prediction(linked: Run, opened: Browser) -> None:
+    assert linked.prediction is not None
+    longest = max(linked.prediction.seconds.values())
+    assert opened.run("whatIf.shown().span") / 1e6 == pytest.approx(longest, rel=1e-4)
+    assert said.seconds(longest) in opened.text("#timeline .sentence")
+    told = opened.text("#what-if-told")
+    assert f"{said.seconds(longest)} from its first op to its last" in told and ", as run:" in told
+    assert f"is predicted to take {said.seconds(seconds(opened))}" in opened.text("#what-if .sentence")
+
+
+def test_every_setting_takes_what_python_says(opened: Browser, expected: WhatIf) -> None:
+    data = opened.run("whatIf.data")
+    script = """(() => { const found = [], { stages, devices, buckets } = whatIf.data;
+      stages.forEach((_, stage) => devices.forEach((_, device) => buckets.forEach((_, bucket) => {
+        const step = whatIf.predict({ stage, devices: device, bucket }, arguments[0]);
+        found.push([stage, device, bucket, step.seconds, step.span, step.exposed, step.sent]);
+      })));
+      return found; })()"""
+    for bandwidth in (1e5, 3e8):
+        every = opened.run(script, bandwidth)
+        assert len(every) == len(data["settings"]) >= 4 * 5 * 3
+        for stage, device, bucket, *numbers in every[:: 1 if bandwidth < 1e6 else 7]:
+            setting = Setting(data["stages"][stage], data["devices"][device], data["buckets"][bucket])
+            step = expected.predict(setting, bandwidth)
+            shown = pytest.approx([step.seconds * 1e6, step.span * 1e6, step.exposed * 1e6], rel=1e-4, abs=2)
+            assert numbers[:3] == shown, setting
+            assert numbers[3] == expected.sent(setting)
+
+
+def test_sliders_do_what_they_say(opened: Browser, expected: WhatIf) -> None:
+    own, before = expected.own, seconds(opened)
+    slide(opened, "stage", LEFT)
+    assert opened.text("#what-if-stage-told") == "zero 1"
+    assert seconds(opened) == pytest.approx(expected.predict(replace(own, stage=1)).seconds, rel=1e-4)
+    slide(opened, "stage", RIGHT)
+    assert opened.text("#what-if-stage-told") == "zero 2 (as run)" and seconds(opened) == before
+    slide(opened, "devices", RIGHT)
+    assert opened.text("#what-if-devices-told") == "4"
+    assert seconds(opened) == pytest.approx(expected.predict(replace(own, devices=4)).seconds, rel=1e-4)
+    assert "4 devices do" in opened.text("#what-if-told") and "more than as run" in opened.text("#what-if-told")
+    opened.click("what-if-own")
+    slide(opened, "bucket", LEFT)
+    size = opened.run("whatIf.data.buckets[whatIf.state.bucket]")
+    assert opened.text("#what-if-bucket-told") == f"{said.digits(size)} MiB"
+    assert seconds(opened) == pytest.approx(expected.predict(replace(own, bucket_mb=size)).seconds, rel=1e-4)
+    opened.click("what-if-own")
+    slide(opened, "bandwidth", RIGHT * 20)
+    assert opened.text("#what-if-bandwidth-told").endswith(", 10.0 times as run")
+    step = expected.predict(own, 10 * expected.bandwidth)
+    assert seconds(opened) == pytest.approx(step.seconds, rel=1e-4)
+    assert "less than as run" in opened.text("#what-if-told") and said.seconds(step.seconds) in opened.text(
+        "#what-if-told"
+    )
+    opened.click("what-if-own")
+    assert seconds(opened) == before
+    slide(opened, "stage", RIGHT)
+    assert opened.run("document.getElementById('what-if-bucket').disabled")
+    assert "no choice" in opened.text("#what-if-bucket-told")
+
+
+def test_sliders_and_picture_say_what_they_are(opened: Browser) -> None:
+    script = """[...document.querySelectorAll('.sliders input')].map(
+      (slider) => [slider.labels[0].firstChild.textContent, slider.getAttribute('aria-valuetext')])"""
+    named = dict(opened.run(script))
+    assert list(named) == ["Stage", "Devices", "Bucket size", "Bandwidth of a rank's link"]
+    assert named["Stage"] == "zero 2 (as run)" and "(as run)" in named["Bandwidth of a rank's link"]
+    label = opened.run("document.getElementById('what-if-lanes').getAttribute('aria-label')")
+    assert opened.text("#what-if-told") in label
+
+
+def test_the_table_has_single_changes(opened: Browser, expected: WhatIf) -> None:
+    script = "[...document.querySelectorAll('#what-if tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+    rows = {row[0]: row[1:] for row in opened.run(script)}
+    now = expected.predict(expected.own).seconds
+    twice = expected.predict(expected.own, 2 * expected.bandwidth).seconds
+    assert rows["as run"][:2] == [said.seconds(now), "100 %"]
+    assert rows["twice the bandwidth"][:2] == [said.seconds(twice), said.share(twice / now)]
+    zero = expected.predict(replace(expected.own, stage=3))
+    assert rows["zero 3"] == [
+        said.seconds(zero.seconds),
+        said.share(zero.seconds / now),
+        said.seconds(zero.exposed),
+        said.size(expected.sent(replace(expected.own, stage=3))),
+    ]
+
+
+def test_the_section_on_communication_states_the_link(linked: Run, opened: Browser) -> None:
+    assert linked.link is not None
+    shown = opened.run("document.querySelector('[data-figure=link_bandwidth]').dataset.value")
+    assert float(shown) == linked.link.bandwidth == pytest.approx(1e6)
+    assert f"carries {said.rate(linked.link.bandwidth)}" in opened.text("#communication .sentence")
+    script = "[...document.querySelectorAll('#communication table')].at(-1).querySelectorAll('tbody tr')"
+    rows = opened.run(f"[...{script}].map((r) => [...r.cells].map((c) => c.textContent))")
+    assert rows and all(row[5] == row[6] and row[7] == "100 %" for row in rows)
+
+
+def test_it_is_drawn_in_the_dark_on_a_small_screen_and_on_paper(linked: Run, page: Browser) -> None:
+    page.open(linked.path / "report.html", 400, dark=True)
+    assert page.run("document.documentElement.scrollWidth") <= 400
+    pixels = """(() => { const c = document.getElementById('what-if-lanes');
+      return new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size; })()"""
+    assert page.run(pixels) > 20
+    page.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    page.settle()
+    assert page.run("getComputedStyle(document.querySelector('.sliders')).display") == "none"
+    assert page.run("getComputedStyle(document.getElementById('what-if-told')).display") == "block"
