@@ -17,18 +17,28 @@ from paceline.report.memory import memory
 from paceline.report.rank_times import ranks
 from paceline.report.run import Run
 from paceline.report.summary import summary
+from paceline.report.synchronisation import synchronisation
 from paceline.report.timeline import timeline
 from paceline.report.what_if_section import what_if
 
 _STYLES = ("uPlot.min.css", "page.css")
-_SCRIPTS = ("uPlot.min.js", "drawing.js", "timeline.js", "charts.js", "simulate.js", "what_if.js")
+_SCRIPTS = (
+    "uPlot.min.js",
+    "drawing.js",
+    "timeline.js",
+    "charts.js",
+    "simulate.js",
+    "what_if.js",
+    "player.js",
+    "numbers.js",
+)
 
 
 def page(run: Run) -> str:
     """The page of a run."""
     sections = [
-        *(summary(run), timeline(run), communication(run), memory(run), curves(run), ranks(run)),
-        what_if(run),
+        *(summary(run), timeline(run), synchronisation(run), communication(run)),
+        *(memory(run), curves(run), ranks(run), what_if(run)),
     ]
     return _document(run.name, [tag("p", _where(run))], sections, _problems(run))
 

@@ -19,6 +19,7 @@ from paceline.report.prediction import Prediction
 from paceline.report.program import Program, program_of
 from paceline.report.recordings import Place, Recording, choose, find_recordings, read_recording
 from paceline.report.steps import Step
+from paceline.report.what_if import WhatIf
 
 if TYPE_CHECKING:
     from paceline.train.config import TrainConfig
@@ -88,6 +89,13 @@ class Run:
     def link(self) -> Link | None:
         """What recorded collectives say of the ranks' links; None if that is nothing."""
         return fitted_link(self.steps)
+
+    @cached_property
+    def what_if(self) -> WhatIf | None:
+        """What it would take otherwise; None without a prediction or a link."""
+        if self.program is None or self.prediction is None or self.link is None:
+            return None
+        return WhatIf(self.program, self.prediction, self.link)
 
     @property
     def typical(self) -> Step | None:

@@ -101,10 +101,12 @@ class WhatIf:
         Raises:
             UserError: The setting contradicts the run's others.
         """
-        schedule = self.schedule(setting)
+        return self.simulated(self.schedule(setting), bandwidth or self.bandwidth)
+
+    def simulated(self, schedule: Schedule, bandwidth: float) -> Predicted:
+        """The step of any schedule of the run's model."""
         costs = self.costs(schedule)
-        speed = bandwidth or self.bandwidth
-        events = simulate(schedule, lambda op: costs[op.key].seconds(speed), self._program.micro_batches, STEPS)
+        events = simulate(schedule, lambda op: costs[op.key].seconds(bandwidth), self._program.micro_batches, STEPS)
         return last_step(events)
 
     def sent(self, setting: Setting) -> int:

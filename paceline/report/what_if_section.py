@@ -22,9 +22,9 @@ _BANDWIDTHS = (0.5, 2.0)
 
 def what_if(run: Run) -> Section:
     """The section."""
-    if run.prediction is None or run.link is None or run.program is None:
+    tried = run.what_if
+    if tried is None or run.program is None:
         return Section("what-if", "What if", f"There is nothing to simulate: {_missing(run)}.", Html(""))
-    tried = WhatIf(run.program, run.prediction, run.link)
     offered = choices(run.program)
     drawn = grid(tried, offered)
     body = [

@@ -183,7 +183,7 @@ def test_what_a_run_lacks_is_said(page: Browser, tmp_path: Path, kind: str) -> N
     folder = write_run(tmp_path / "run", events, rows)
     assert main(["report", str(folder)]) == 0
     page.open(folder / "report.html")
-    assert page.run("document.querySelectorAll('section').length") == 7
+    assert page.run("document.querySelectorAll('section').length") == 8
     assert page.run("document.querySelectorAll('.problems li').length") >= 1
 
 

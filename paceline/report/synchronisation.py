@@ -1,0 +1,116 @@
+"""The page's section on gradient synchronisation: strategies side by side, and a step in numbers, moment by moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.report import quantities as said
+from paceline.report.html import Html, Section, data, join, tag
+from paceline.report.run import Run
+from paceline.report.small_model import ITEMS, NAMES, RATE, START
+from paceline.report.strategies import Compared, compared, strategies_table
+from paceline.report.teaching import WAYS, frames
+
+_KEYS_HELP = (
+    "Keys: the arrows left and right go back and on, Home and End to the first and the last moment, and the space bar "
+    "plays and pauses."
+)
+
+
+def synchronisation(run: Run) -> Section:
+    """The section."""
+    body: list[Html] = []
+    sentence = "The schedule of this run is not known; below is a step of two ranks in numbers."
+    if run.program is not None and run.world_size > 1:
+        listed, refused = compared(run.program, run.what_if)
+        sentence = _sentence(run, listed)
+        body += [strategies_table(listed, refused), tag("p", _assumed(run), class_="note")]
+    elif run.program is not None:
+        sentence = "One rank has nobody to synchronise gradients with; below is a step of two ranks in numbers."
+    return Section("synchronisation", "Gradient synchronisation", sentence, join([*body, _in_numbers()]))
+
+
+def _sentence(run: Run, listed: Sequence[Compared]) -> str:
+    assert run.program is not None
+    schedule = run.program.schedule
+    buckets = schedule.reduced_buckets
+    whole = sum(bucket.numel * bucket.gradient_itemsize for bucket in buckets)
+    own = next(each for each in listed if each.is_own)
+    filled = f", from {buckets[0].units[-1]} to {buckets[-1].units[0]}" if len(schedule.computed_units) > 1 else ""
+    told = (
+        f"Backward fills {said.count(len(buckets), 'bucket')} with {said.size(whole)} of gradients{filled}, and a rank "
+        f"sends {said.size(own.sent)} in a step's {said.count(own.collectives, 'collective')}"
+    )
+    timed = sorted((each.step.seconds, each.name) for each in listed if each.step is not None)
+    if not timed:
+        return f"{told}."
+    (first, fastest), (last, slowest) = timed[0], timed[-1]
+    return (
+        f"{told}; by simulation, of the strategies below “{fastest}” takes least time for this "
+        f"model, {said.seconds(first)} a step, and “{slowest}” most, {said.seconds(last)}."
+    )
+
+
+def _assumed(run: Run) -> str:
+    told = (
+        "Bytes and buffers are those of each strategy's schedule for this model, on as many ranks, with the run's "
+        "precision and bucket size; for Adam, without activations."
+    )
+    if run.what_if is None:
+        return f"{told} Times are not known: the section What if says why."
+    return (
+        f"{told} Times are simulated as in the section What if, and under the same assumptions: of the run's slowest "
+        "rank, from the end of the step before to its own."
+    )
+
+
+def _in_numbers() -> Html:
+    """The step of two ranks in numbers, with what it needs to be stepped through."""
+    ways = {name: [frame.to_dict() for frame in frames(*way)] for name, way in WAYS.items()}
+    final = next(iter(ways.values()))[-1]["held"]
+    told = ", ".join(f"{name} = {value:.4f}" for name, value in zip(NAMES, final[0]["parameters"], strict=True))
+    start = ", ".join(f"{name} = {value:g}" for name, value in zip(NAMES, START, strict=True))
+    items = " and ".join(
+        f"({x1:g}, {x2:g}), which should give {y:g}, on rank {i}" for i, ((x1, x2), y) in enumerate(ITEMS)
+    )
+    intro = (
+        f"One step of gradient descent on two ranks, with y = w1 x1 + w2 x2 + b, the squared error, a rate of {RATE:g} "
+        f"and {start}. The items are {items}; gradients are summed. Whichever way it is done, both ranks "
+        f"end with {told}."
+    )
+    chosen = tag("select", *(tag("option", name, value=index) for index, name in enumerate(ways)), id="numbers-way")
+    return tag(
+        "div",
+        tag("h3", "In numbers"),
+        tag("p", intro, id="numbers-intro"),
+        tag("div", tag("label", "Strategy ", chosen), class_="controls"),
+        player("numbers", "A step of two ranks in numbers"),
+        tag("div", id="numbers-held", class_="wide", tabindex=0, role="region", aria_label="What each rank holds"),
+        data("numbers-data", {"names": NAMES, "ways": list(ways.values())}),
+        class_="steps",
+    )
+
+
+def player(name: str, label: str) -> Html:
+    """What steps through moments: buttons, a slider, and what has just happened in words."""
+    buttons = [
+        tag("button", words, type="button", data_act=act, **more)
+        for act, words, more in (
+            ("first", "First", {}),
+            ("back", "Back", {}),
+            ("play", "Play", {"aria_pressed": "false"}),
+            ("next", "Next", {}),
+            ("last", "Last", {}),
+        )
+    ]
+    slider = tag("input", type="range", min=0, max=0, value=0, step=1, aria_label=f"{label}: moment")
+    return tag(
+        "div",
+        tag("div", *buttons, slider, class_="controls"),
+        tag("p", role="status", class_="told"),
+        tag("p", _KEYS_HELP, class_="note help"),
+        id=name,
+        class_="player",
+        role="group",
+        aria_label=label,
+    )
