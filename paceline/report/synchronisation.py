@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.report import quantities as said
+from paceline.report.holdings import Holdings
 from paceline.report.html import Html, Section, data, join, tag
+from paceline.report.moments import MOST_RANKS, moments
+from paceline.report.program import Program
 from paceline.report.run import Run
 from paceline.report.small_model import ITEMS, NAMES, RATE, START
 from paceline.report.strategies import Compared, compared, strategies_table
@@ -24,7 +27,11 @@ def synchronisation(run: Run) -> Section:
     if run.program is not None and run.world_size > 1:
         listed, refused = compared(run.program, run.what_if)
         sentence = _sentence(run, listed)
-        body += [strategies_table(listed, refused), tag("p", _assumed(run), class_="note")]
+        body += [
+            strategies_table(listed, refused),
+            tag("p", _assumed(run), class_="note"),
+            _of_the_run(run, run.program),
+        ]
     elif run.program is not None:
         sentence = "One rank has nobody to synchronise gradients with; below is a step of two ranks in numbers."
     return Section("synchronisation", "Gradient synchronisation", sentence, join([*body, _in_numbers()]))
@@ -62,6 +69,63 @@ def _assumed(run: Run) -> str:
         f"{told} Times are simulated as in the section What if, and under the same assumptions: of the run's slowest "
         "rank, from the end of the step before to its own."
     )
+
+
+def _of_the_run(run: Run, program: Program) -> Html:
+    """The run's own step, with what it needs to be stepped through."""
+    times = None if run.what_if is None else run.what_if.times()
+    ways = ["ring"] if program.schedule.shards > 1 or program.schedule.has_server else ["ring", "tree"]
+    found = {way: moments(program, way, times) for way in ways} if run.world_size <= MOST_RANKS else {}
+    drawn = {way: each for way, each in found.items() if each is not None}
+    if not drawn:
+        why = "its ranks or its ops are too many to be drawn"
+        return join([tag("h3", "This run's step"), tag("p", f"It is not shown moment by moment: {why}.")])
+    holdings = Holdings(program.schedule, program.micro_batches)
+    buckets = [
+        [bucket.name, said.size(bucket.numel * bucket.gradient_itemsize), _named(bucket.units)]
+        for bucket in holdings.buckets
+    ]
+    values = {
+        "ranks": run.world_size,
+        "chunks": holdings.chunks,
+        "buckets": buckets,
+        "ways": [[moment.to_list() for moment in each] for each in drawn.values()],
+    }
+    options = [tag("option", f"a {way}", value=index) for index, way in enumerate(drawn)]
+    keys = [
+        tag("li", words)
+        for words in (
+            "upper boxes: gradients, with the number of ranks whose are added up, Σ for all",
+            "box at the side: sums that lie apart from the bucket",
+            "lower boxes: parameters, ✓ after the update",
+            "empty: not held",
+            "framed: just changed",
+        )
+    ]
+    order = "things happen in the order of the prediction" if times else "ops follow each other as in the schedule"
+    return tag(
+        "div",
+        tag("h3", "This run's step"),
+        tag(
+            "p",
+            f"Buckets, units, sizes and what each rank holds are those of the run's schedule; {order}. Collectives go "
+            f"{'as chosen' if len(drawn) > 1 else 'around a ring'} here, which need not be what the run's transports "
+            "chose. Events have no norms of gradients, so none are shown.",
+            class_="note",
+        ),
+        tag("div", tag("label", "Collectives as ", tag("select", *options, id="holdings-way")), class_="controls")
+        if len(drawn) > 1
+        else "",
+        player("holdings", "This run's step"),
+        tag("canvas", id="holdings-drawn", role="img", aria_label="What each rank holds of each bucket"),
+        tag("ul", *keys, class_="keys"),
+        data("holdings-data", values),
+    )
+
+
+def _named(units: Sequence[str]) -> str:
+    """Units of a bucket, the last of the forward pass first."""
+    return ", ".join(reversed(units)) if len(units) < 4 else f"{units[-1]} … {units[0]}"
 
 
 def _in_numbers() -> Html:

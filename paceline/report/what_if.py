@@ -73,7 +73,8 @@ class WhatIf:
         self.bandwidth = link.bandwidth
         self.rank = max(prediction.seconds, key=lambda rank: prediction.seconds[rank])
         events = prediction.events(self.rank)
-        self._took = {Key(e.kind, e.target, e.micro_batch, e.phase): e.seconds for e in events}
+        self._ran = {Key(e.kind, e.target, e.micro_batch, e.phase): (e.start, e.end) for e in events}
+        self._took = {key: end - start for key, (start, end) in self._ran.items()}
 
     def schedule(self, setting: Setting) -> Schedule:
         """The rank's schedule.
@@ -108,6 +109,11 @@ class WhatIf:
         costs = self.costs(schedule)
         events = simulate(schedule, lambda op: costs[op.key].seconds(bandwidth), self._program.micro_batches, STEPS)
         return last_step(events)
+
+    def times(self) -> dict[Key, tuple[float, float]]:
+        """When the ops of the run's own step run, in seconds from its first; what its update sends comes last."""
+        origin = min(start for start, _ in self._ran.values())
+        return {key: (start - origin, end - origin) for key, (start, end) in self._ran.items()}
 
     def sent(self, setting: Setting) -> int:
         """Bytes that the rank sends in a step."""

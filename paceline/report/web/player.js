@@ -1,10 +1,9 @@
 "use strict";
 // Steps through moments: buttons, a slider and keys. Nothing moves by itself until it is asked to.
 const players = (() => {
-  const PAUSE = 1400;
-
-  // `count()` moments, of which `show(index)` draws one and returns what has happened in words.
-  function player(name, count, show) {
+  // `count()` moments, of which `show(index)` draws one and returns what has happened in words; playing shows each for
+  // so many milliseconds.
+  function player(name, count, show, pause = 1400) {
     const root = document.getElementById(name), slider = root.querySelector("input"), told = root.querySelector(".told");
     const play = root.querySelector("[data-act=play]");
     let index = 0, timer = 0;
@@ -30,7 +29,7 @@ const players = (() => {
     function toggle() {
       if (timer) return stop();
       if (index === count() - 1) go(0);
-      timer = setInterval(() => go(index + 1), PAUSE);
+      timer = setInterval(() => go(index + 1), pause);
       play.textContent = "Pause";
       play.setAttribute("aria-pressed", "true");
     }
