@@ -149,7 +149,7 @@ def _by_link(run: Run) -> str:
     if run.link is None:
         return ""
     return (
-        f" Fitted to what they take, a rank's link carries {said.rate(run.link.bandwidth)} and costs "
+        f" Fitted to what they take, a rank's link carries {run.link.in_words} and costs "
         f"{said.seconds(run.link.latency)} a round; the middle collective took {said.share(run.link.typical_miss)} "
         "more or less than that."
     )

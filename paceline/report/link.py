@@ -11,6 +11,7 @@ from functools import cache
 from paceline.comm.profile import straight_line
 from paceline.core.collectives.algorithms import find_algorithm
 from paceline.core.collectives.rounds import alpha_beta_seconds
+from paceline.report import quantities as said
 from paceline.report.meetings import Meeting
 from paceline.report.steps import Step
 
@@ -46,7 +47,7 @@ class Link:
 
     Attributes:
         latency: Seconds a round.
-        bandwidth: Bytes a second.
+        bandwidth: Bytes a second; infinite where larger collectives take no longer.
         samples: How many different collectives it is fitted to.
         typical_miss: By how much the middle one of them took more or less than it says, as a share of what it took.
         worst_miss: The same of the one that it says worst.
@@ -58,6 +59,16 @@ class Link:
     typical_miss: float
     worst_miss: float
 
+    @property
+    def has_limit(self) -> bool:
+        """Whether bytes cost anything."""
+        return math.isfinite(self.bandwidth)
+
+    @property
+    def in_words(self) -> str:
+        """Its bandwidth."""
+        return said.rate(self.bandwidth) if self.has_limit else "more than can be told"
+
     def seconds(self, kind: str, ranks: int, size: float) -> float:
         """What a collective over a buffer of `size` bytes takes."""
         rounds, share = rounds_and_share(kind, ranks)
@@ -67,8 +78,8 @@ class Link:
 def fitted_link(steps: Iterable[Step]) -> Link | None:
     """The link by which the collectives of steps would take what they took, with the least relative error.
 
-    Collectives of one kind and size count once, with the time in the middle. None if they are all of one size, or the
-    larger ones take no longer: no bandwidth can be told from that.
+    Collectives of one kind and size count once, with the time in the middle. None if they are all of one size, from
+    which a round cannot be told from a byte.
     """
     found: dict[tuple[str, int, int], list[float]] = {}
     for meeting in (meeting for step in steps for meeting in step.meetings):
@@ -82,10 +93,8 @@ def fitted_link(steps: Iterable[Step]) -> Link | None:
     if len(set(carried)) < 2:
         return None
     latency, per_byte = straight_line(carried, each)
-    if per_byte <= 0:
-        return None
     misses = _misses(latency, per_byte, carried, each)
-    return Link(latency, 1 / per_byte, len(found), statistics.median(misses), max(misses))
+    return Link(latency, 1 / per_byte if per_byte > 0 else math.inf, len(found), statistics.median(misses), max(misses))
 
 
 def _sort(meeting: Meeting) -> tuple[str, int, int]:

@@ -14,8 +14,7 @@ def link_limit(run: Run) -> Html:
     if run.link is None:
         return tag(
             "p",
-            "What a round and what a byte cost cannot be told from these collectives: they are all of one size, or "
-            "larger ones take no longer.",
+            "What a round and what a byte cost cannot be told from these collectives, which are all of one size.",
             class_="note",
         )
     link = run.link
@@ -32,7 +31,12 @@ def link_limit(run: Run) -> Html:
     body = [
         figures(
             [
-                ("link_bandwidth", "Bandwidth of a rank's link, fitted", said.rate(link.bandwidth), link.bandwidth),
+                (
+                    "link_bandwidth",
+                    "Bandwidth of a rank's link, fitted",
+                    link.in_words,
+                    link.bandwidth if link.has_limit else None,
+                ),
                 ("link_latency", "Latency of a round, fitted", said.seconds(link.latency), link.latency),
                 ("link_miss", "The middle collective misses that by", said.share(link.typical_miss), link.typical_miss),
             ]

@@ -68,7 +68,7 @@ class WhatIf:
             prediction: Of its typical step.
             link: Fitted to what its collectives took.
         """
-        self._program, self._link = program, link
+        self._program, self.link = program, link
         self.own = own_setting(program)
         self.bandwidth = link.bandwidth
         self.rank = max(prediction.seconds, key=lambda rank: prediction.seconds[rank])
@@ -157,7 +157,7 @@ class WhatIf:
 
     def _by_link(self, schedule: Schedule, op: Op) -> Cost:
         rounds, share = rounds_and_share(op.kind, schedule.position_in(op.group)[1])
-        return Cost(self._link.latency * rounds, op.bytes * share)
+        return Cost(self.link.latency * rounds, op.bytes * share)
 
     @cached_property
     def _own_ops(self) -> dict[Key, Op]:

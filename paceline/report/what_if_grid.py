@@ -54,7 +54,7 @@ def grid(what_if: WhatIf, offered: Choices) -> dict[str, Any]:
             list(offered.devices).index(own.devices),
             list(offered.bucket_mb).index(own.bucket_mb),
         ],
-        "bandwidth": what_if.bandwidth,
+        "bandwidth": what_if.bandwidth if what_if.link.has_limit else None,
         "steps": STEPS,
         "kinds": list(kinds),
         "names": list(names),

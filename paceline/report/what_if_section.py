@@ -45,8 +45,8 @@ def _missing(run: Run) -> str:
     if run.prediction is None or run.program is None:
         return "the schedule of the recorded steps is not known, or none are recorded"
     return (
-        "the run's collectives say nothing of a bandwidth, as they are all of one size or larger ones take no longer. "
-        "Larger buckets, and events of more steps, would tell"
+        "the run's collectives are all of one size, from which what a round costs cannot be told from what a byte "
+        "costs; smaller buckets would tell"
     )
 
 
@@ -89,7 +89,7 @@ def _single(tried: WhatIf, offered: Choices) -> Iterator[tuple[str, Setting, flo
         for size in offered.bucket_mb:
             if size != own.bucket_mb:
                 yield f"buckets of {said.digits(size)} MiB", replace(own, bucket_mb=size), 1.0
-    for times in _BANDWIDTHS:
+    for times in _BANDWIDTHS if tried.link.has_limit else ():
         yield f"{'half' if times < 1 else 'twice'} the bandwidth", own, times
     for devices in offered.devices:
         if devices != own.devices:
@@ -107,18 +107,21 @@ def _sentence(tried: WhatIf, offered: Choices) -> str:
             found.append((tried.predict(setting, times * tried.bandwidth).seconds, words))
         except UserError:
             continue
+    links = f"links of {tried.link.in_words}" if tried.link.has_limit else "links whose bandwidth cannot be told"
     told = (
         f"As run (zero {own.stage}, {said.count(own.devices, 'device')}, buckets of {said.digits(own.bucket_mb)} MiB, "
-        f"links of {said.rate(tried.bandwidth)}) a step is predicted to take {said.seconds(now)}"
+        f"{links}) a step is predicted to take {said.seconds(now)}"
     )
     best, words = min(found)
     if best > (1 - _LEAST_GAIN) * now:
-        return f"{told}; no other stage or bucket size would shorten it by 1 %, nor would twice the bandwidth."
+        more = ", nor would twice the bandwidth" if tried.link.has_limit else ""
+        return f"{told}; no other stage or bucket size would shorten it by 1 %{more}."
     return f"{told}; of single changes with as many devices, {words} would shorten it most, to {said.seconds(best)}."
 
 
 def _assumed(run: Run, tried: WhatIf) -> str:
     assert run.link is not None
+    how = "of the bandwidth chosen" if run.link.has_limit else "on which bytes are free, as larger ones took no longer,"
     return (
         f"The step is that of rank {tried.rank}, from the end of the step before to its own. As run, each op takes "
         "what it took, with nobody to wait for and no pause between ops; from its first op to its last that is what "
@@ -126,7 +129,7 @@ def _assumed(run: Run, tried: WhatIf) -> str:
         "device computes in a step what a rank of the run does, so that more devices do more; that forward and "
         "backward take what they took; that copying gradients, updating and rounding take as long for each element as "
         "they took, and ops of which the run has none no time; that collectives go around a ring of their ranks, over "
-        f"links of the bandwidth chosen and {said.seconds(run.link.latency)} a round; and that a kind of collective "
+        f"links {how} and {said.seconds(run.link.latency)} a round; and that a kind of collective "
         "takes so many times what the fitted link says as it did in the run (a kind that the run has none of: as all "
         "did together). Whether memory suffices is not looked at."
     )

@@ -55,8 +55,14 @@ def test_what_it_misses_is_said() -> None:
         [],
         [("all_gather", 200, 0.2)],
         [("all_gather", 200, 0.2), ("reduce_scatter", 200, 0.4)],
-        [("all_gather", 200, 0.4), ("all_gather", 400, 0.2)],
     ],
 )
 def test_nothing_is_made_up_where_sizes_tell_nothing(done: list[tuple[str, int, float]]) -> None:
     assert fitted_link(steps(*done)) is None
+
+
+def test_bytes_are_free_where_larger_collectives_take_no_longer() -> None:
+    link = fitted_link(steps(("all_gather", 200, 0.3), ("all_gather", 400, 0.2), ("all_gather", 800, 0.2)))
+    assert link is not None and not link.has_limit
+    assert link.seconds("all_gather", 2, 800) == link.seconds("all_gather", 2, 8) == pytest.approx(link.latency)
+    assert link.in_words == "more than can be told"

@@ -25,14 +25,18 @@ RIGHT, LEFT = "\ue014", "\ue012"
 @pytest.fixture(scope="module")
 def linked(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run of two ranks with events of a step over a link that is known, and its page."""
-    folder = tmp_path_factory.mktemp("linked") / "run"
+    return over(1e6, run, tmp_path_factory.mktemp("linked") / "run")
+
+
+def over(bandwidth: float, run: Path, folder: Path) -> Run:
+    """A run like another, over a link that is known."""
     shutil.copytree(run, folder)
     known = read_run(folder).program
     assert known is not None
     events = []
     for rank in (0, 1):
         schedule = replace(known.schedule, rank=rank)
-        done = simulate(schedule, costs(schedule, bandwidth=1e6), known.micro_batches, 3)
+        done = simulate(schedule, costs(schedule, bandwidth), known.micro_batches, 3)
         events += [event for event in done if event.step == 2]
     (folder / "events.jsonl").write_text(lines(events))
     found = read_run(folder)
@@ -167,3 +171,14 @@ def test_it_is_drawn_in_the_dark_on_a_small_screen_and_on_paper(linked: Run, pag
     page.settle()
     assert page.run("getComputedStyle(document.querySelector('.sliders')).display") == "none"
     assert page.run("getComputedStyle(document.getElementById('what-if-told')).display") == "block"
+
+
+def test_where_bytes_are_free_there_is_no_bandwidth_to_choose(run: Path, page: Browser, tmp_path: Path) -> None:
+    found = over(float("inf"), run, tmp_path / "run")
+    assert found.what_if is not None and not found.what_if.link.has_limit
+    page.open(found.path / "report.html")
+    assert page.run("document.getElementById('what-if-bandwidth').disabled")
+    slide(page, "devices", RIGHT)
+    expected = found.what_if.predict(replace(found.what_if.own, devices=4))
+    assert seconds(page) == pytest.approx(expected.seconds, rel=1e-4)
+    assert "bandwidth cannot be told" in page.text("#what-if .sentence")

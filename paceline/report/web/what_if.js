@@ -18,7 +18,8 @@ const whatIf = (() => {
   const setting = (at) => `${data.stages[at.stage]} ${data.devices[at.devices]} ${text(data.buckets[at.bucket])}`;
   // As Python writes a number of MiB, which names a setting.
   const text = (value) => data.bucketNames[data.buckets.indexOf(value)];
-  const bandwidth = (at) => data.bandwidth * 10 ** ((at.bandwidth - 2 * DECADE) / DECADE);
+  const hasLimit = data.bandwidth !== null;
+  const bandwidth = (at) => (hasLimit ? data.bandwidth : Infinity) * 10 ** ((at.bandwidth - 2 * DECADE) / DECADE);
 
   // The step with a setting; a sentence where there is none.
   function predict(at, speed = bandwidth(at)) {
@@ -38,7 +39,7 @@ const whatIf = (() => {
       stage: asRunOr("stage", `zero ${data.stages[at.stage]}`),
       devices: asRunOr("devices", `${data.devices[at.devices]}`),
       bucket: data.usesBuckets[data.stages[at.stage]] ? asRunOr("bucket", `${drawing.digits(data.buckets[at.bucket])} MiB`) : "of whole units: no choice here",
-      bandwidth: asRunOr("bandwidth", `${drawing.rate(bandwidth(at))}`) + (times === 1 ? "" : `, ${drawing.digits(times)} times as run`),
+      bandwidth: !hasLimit ? "more than this run tells: no choice here" : asRunOr("bandwidth", `${drawing.rate(bandwidth(at))}`) + (times === 1 ? "" : `, ${drawing.digits(times)} times as run`),
     };
   }
 
@@ -117,7 +118,7 @@ const whatIf = (() => {
     const short = { forward: "F ", backward: "B " }[kind] || "";
     let label = short + data.names[program.name[i]];
     const long = context.measureText(label).width;
-    if (long > wide - 6) label = label.slice(0, Math.floor(label.length * (wide - 6) / long) - 1) + "…";
+    if (long > wide - 6) label = label.slice(0, Math.floor(label.length * (wide - 6) / long) - 2) + "…";
     if (label.length < 3) return;
     if (plate) { context.fillStyle = pens.page; context.fillRect(left + 2, top + 4, context.measureText(label).width + 4, LANE - 8); }
     context.fillStyle = plate ? pens.text : kind === "backward" ? pens["on-dark"] : pens["on-light"];
@@ -134,6 +135,7 @@ const whatIf = (() => {
       slider.setAttribute("aria-valuetext", said[name]);
       document.getElementById(`what-if-${name}-told`).textContent = said[name];
     }
+    sliders.bandwidth.disabled = !hasLimit;
     sliders.bucket.disabled = !data.usesBuckets[data.stages[state.stage]];
     told.textContent = describe();
     canvas.setAttribute("aria-label", `The step as run and with these settings. ${told.textContent}`);
