@@ -184,8 +184,10 @@ class _Step:
                 rank.forget(rank.buffers.reduced(bucket))
                 if rank.schedule.shards_parameters:
                     rank.forget(rank.buffers.unsharded(bucket))
-        who = "Rank 0 updates" if self._ranks[0].schedule.has_server else "Each rank updates its share of"
-        return self._frame(f"{who} the parameters: {RATE:g} times the sums are taken off")
+        schedule = self._ranks[0].schedule
+        whose = "its shard of the parameters" if schedule.shards > 1 else "all parameters"
+        who = "Rank 0" if schedule.has_server else "Each rank"
+        return self._frame(f"{who} updates {whose}: {RATE:g} times the sums are taken off")
 
 
 def _listed(values: tuple[float, ...]) -> str:

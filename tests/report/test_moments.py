@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline.core.build_layout import build_layout
 from paceline.core.placement import DEPTH
+from paceline.core.schedule import Schedule
 from paceline.core.strategy import SYSTEMS, Strategy
 from paceline.report.holdings import BEFORE, NOTHING, UPDATED
 from paceline.report.moments import Moment, moments
@@ -14,6 +16,7 @@ from paceline.report.prediction import Prediction
 from paceline.report.program import Program
 from paceline.report.what_if import WhatIf
 from tests.core.test_simulate import schedule
+from tests.drawn import spec
 from tests.report.test_what_if import LINK, ran
 
 SMALL = 0.004
@@ -113,6 +116,16 @@ def test_zero_3_holds_two_units_whole_and_zero_2_two_buckets_of_gradients() -> N
             assert sum(unreduced) <= DEPTH, moment.told
             if zero == 3:
                 assert sum(whole) <= DEPTH, moment.told
+
+
+def test_a_unit_of_two_buckets_is_held_whole() -> None:
+    names = ("u0", "u1", "u2")
+    specs = [spec(f"{name}.{d}", 1024, name, d) for name in names for d in ("float32", "bfloat16")]
+    layout = build_layout(specs, names, Strategy(zero=3), 2)
+    known = Program(Schedule(layout, Strategy(zero=3), 2, 0, names), 1, tuple(specs))
+    found = [held for moment, held in states(step(known)) if moment.told.startswith("All-gather of u1 bfloat16")]
+    whole = sorted(bucket for bucket, (_, _, parameters) in found[0].items() if set(parameters) == {BEFORE})
+    assert len(whole) == 4
 
 
 def test_buckets_fill_from_the_last_unit_to_the_first() -> None:

@@ -94,6 +94,21 @@ def test_every_setting_takes_what_python_says(opened: Browser, expected: WhatIf)
             assert numbers[3] == expected.sent(setting)
 
 
+def test_every_op_runs_when_python_says_and_is_exposed_as_long(opened: Browser, expected: WhatIf) -> None:
+    schedule = expected.schedule(expected.own)
+    costs = expected.costs(schedule)
+    events = simulate(schedule, lambda op: costs[op.key].seconds(2e5), expected.micro_batches, 3)
+    script = (
+        "(({last}) => [last.before, last].map((s) => [s.start, s.end, s.exposed]))(whatIf.predict(arguments[0], 2e5))"
+    )
+    own = dict(zip(("stage", "devices", "bucket"), opened.run("whatIf.data.own"), strict=True))
+    for step, columns in zip((1, 2), opened.run(script, own), strict=True):
+        mine = [event for event in events if event.step == step]
+        for column, name in zip(columns, ("start", "end", "exposed"), strict=True):
+            assert column == pytest.approx([getattr(event, name) * 1e6 for event in mine], rel=1e-4, abs=2), name
+    assert any(event.exposed for event in events if event.step == 1 and event.phase == "update")
+
+
 def test_sliders_do_what_they_say(opened: Browser, expected: WhatIf) -> None:
     own, before = expected.own, seconds(opened)
     slide(opened, "stage", LEFT)

@@ -20,7 +20,7 @@ const numbers = (() => {
   function show(index) {
     const frame = frames()[index], before = frames()[Math.max(0, index - 1)];
     const table = element("table"), head = element("tr"), body = element("tbody");
-    table.append(element("caption", "What each rank holds; – is what it does not hold, and what has just changed is in a frame"));
+    table.append(element("caption", `What each rank holds (${picker.selectedOptions[0].text}); – is what it does not hold, and what has just changed is in a frame`));
     head.append(element("th", "", { scope: "col" }), ...data.names.map((name) => element("th", name, { scope: "col" })));
     frame.held.forEach((held, rank) => {
       for (const [what, values] of Object.entries(held)) {
