@@ -59,6 +59,8 @@ class Moment:
 def moments(program: Program, way: str = "ring", times: Times | None = None) -> list[Moment] | None:
     """The step of all ranks, in the order in which things happen.
 
+    Collectives go round by round, or all rounds at once where that would be too much.
+
     Args:
         program: What each of them executes.
         way: How collectives from all to all go: "ring", or "tree" where there are but all-reduces.
@@ -68,8 +70,9 @@ def moments(program: Program, way: str = "ring", times: Times | None = None) -> 
         None if there would be too many to be put on a page.
     """
     holdings = Holdings(program.schedule, program.micro_batches)
-    script = _Script(program, holdings, way)
-    if script.length * holdings.world * holdings.chunks > _MOST:
+    scripts = (_Script(program, holdings, way, by_round) for by_round in (True, False))
+    fitting = (script for script in scripts if script.length * holdings.world * holdings.chunks <= _MOST)
+    if (script := next(fitting, None)) is None:
         return None
     listed = list(script.lines())
     if times is not None:
@@ -105,15 +108,16 @@ class _Line:
 class _Script:
     """What the ops of a step do, in their order."""
 
-    def __init__(self, program: Program, holdings: Holdings, way: str) -> None:
-        self._program, self._holdings, self._way = program, holdings, way
+    def __init__(self, program: Program, holdings: Holdings, way: str, by_round: bool) -> None:
+        self._program, self._holdings, self._way, self._by_round = program, holdings, way, by_round
         self._schedule = program.schedule
         self._known: dict[tuple[str, int], list[tuple[Round, ...]]] = {}
 
     @property
     def length(self) -> int:
-        """How many lines there are, about: one for each op that is told of, and for each round of a collective."""
-        return sum(len(self._rounds(op)) if op.kind in _ROUNDS else op.kind == "copy_in" for op in self._program.ops)
+        """How many lines there are, about: one for each op that is told of, or for each round of a collective."""
+        told = [op for op in self._program.ops if op.kind in _ROUNDS or op.kind == "copy_in"]
+        return sum(len(self._rounds(op)) if op.kind in _ROUNDS and self._by_round else 1 for op in told)
 
     def _rounds(self, op: Op) -> list[tuple[Round, ...]]:
         """Of a collective, each round: what every rank of a group does in it."""
@@ -163,28 +167,33 @@ class _Script:
         return f"Each rank has updated {what}; gradients are needed no more."
 
     def _collective(self, op: Op) -> Iterator[_Line]:
-        groups, rounds = self._schedule.ranks_of(op.group), self._rounds(op)
+        rounds = self._rounds(op)
+        name = f"{op.kind.replace('_', '-').capitalize()} of {op.target} ({said.size(op.bytes)})"
+        done = _DONE.get(op.kind, "")
+        if not self._by_round:
+            told = f"{name}, {len(rounds)} round{'s' * (len(rounds) > 1)}{done}."
+            yield _Line(op.key, 1.0, told, partial(self._exchange, op, range(len(rounds))))
+            return
+        (group, *_), chunk = self._schedule.ranks_of(op.group), op.bytes / self._holdings.chunks
+        for number, each in enumerate(rounds):
+            end = done if number == len(rounds) - 1 else ""
+            told = f"{name}, round {number + 1} of {len(rounds)}: {_sends(each, group, chunk)}{end}."
+            change = partial(self._exchange, op, range(number, number + 1))
+            yield _Line(op.key, (number + 1) / len(rounds), told, change)
+
+    def _exchange(self, op: Op, numbers: range) -> list[str]:
+        """Some rounds of a collective, in all of its groups."""
+        rounds = self._rounds(op)
         step = self._holdings.spread if op.kind in ("all_gather", "broadcast") else self._holdings.add
-        for number, each in enumerate(rounds, start=1):
-            told = (
-                f"{op.kind.replace('_', '-').capitalize()} of {op.target} ({said.size(op.bytes)}), round {number} of "
-                f"{len(rounds)}: {_sends(each, groups[0], op.bytes / self._holdings.chunks)}"
-            )
-            is_last = number == len(rounds)
-            if is_last:
-                told += _DONE.get(op.kind, "")
-
-            def change(each: tuple[Round, ...] = each, number: int = number, is_last: bool = is_last) -> list[str]:
-                touched = self._holdings.make_room(op.target) if number == 1 and op.kind == "all_gather" else []
-                for group in groups:
-                    touched += step(op.target, group, list(each))
-                if is_last and op.kind in ("reduce_scatter", "all_reduce"):
-                    touched += self._holdings.keep_sums(op.target)
-                if is_last and op.kind == "reduce":
-                    touched += self._holdings.keep_on_server(op.target)
-                return touched
-
-            yield _Line(op.key, number / len(rounds), f"{told}.", change)
+        touched = self._holdings.make_room(op.target) if numbers.start == 0 and op.kind == "all_gather" else []
+        for number in numbers:
+            for group in self._schedule.ranks_of(op.group):
+                touched += step(op.target, group, list(rounds[number]))
+        if numbers.stop == len(rounds) and op.kind in ("reduce_scatter", "all_reduce"):
+            touched += self._holdings.keep_sums(op.target)
+        if numbers.stop == len(rounds) and op.kind == "reduce":
+            touched += self._holdings.keep_on_server(op.target)
+        return touched
 
 
 def _sends(rounds: tuple[Round, ...], group: list[int], chunk: float) -> str:
@@ -195,7 +204,7 @@ def _sends(rounds: tuple[Round, ...], group: list[int], chunk: float) -> str:
         f"({said.size(transfer.numel * chunk)})"
         for rank, transfer in sent[:_MOST_NAMED]
     ]
-    more = ", and so on around" if len(sent) > _MOST_NAMED else ""
+    more = ", and so on" if len(sent) > _MOST_NAMED else ""
     adds = any(round_.receives and round_.combine == "add" for round_ in rounds)
     return f"{', '.join(told)}{more}; who receives {'adds it up' if adds else 'keeps it'}"
 

@@ -46,7 +46,7 @@ class Compared:
 
 
 def compared(program: Program, costs: WhatIf | None) -> tuple[list[Compared], list[str]]:
-    """Each strategy for the run's model on as many ranks; and why some do not go with the run's other settings."""
+    """Each strategy for the run's model on as many ranks; and why some are not for this run."""
     known, world = program.schedule.strategy, program.schedule.world_size
     kept = {name: getattr(known, name) for name in _KEPT}
     chosen = {_SAID.get(name, name): strategy for name, strategy in SYSTEMS.items()}
@@ -54,6 +54,8 @@ def compared(program: Program, costs: WhatIf | None) -> tuple[list[Compared], li
     if world >= 4 and world % 2 == 0:
         chosen[f"hybrid: zero 3 in groups of {world // 2}"] = Strategy(zero=3, shard=world // 2)
     found, refused = [], []
+    if world < 4 or world % 2:
+        refused.append(f"hybrid: two groups of two ranks or more, of which there are {world}")
     for name, strategy in chosen.items():
         try:
             found.append(_compare(program, replace(strategy, **kept), name, costs))
@@ -101,7 +103,7 @@ def strategies_table(listed: Sequence[Compared], refused: Sequence[str]) -> Html
         tag("li", tag("span", class_=f"key time-{name}"), words)
         for name, words in (("computing", "computing"), ("exposed", "nothing computes"))
     ]
-    notes = [tag("p", f"Not with this run's other settings: {'; '.join(refused)}", class_="note")] if refused else []
+    notes = [tag("p", f"Not for this run: {'; '.join(refused)}", class_="note")] if refused else []
     caption = "Strategies for this run's model, on as many ranks"
     whole = table(caption, (*heads, "And receives", "And holds"), rows)
     return join([whole, tag("ul", *keys, class_="keys"), *notes])

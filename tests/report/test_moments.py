@@ -151,4 +151,13 @@ def test_what_runs_beside_something_else_comes_when_it_happens() -> None:
 def test_too_many_moments_are_none() -> None:
     assert moments(program(Strategy(packing="parameter"), 16, 2)) is not None
     known = schedule(Strategy(zero=3), 16, units=60)
-    assert moments(Program(known, 8, tuple(slot.spec for slot in known.layout.slots))) is None
+    specs = tuple(slot.spec for slot in known.layout.slots)
+    assert moments(Program(known, 8, specs)) is None
+    # Of fewer units all rounds of a collective are one moment, after which the same is held.
+    known = schedule(Strategy(zero=3), 16, units=30)
+    short = step(Program(known, 1, specs[:30]))
+    assert "All-gather of u0 (4.00 KiB), 15 rounds." in {moment.told for moment in short}
+    (*_, (_, held)) = states(short)
+    assert {parameters for *_, parameters in held.values()} == {
+        "".join(UPDATED if chunk == rank else NOTHING for rank in range(16) for chunk in range(16))
+    }
