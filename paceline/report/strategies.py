@@ -55,7 +55,7 @@ def compared(program: Program, costs: WhatIf | None) -> tuple[list[Compared], li
         chosen[f"hybrid: zero 3 in groups of {world // 2}"] = Strategy(zero=3, shard=world // 2)
     found, refused = [], []
     if world < 4 or world % 2:
-        refused.append(f"hybrid: two groups of two ranks or more, of which there are {world}")
+        refused.append(f"hybrid: needs two equal groups of at least two ranks, and there are {world} ranks")
     for name, strategy in chosen.items():
         try:
             found.append(_compare(program, replace(strategy, **kept), name, costs))

@@ -109,7 +109,7 @@ const holdings = (() => {
     context.lineWidth = 1;
     context.strokeRect(x + 0.5, y + 0.5, wide - 2, tall - 1);
     if (text && wide > 10) {
-      context.fillStyle = text === "Σ" || isParameters ? pens["on-dark"] : pens["on-light"];
+      context.fillStyle = text === "Σ" ? pens["on-dark"] : pens["on-light"];
       context.fillText(text, x + (wide - context.measureText(text).width) / 2 - 0.5, y + tall / 2 + 0.5);
     }
     if (held !== was && held !== NOTHING) frame(x, y, wide - 1, tall, pens);
