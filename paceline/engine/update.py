@@ -68,8 +68,9 @@ class Update:
 
     def _ops(self) -> tuple[Op, ...]:
         schedule, index = self._program.schedule, self._state.last_micro_batch
+        # Gradients that nothing moves are autograd's own, and no op hands them over.
         published = self._program.executor.knows(Key("publish", GRADIENTS, index, "backward"))
-        return schedule.update(index) if published else schedule.lone_update(index)
+        return schedule.update(index) if published or not schedule.copies_gradients else schedule.lone_update(index)
 
     def suspend(self) -> None:
         """A closure runs a forward inside the step: parameters are what they are outside of it."""

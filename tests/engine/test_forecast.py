@@ -129,3 +129,26 @@ def test_what_is_simulated_is_what_runs(ranks, strategy, micro_batches) -> None:
         assert exposed(simulated, 0.8) <= exposed(executed, 0.2)
         assert exposed(simulated, 0.8)
         assert step_seconds(executed) == pytest.approx(step_seconds(simulated), rel=0.1)
+
+
+def run_alone(precision: str) -> tuple[list[Event], set[Any]]:
+    model = pl.parallelize(nn.Linear(8, 8), Strategy(precision=precision))
+    engine = pl.engine_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        for x in pl.accumulate(model, torch.randn(2, 2, 8)):
+            model(x).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ops = {op.key for op in engine.schedule.step(2)}
+    events = engine.drain_events()
+    pl.release(model)
+    return events, ops
+
+
+@pytest.mark.parametrize("precision", ["float32", full("bfloat16")])
+def test_all_that_one_rank_alone_does_is_planned(ranks, precision: str) -> None:
+    for events, ops in ranks(1, run_alone, precision):
+        assert all(event.planned for event in events)
+        for step in (0, 1):
+            assert {(e.kind, e.target, e.micro_batch, e.phase) for e in events if e.step == step} == ops
