@@ -23,7 +23,7 @@ _ALGORITHMS = {
     "broadcast": "broadcast/server",
     "barrier": "barrier/doubling",
 }
-"""What each kind of collective is counted as."""
+"""What each kind of collective is counted as: in all of them no rank has more to do than rank 0."""
 
 
 COUNTED = frozenset(_ALGORITHMS)
@@ -36,9 +36,11 @@ def rounds_and_share(kind: str, ranks: int) -> tuple[int, float]:
 
     A ring's all-reduce has 2 (N - 1) rounds and carries 2 (N - 1) / N of the buffer.
     """
-    algorithm = find_algorithm(_ALGORITHMS[kind])
-    rounds = alpha_beta_seconds(algorithm, ranks, ranks, bandwidth=math.inf, latency=1.0)
-    return round(rounds), alpha_beta_seconds(algorithm, ranks, ranks, bandwidth=1.0) / ranks
+    # Where nothing but a token is sent, that is the buffer; else a rank's chunk is one element.
+    numel = 1 if kind == "barrier" else ranks
+    first = find_algorithm(_ALGORITHMS[kind])(0, ranks, numel)
+    rounds = alpha_beta_seconds(lambda *_: first, 1, numel, bandwidth=math.inf, latency=1.0)
+    return round(rounds), alpha_beta_seconds(lambda *_: first, 1, numel, bandwidth=1.0) / numel
 
 
 @dataclass(frozen=True)

@@ -92,10 +92,11 @@ class Run:
 
     @cached_property
     def what_if(self) -> WhatIf | None:
-        """What it would take otherwise; None without a prediction or a link."""
+        """What it would take otherwise; None without a prediction of some length, or a link."""
         if self.program is None or self.prediction is None or self.link is None:
             return None
-        return WhatIf(self.program, self.prediction, self.link)
+        found = WhatIf(self.program, self.prediction, self.link)
+        return found if found.predict(found.own).seconds > 0 else None
 
     @property
     def typical(self) -> Step | None:

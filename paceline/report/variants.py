@@ -12,7 +12,7 @@ from paceline.core.strategy import Strategy
 from paceline.report.program import Program
 
 STAGES: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
-_MOST_DEVICES = 32
+_MOST_DEVICES = 64
 _MOST_BUCKETS = 32
 """Of a model: more than these are not what bucket sizes are tried for."""
 _MOST_OPS = 60_000

@@ -173,7 +173,7 @@ class WhatIf:
     @cached_property
     def _longer(self) -> dict[Key, float]:
         """How many times as long as by the link each of them took."""
-        return {key: self._took[key] / seconds for key, (_, seconds) in self._own_collectives.items()}
+        return {key: self._took[key] / seconds for key, (_, seconds) in self._own_collectives.items() if seconds > 0}
 
     @cached_property
     def _longer_by_kind(self) -> dict[tuple[str, str], float]:

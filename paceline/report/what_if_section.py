@@ -44,6 +44,8 @@ def _missing(run: Run) -> str:
         return "one rank alone sends nothing, so what sending costs is not known"
     if run.prediction is None or run.program is None:
         return "the schedule of the recorded steps is not known, or none are recorded"
+    if run.link is not None:
+        return "no op took any time"
     return (
         "the run's collectives are all of one size, from which what a round costs cannot be told from what a byte "
         "costs; smaller buckets would tell"

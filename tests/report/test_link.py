@@ -4,7 +4,7 @@ import pytest
 
 from paceline.core.collectives.algorithms import find_algorithm
 from paceline.core.collectives.rounds import alpha_beta_seconds
-from paceline.report.link import fitted_link, rounds_and_share
+from paceline.report.link import COUNTED, fitted_link, rounds_and_share
 from paceline.report.meetings import groups_of
 from paceline.report.steps import Step
 from tests.report.events import collective, compute, recording
@@ -32,6 +32,16 @@ def test_a_ring_is_what_the_textbook_says() -> None:
     assert rounds_and_share("all_reduce", 100) == (198, pytest.approx(1.98))
     assert rounds_and_share("all_gather", 10) == rounds_and_share("reduce_scatter", 10) == (9, pytest.approx(0.9))
     assert rounds_and_share("reduce", 10) == (1, pytest.approx(9))
+
+
+@pytest.mark.parametrize("kind", sorted(COUNTED))
+def test_no_rank_has_more_to_do_than_the_first(kind: str) -> None:
+    way = {"reduce": "server", "broadcast": "server", "barrier": "doubling"}.get(kind, "ring")
+    for ranks in range(2, 9):
+        rounds, share = rounds_and_share(kind, ranks)
+        seconds = alpha_beta_seconds(find_algorithm(f"{kind}/{way}"), ranks, 6 * ranks, bandwidth=2.0, latency=0.5)
+        size = 1 if kind == "barrier" else 6 * ranks
+        assert 0.5 * rounds + share * size / 2.0 == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("late", [0.0, 0.3])
