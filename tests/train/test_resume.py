@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def test_the_same_command_goes_on_after_kill_9(nano: list[str], tmp_path: Path, 
     with program(command, tmp_path) as started:
         while len(list(tmp_path.glob("runs/latest/checkpoints/*/manifest.json"))) < 2:
             assert started.process.poll() is None, started.process.communicate()
+            time.sleep(0.02)
         os.kill(started.rank(0), signal.SIGKILL)
         started.finish()
     (run,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
@@ -92,6 +94,7 @@ def test_a_stop_saves_all_that_resume_needs(nano: list[str], tmp_path: Path) -> 
     with program(command, tmp_path) as started:
         while not curve(tmp_path / "stopped"):
             assert started.process.poll() is None, started.process.communicate()
+            time.sleep(0.02)
         started.process.send_signal(signal.SIGTERM)
         status, out, _ = started.finish()
     assert status == 143 and "paceline train --resume stopped" in out
@@ -102,11 +105,11 @@ def test_a_stop_saves_all_that_resume_needs(nano: list[str], tmp_path: Path) -> 
 
 
 def test_the_same_command_with_a_folder_goes_on_in_it(nano: list[str], tmp_path: Path) -> None:
-    command = paceline("train", *nano, *FLAGS, "--workers", "2", "--folder", "mine", "--resume", "auto", "--steps")
+    command = ["train", *nano, *FLAGS, "--folder", "mine", "--resume", "auto", "--steps"]
     for steps, words in (("2", "step 2/2"), ("4", "going on after step 2")):
-        status, out, err = finished([*command, steps], tmp_path)
+        status, out, err = called(tmp_path, *command, steps)
         assert (status, err) == (0, "") and words in out
-    status, _, err = finished([*command, "4"], tmp_path)
+    status, _, err = called(tmp_path, *command, "4")
     assert status == 2 and "mine has done its 4 steps" in err
 
 
@@ -131,6 +134,7 @@ def test_a_run_that_is_still_going_on_is_refused(nano: list[str], tmp_path: Path
     with program(command, tmp_path) as started:
         while not list(tmp_path.glob("busy/checkpoints/*/manifest.json")):
             assert started.process.poll() is None, started.process.communicate()
+            time.sleep(0.02)
         status, _, err = called(tmp_path, "train", "--resume", "busy", "--steps", "200000")
     assert status == 2 and "busy is in use: another process trains there" in err
 
