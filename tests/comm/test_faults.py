@@ -131,7 +131,9 @@ def be_stopped(collective: str) -> str:
     return str(caught.value).replace(str(pids[1]), "PID")
 
 
-@pytest.mark.parametrize(("n", "collective"), [(2, "all_reduce"), full(4, "all_reduce/ring"), (4, "broadcast/tree@1")])
+@pytest.mark.parametrize(
+    ("n", "collective"), [(2, "all_reduce"), full(4, "all_reduce/ring"), full(4, "broadcast/tree@1")]
+)
 def test_a_stopped_peer_is_named_with_what_lets_it_go_on_also_by_those_who_wait_for_others(
     ranks, n, collective
 ) -> None:

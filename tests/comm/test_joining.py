@@ -12,8 +12,10 @@ from tests.train.processes import finished
 
 ALONE = """
 import paceline as pl
+from paceline.comm import world
 from paceline.core.errors import UserError
 from paceline.launch.worker import lost_a_peer
+world._JOINING_SECONDS = 2.0
 try:
     pl.init(timeout=float({timeout}))
 except UserError as error:

@@ -80,6 +80,7 @@ def test_hybrid_sharding_is_compared_where_ranks_form_groups(folder: Path) -> No
     assert "hybrid: zero 3 in groups of 2" in out and out.count(" equal\n") == 5
 
 
+@pytest.mark.full
 def test_a_wrong_model_is_told_once_for_all_stages_and_gives_status_1(folder: Path) -> None:
     status, out, err = verify(folder, "wrong:build", "--data", "right:batches", "--loss", "right:loss", "--steps", "1")
     assert (status, err) == (1, "")
