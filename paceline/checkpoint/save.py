@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import platform
+import secrets
 import threading
 import warnings
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ class Saving:
                         versions(),
                         PATIENCE_SECONDS,
                         lambda: self._is_abandoned or (background and not main.is_alive()),
+                        part.token,
                     )
             except Exception as error:
                 # Told by `wait`, on every rank.
@@ -162,7 +164,7 @@ def save(
             make_folder(path)
     except Exception as error:
         refused = error
-    _raise_first(refused, f"pl.save of step {step} to {path}", "")
+    part.token = _raise_first(refused, f"pl.save of step {step} to {path}", "", secrets.token_hex(8))
     engine.settle()
     add_tensors(part, engine, ranges, states, keeps_copies=background)
     saving = Saving(path, step)
@@ -222,11 +224,13 @@ def abandon_earlier() -> None:
             earlier[1]._thread.join()
 
 
-def _raise_first(error: Exception | None, label: str, what: str) -> None:
-    """Raises on every rank what went wrong on any. A collective call."""
-    found = all_gather_json(None if error is None else _told(error), label)
+def _raise_first(error: Exception | None, label: str, what: str, value: str = "") -> str:
+    """Raises on every rank what went wrong on any; returns rank 0's `value`. A collective call."""
+    told = all_gather_json([None if error is None else _told(error), value], label)
+    found = [message for message, _ in told]
     if not any(found):
-        return
+        first: str = told[0][1]
+        return first
     if error is not None and not what:
         raise error
     rank = next(rank for rank, message in enumerate(found) if message)

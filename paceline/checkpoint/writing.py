@@ -35,12 +35,15 @@ class OwnPart:
         tensors: (first element, elements) by name: on the CPU, nobody else writes to them meanwhile.
         kinds: Dtype and whole shape of each.
         values: What it has of its own, encoded.
+        token: The same for all parts of one save, and for no other: a job that was taken for lost, and goes on when
+            another one has begun to save the same step, has another.
     """
 
     rank: int
     tensors: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
     kinds: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    token: str = ""
 
     def add(self, name: str, start: int, elements: Tensor, shape: tuple[int, ...]) -> None:
         """Takes a range of a tensor of some whole shape, which may be empty."""
@@ -63,7 +66,8 @@ def write_part(folder: Path, part: OwnPart) -> list[Path]:
                 start, values = present[name]
                 parts = (Part(file, start, start + values.numel(), sums[name]),)
             stored[name] = Stored(dtype, shape, parts)
-        _write(_index(folder, part.rank), {"tensors": msgspec.to_builtins(stored), "values": part.values})
+        contents = {"token": part.token, "tensors": msgspec.to_builtins(stored), "values": part.values}
+        _write(_index(folder, part.rank), contents)
         return [folder / file, _index(folder, part.rank)]
     except Exception as error:
         # A disk that is full may have no room for that either.
@@ -80,6 +84,7 @@ def commit(
     versions: dict[str, str],
     patience: float,
     hopeless: Callable[[], bool] = lambda: False,
+    token: str = "",
 ) -> Path:
     """On rank 0: waits until every rank has written its part, then makes the checkpoint count by a file of its own.
 
@@ -91,15 +96,19 @@ def commit(
         versions: Of what wrote it.
         patience: Seconds without a sign of a part being written after which it is given up.
         hopeless: Whether nobody is left who could write.
+        token: Of this save's parts.
 
     Returns:
         That file.
 
     Raises:
-        UserError: A rank could not write its part, or is not heard of.
+        UserError: A rank could not write its part, or is not heard of, or another job saves there.
         OSError: This rank could not write the manifest.
     """
     contents = [_when_there(folder, rank, patience, hopeless) for rank in range(ranks)]
+    # Looked at again: one that was frozen meanwhile would else complete what another one has begun anew.
+    if any(_token_of(folder, rank) != token for rank in range(ranks)):
+        raise UserError(f"another job saves to {folder}: this one was taken for lost, and is to end")
     own = [dict(each["values"]) for each in contents]
     common = own[0].pop("common")
     common["optimizers"] = _first_of_all([each.pop("optimizers") for each in own])
@@ -137,6 +146,14 @@ def _when_there(folder: Path, rank: int, patience: float, hopeless: Callable[[],
         time.sleep(_POLL_SECONDS)
     contents: dict[str, Any] = json.loads(index.read_bytes())
     return contents
+
+
+def _token_of(folder: Path, rank: int) -> str | None:
+    try:
+        found: str = json.loads(_index(folder, rank).read_bytes())["token"]
+    except FileNotFoundError:
+        return None
+    return found
 
 
 def _first_of_all(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
