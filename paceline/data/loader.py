@@ -17,6 +17,8 @@ from paceline.core.errors import UserError
 from paceline.data.corpus import TokenFile
 from paceline.data.samples import (
     IGNORED_TARGET,
+    LeftOut,
+    batch_number,
     gather,
     global_batch,
     sample_count,
@@ -47,11 +49,12 @@ StepBatch = list[MicroBatch]
 class Loader:
     """An endless iterator over optimizer steps; each item is this rank's micro-batches of one step.
 
-    What a step holds depends on (seed, step) alone; ranks share it out. A background thread prepares
-    two steps ahead. Close it, or use it in a `with` block, so that the thread ends.
+    What a step holds depends on (seed, step) and what is left out alone; ranks share it out. A background thread
+    prepares two steps ahead. Close it, or use it in a `with` block, so that the thread ends.
 
     Attributes:
         samples: samples in an epoch.
+        left_out: global batches that no step takes.
         wait_seconds: how long the last `next()` waited for its batch, in seconds.
     """
 
@@ -66,6 +69,7 @@ class Loader:
         world_size: int = 1,
         seed: int = 0,
         first_step: int = 0,
+        left_out: LeftOut = (),
         device: torch.device | str = "cpu",
     ) -> None:
         """Check the sizes and start preparing.
@@ -79,6 +83,7 @@ class Loader:
             world_size: number of ranks.
             seed: fixes the order of samples.
             first_step: the step to begin with, to go on where a run stopped.
+            left_out: global batches that no step takes.
             device: where tensors are wanted; copies to CUDA overlap with computing.
 
         Raises:
@@ -94,29 +99,47 @@ class Loader:
         share(np.arange(batch_size), rank, world_size, micro_batch)  # raises here rather than in the thread
         self.samples = sample_count(len(token_file), context)
         self.wait_seconds = 0.0
+        self._token_file, self._context = token_file, context
+        self._seed, self._batch_size = seed, batch_size
+        self._rank, self._world_size, self._micro_batch = rank, world_size, micro_batch
         self._device = torch.device(device)
+        if self._device == torch.device("cuda"):  # without an index, which the thread needs
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._start(first_step, left_out)
+
+    def go_to(self, step: int, left_out: LeftOut) -> None:
+        """Begin again with a step, counted from 0, and with other batches left out."""
+        self.close()
+        self._start(step, left_out)
+
+    def batch(self, step: int) -> NDArray[np.int64]:
+        """Samples of a step, counted from 0, over all ranks: shape (batch size,)."""
+        return global_batch(self._seed, batch_number(step, self.left_out), self._batch_size, self.samples)
+
+    def shares(self, step: int) -> list[list[list[int]]]:
+        """Samples of a step, counted from 0, by rank and micro-batch."""
+        batch, sizes = self.batch(step), (self._world_size, self._micro_batch)
+        return [[part.tolist() for part in share(batch, rank, *sizes)] for rank in range(self._world_size)]
+
+    def _start(self, step: int, left_out: LeftOut) -> None:
+        self.left_out = left_out
         self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(STEPS_AHEAD)
         self._closed = threading.Event()
         self._error: BaseException | None = None
-        pin = self._device.type == "cuda"
-        if self._device == torch.device("cuda"):  # without an index, which the thread needs
-            self._device = torch.device("cuda", torch.cuda.current_device())
-
-        def prepare_steps() -> None:
-            step = first_step
-            try:
-                if pin:  # a new thread begins on device 0: pinning there would open a second context
-                    torch.cuda.set_device(self._device)
-                while not self._closed.is_set():
-                    indices = global_batch(seed, step, batch_size, self.samples)
-                    parts = share(indices, rank, world_size, micro_batch)
-                    self._ready.put([_micro_batch(token_file, part, context, pin) for part in parts])
-                    step += 1
-            except BaseException as error:
-                self._ready.put(error)
-
-        self._thread = threading.Thread(target=prepare_steps, name="loader", daemon=True)
+        self._thread = threading.Thread(target=self._prepare, args=(step,), name="loader", daemon=True)
         self._thread.start()
+
+    def _prepare(self, step: int) -> None:
+        pin = self._device.type == "cuda"
+        try:
+            if pin:  # a new thread begins on device 0: pinning there would open a second context
+                torch.cuda.set_device(self._device)
+            while not self._closed.is_set():
+                parts = share(self.batch(step), self._rank, self._world_size, self._micro_batch)
+                self._ready.put([_micro_batch(self._token_file, part, self._context, pin) for part in parts])
+                step += 1
+        except BaseException as error:
+            self._ready.put(error)
 
     def __iter__(self) -> Loader:
         return self

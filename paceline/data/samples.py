@@ -7,6 +7,7 @@ targets without the first. Nothing here depends on the number of ranks but `shar
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,9 @@ from paceline.core.errors import UserError
 
 IGNORED_TARGET = -100  # torch's cross_entropy skips it by default
 ROUNDS = 8
+
+LeftOut = Sequence[tuple[int, int]]
+"""Global batches that no step takes: (s, n) for each n that would have come before step s, counted from 0."""
 
 
 def sample_count(tokens: int, context: int) -> int:
@@ -99,6 +103,11 @@ def global_batch(seed: int, step: int, batch_size: int, n: int) -> NDArray[np.in
         inside = epochs == epoch
         batch[inside] = permute(seed, epoch, indices[inside], n)
     return batch
+
+
+def batch_number(step: int, left_out: LeftOut) -> int:
+    """Which global batch a step takes, both counted from 0."""
+    return step + sum(count for before, count in left_out if before <= step)
 
 
 def share(indices: NDArray[np.int64], rank: int, world_size: int, micro_batch: int) -> list[NDArray[np.int64]]:

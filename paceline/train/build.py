@@ -10,6 +10,7 @@ import paceline as pl
 from paceline.comm.world import World
 from paceline.data import Corpus, prepare
 from paceline.data.loader import Loader
+from paceline.data.samples import LeftOut
 from paceline.launch.screen import show
 from paceline.models.transformer import Transformer
 from paceline.train.config import TrainConfig
@@ -51,8 +52,10 @@ def make_update(config: TrainConfig, model: Transformer, world: World) -> Update
     return Update(model, config.optim, config.steps, world.device, loss_scale)
 
 
-def open_loader(config: TrainConfig, corpus: Corpus, model: Transformer, world: World, first: int) -> Loader:
-    """This rank's batches, from step `first` on."""
+def open_loader(
+    config: TrainConfig, corpus: Corpus, model: Transformer, world: World, first: int, left_out: LeftOut
+) -> Loader:
+    """This rank's batches, after step `first`, without those that are left out."""
     return Loader(
         corpus.train,
         context=model.config.context,
@@ -62,5 +65,6 @@ def open_loader(config: TrainConfig, corpus: Corpus, model: Transformer, world: 
         world_size=world.world_size,
         seed=config.seed,
         first_step=first,
+        left_out=left_out,
         device=world.device,
     )

@@ -10,11 +10,12 @@ from typing import Any
 
 import paceline as pl
 from paceline.checkpoint.exchange.export import model_of
-from paceline.checkpoint.folder import CHECKPOINTS, folder_of, prune, step_folder
+from paceline.checkpoint.folder import CHECKPOINTS, complete_steps, folder_of, prune, set_aside, step_folder
 from paceline.checkpoint.load import Loaded
 from paceline.checkpoint.save import Saving
 from paceline.comm.world import World
 from paceline.core.errors import UserError
+from paceline.data.samples import LeftOut
 from paceline.models.transformer import Transformer
 from paceline.train.config import CheckpointConfig
 from paceline.train.optim import Update
@@ -40,6 +41,11 @@ def load_checkpoint(path: Path, model: Transformer, update: Update, text: dict[s
         )
     update.load_state_dict(loaded.extra["update"])
     return loaded
+
+
+def left_out_of(loaded: Loaded) -> LeftOut:
+    """Global batches that no step of a run takes, as its checkpoint says."""
+    return tuple((step, count) for step, count in loaded.extra.get("left_out", ()))
 
 
 def begin_from(path: str, model: Transformer) -> Loaded:
@@ -70,6 +76,7 @@ class Checkpoints:
 
     Attributes:
         path: The folder that checkpoints lie in.
+        left_out: Global batches that no step takes.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class Checkpoints:
         world: World,
         text: dict[str, Any],
         first: int,
+        left_out: LeftOut,
     ) -> None:
         """Nothing is saved yet; the clock of the next one starts.
 
@@ -92,10 +100,11 @@ class Checkpoints:
             world: The job.
             text: What the run is trained on.
             first: The step that the training goes on from.
+            left_out: Global batches that no step takes.
         """
         self.path = run / CHECKPOINTS
         self._config, self._model, self._update, self._world = config, model, update, world
-        self._text = text
+        self._text, self.left_out = text, left_out
         # The latest, on every rank alike, though some end sooner.
         self._saving: Saving | None = None
         self._is_told = False
@@ -164,7 +173,35 @@ class Checkpoints:
 
     def extra(self) -> dict[str, Any]:
         """What is saved besides the model and the optimizer's states."""
-        return {"model": asdict(self._model.config), "update": self._update.state_dict(), "text": self._text}
+        return {
+            "model": asdict(self._model.config),
+            "update": self._update.state_dict(),
+            "text": self._text,
+            "left_out": [list(each) for each in self.left_out],
+        }
+
+    def latest_before(self, step: int, say: Callable[[str], None]) -> int | None:
+        """The step of the latest checkpoint before one; None without any. A collective call."""
+        self.finish(say)
+        found = [each for each in complete_steps(self.path) if each < step] if self._world.rank == 0 else []
+        latest: int | None = pl.all_gather_json(max(found, default=None), "the checkpoint to go back to")[0]
+        return latest
+
+    def go_back(self, step: int) -> LeftOut:
+        """Loads one of them, and sets those of later steps aside. A collective call.
+
+        Returns:
+            What was left out when it was saved.
+
+        Raises:
+            UserError: It is damaged.
+        """
+        if self._world.rank == 0:
+            set_aside(self.path, step)
+        loaded = load_checkpoint(step_folder(self.path, step), self._model, self._update, self._text)
+        self._update.done = step
+        self._last, self._last_step = time.monotonic(), step
+        return left_out_of(loaded)
 
     def _begin(self, step: int, background: bool) -> None:
         if self._config.check_replicas:

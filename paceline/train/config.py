@@ -83,6 +83,9 @@ class OptimConfig:
     skip_spikes: float = 0.0
     """All ranks leave an update out whose loss or gradient norm is more than so many standard deviations above the mean
     of the last 128 steps, such as 6. 0: none."""
+    on_divergence: Literal["stop", "rewind"] = "stop"
+    """What follows ten updates in a row that were left out. rewind: the run goes back to the latest checkpoint from
+    before them, and on without the samples since then."""
 
     def __post_init__(self) -> None:
         _check("optim.lr", self.lr, self.lr > 0, "a number above 0")

@@ -14,13 +14,14 @@ from paceline.checkpoint.folder import CHECKPOINTS, set_aside
 from paceline.comm.devices import strategy_on
 from paceline.comm.patience import StepPatience
 from paceline.data import Corpus
+from paceline.data.samples import LeftOut
 from paceline.launch.cores import threads_per_rank
 from paceline.launch.screen import show
 from paceline.launch.seat import Seat
 from paceline.launch.stop import StopRequest, ended_at_once, exit_status
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.train.build import build_model, make_update, open_loader, prepare_text
-from paceline.train.checkpoints import Checkpoints, begin_from, load_checkpoint
+from paceline.train.checkpoints import Checkpoints, begin_from, left_out_of, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
 from paceline.train.failover import Former, LeaveJob, go_on
 from paceline.train.meter import Meter, Readback
@@ -30,6 +31,7 @@ from paceline.train.optim import learning_rate
 from paceline.train.outputs import Outputs
 from paceline.train.progress import Progress, ValidationProgress
 from paceline.train.resume import Resume, find_resume
+from paceline.train.rewind import run_and_go_back
 from paceline.train.run_folder import EVENTS, RunFolder, check_run_folder, create_run_folder
 from paceline.train.skipped import require_progress, tell_skipped
 from paceline.train.summary import (
@@ -92,12 +94,15 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     model = build_model(config, corpus, world)
     update = make_update(config, model, world)
     first, begun = 0, None
+    left_out: LeftOut = ()
     if resume is not None and resume.checkpoint is not None:
-        first = load_checkpoint(resume.checkpoint, model, update, text).step
+        loaded = load_checkpoint(resume.checkpoint, model, update, text)
+        first, left_out = loaded.step, left_out_of(loaded)
     elif config.weights is not None:
         begun = begin_from(config.weights, model)
     update.done = first
-    with open_loader(config, corpus, model, world, first) as loader, former.stop if former else StopRequest() as stop:
+    opened = open_loader(config, corpus, model, world, first, left_out)
+    with opened as loader, former.stop if former else StopRequest() as stop:
         # The folder comes last of what may fail, so that a mistake leaves none behind.
         folder = _run_folder(config, resume) if world.rank == 0 else None
         with Outputs(world, folder, Progress(config.steps)) as outputs:
@@ -110,11 +115,11 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
                 if resume is not None:
                     _tell_resumed(outputs, folder, first, former, resume)
             (path, *_) = pl.all_gather_json(None if folder is None else str(folder.path.resolve()), "the run's folder")
-            checkpoints = Checkpoints(Path(path), config.checkpoint, model, update, world, text, first)
+            checkpoints = Checkpoints(Path(path), config.checkpoint, model, update, world, text, first, left_out)
             training = Training(config, corpus, model, update, loader, first, outputs, stop, checkpoints, seat)
             if former is not None:
-                former.run, former.training = Path(path), training
-            status = _run(training)
+                former.run = Path(path)
+            status = run_and_go_back(_run, training, former)
     pl.release(model)
     pl.shutdown()
     return status
@@ -145,7 +150,7 @@ def _run(training: Training) -> int:
     config, corpus, model, outputs, first = (
         training.config, training.corpus, training.model, training.outputs, training.first
     )  # fmt: skip
-    began = time.perf_counter()
+    began = time.perf_counter() - sum(outputs.seconds.values())
     step, status = _steps(training)
     seconds = time.perf_counter() - began - sum(outputs.seconds.values())
     last = None
@@ -214,7 +219,8 @@ def _steps(training: Training) -> tuple[int, int]:
         outputs.progress.step(at, tokens, nats)
         if skips > skipped:
             skipped = int(skips)
-            tell_skipped(outputs, config, at, skipped, nats / tokens, at_norm, marked, scale, loader.samples)
+            samples = loader.shares(at - 1)
+            tell_skipped(outputs, config, at, skipped, nats / tokens, at_norm, marked, scale, samples)
         require_progress(config, at, skips_in_a_row)
         status = exit_status(interrupts, terminations)
         last = step == config.steps or bool(status)

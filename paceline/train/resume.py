@@ -15,6 +15,7 @@ from paceline.train.yaml_file import overlay, read_yaml
 MAY_CHANGE = (
     "steps",
     "optim.lr",
+    "optim.on_divergence",
     "micro_batch",
     "tf32",
     "threads",

@@ -28,7 +28,9 @@ class Update:
 def test_ranks_wait_for_a_slow_disk_longer_than_for_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
     monkeypatch.setattr(checkpoints.pl, "save", lambda *_, **__: limits.append(limit(600)))
-    saves = Checkpoints(tmp_path, CheckpointConfig(every=3), Transformer(PRESETS["nano"]), Update(), pl.init(), {}, 0)
+    saves = Checkpoints(
+        tmp_path, CheckpointConfig(every=3), Transformer(PRESETS["nano"]), Update(), pl.init(), {}, 0, ()
+    )
     patience = StepPatience()
     try:
         for step in range(1, 4):
