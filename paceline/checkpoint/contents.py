@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -42,13 +43,7 @@ def add_values(
     extra: Any,
 ) -> None:
     """Adds to a rank's part what is said in JSON, and the tensors in it."""
-
-    def put(tensor: Tensor) -> str:
-        name = f"values of rank {part.rank}/{len(part.tensors)}"
-        elements = tensor.reshape(-1).cpu().clone()
-        part.add(name, 0, elements, tuple(elements.shape))
-        return name
-
+    put = partial(_put, part)
     first = part.rank == 0
     # With shards, some states are known to the ranks alone that have elements.
     cut = engine.schedule.shards > 1
@@ -64,6 +59,13 @@ def add_values(
             "modules": encode(extra_states(engine.module), put, "get_extra_state()"),
             "tied": tied_names(engine.module),
         }
+
+
+def add_owed(part: OwnPart, engine: Engine) -> None:
+    """Adds what this rank's codecs still owe of the gradients that it has sent."""
+    collectives = engine.program.collectives
+    owed = {} if collectives is None else collectives.owed()
+    part.values["owed"] = encode(owed, partial(_put, part), "what is owed of gradients")
 
 
 def add_tensors(
@@ -101,3 +103,11 @@ def add_tensors(
                 part.add(f"model/{name}", 0, buffer.reshape(-1).cpu().clone(), tuple(buffer.shape))
     if keeps_copies:
         _copies[engine] = used
+
+
+def _put(part: OwnPart, tensor: Tensor) -> str:
+    """Adds a tensor of this rank's own; returns its name."""
+    name = f"values of rank {part.rank}/{len(part.tensors)}"
+    elements = tensor.reshape(-1).cpu().clone()
+    part.add(name, 0, elements, tuple(elements.shape))
+    return name

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,8 @@ def _load(
     held, error = _attempt(partial(_read, reader, manifest, engine, ranges, states, optimizers, place))
     _agree(None, error, f"pl.load: what {folder} holds")
     engine.weights_replaced()
+    if engine.program.collectives is not None:
+        engine.program.collectives.owe(held["owed"])
     _agree(None, _taken_up(engine, schedulers, loader, held), "pl.load: schedulers and loaders")
     same_random = manifest.world_size == engine.world.world_size and held["random"] is not None
     if same_random:
@@ -162,8 +165,13 @@ def _read(
         if optimizers:
             states.load(manifest.values["optimizers"], reader)
     own = manifest.ranks[engine.world.rank % manifest.world_size]
-    held = {**manifest.values, "random": own["random"], "place": place}
-    return {key: decode(held[key], reader.read) for key in ("extra", "modules", "schedulers", "random", "place")}
+    # What other ranks, or these in another way, have sent is not what this one will send.
+    mine = (engine.world.world_size, json.loads(json.dumps(asdict(engine.strategy))))
+    is_same = (manifest.world_size, manifest.strategy) == mine
+    owed = own.get("owed", {}) if is_same else {}
+    held = {**manifest.values, "random": own["random"], "place": place, "owed": owed}
+    wanted = ("extra", "modules", "schedulers", "random", "place", "owed")
+    return {key: decode(held[key], reader.read) for key in wanted}
 
 
 def _taken_up(

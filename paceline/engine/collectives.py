@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,6 +100,15 @@ class Collectives:
         for name, transport in self.transports.items():
             if name != besides:
                 transport.abort(explain(error))
+
+    def owed(self) -> dict[str, list[tuple[Any, Tensor]]]:
+        """See `Transport.owed`, by stream."""
+        return {name: owed for name, transport in self.transports.items() if (owed := transport.owed())}
+
+    def owe(self, owed: Mapping[str, list[tuple[Any, Tensor]]]) -> None:
+        """See `Transport.owe`: what `owed` returned."""
+        for name, transport in self.transports.items():
+            transport.owe(owed.get(name, []))
 
     # ---- outside the schedule, with nothing under way
 

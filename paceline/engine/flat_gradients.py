@@ -23,6 +23,8 @@ class FlatGradients:
         bucket_of: The bucket of each trainable parameter, by index.
         trainable: Indices of the parameters that get gradients.
         views: The whole gradient of each trainable parameter, by index.
+        gaps: Elements after a parameter's that are no other's, by its index, where buckets share memory and blocks of
+            elements a scale: what another bucket has left there must not decide on it.
         adds: Names of the buckets whose next reduction is added to what was reduced before.
         each: Whether every micro-batch is reduced.
     """
@@ -71,7 +73,19 @@ class FlatGradients:
             index: parameter_in(self.whole(bucket), self._layout.slots[index], bucket.start)
             for index, bucket in self.bucket_of.items()
         }
+        coarse = self.schedule.strategy.wire == "int8" and self.schedule.reuses_gradient_slots
+        self.gaps = self._gaps() if coarse else {}
         self._reduced_views = {index: self._reduced_view(index) for index in self.trainable}
+
+    def _gaps(self) -> dict[int, Tensor]:
+        gaps, slots = dict[int, Tensor](), self._layout.slots
+        for bucket in self.buckets:
+            indices = sorted(bucket.slots, key=lambda index: slots[index].offset)
+            starts = [*(slots[index].offset for index in indices[1:]), bucket.stop]
+            for index, start in zip(indices, starts, strict=True):
+                if slots[index].stop < start:
+                    gaps[index] = self.whole(bucket)[slots[index].stop - bucket.start : start - bucket.start]
+        return gaps
 
     def whole(self, bucket: Bucket) -> Tensor:
         """The whole gradients of a bucket, flat."""

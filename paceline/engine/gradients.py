@@ -110,6 +110,8 @@ class Gradients:
                     continue
                 parameter = self._all[index]
                 self._copied.add(index)
+                if (gap := self.flat.gaps.get(index)) is not None:
+                    gap.zero_()
                 gradient = parameter.grad
                 if gradient is None:
                     if index in self.earlier.filled:

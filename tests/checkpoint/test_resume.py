@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -45,6 +46,22 @@ def test_in_low_precision_too(ranks, tmp_path: Path, name: str) -> None:
     expected = ranks(2, saved, folder, LOW[name], "AdamW", 0.3, torch.float32)
     for found, before in zip(ranks(2, resumed, folder, LOW[name], "AdamW", 0.3, torch.float32), expected, strict=True):
         assert_same(found, before, atol=0)
+
+
+@pytest.mark.parametrize("has_stepped", [True, False])
+@pytest.mark.parametrize("zero", [1, full(0), full(3)])
+def test_what_int8_owes_of_gradients_goes_on_too(
+    ranks, tmp_path: Path, zero: Literal[0, 1, 3], has_stepped: bool
+) -> None:
+    strategy, folder = Strategy(zero=zero, wire="int8", bucket_mb=1e-4), tmp_path / "at 3"
+    sgd = ("SGD", 0.0, torch.float32)
+    expected = ranks(2, saved, folder, strategy, *sgd, transport="tcp")
+    found = ranks(2, resumed, folder, strategy, *sgd, has_stepped, transport="tcp")
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other, atol=0)
+    # Other ranks owe nothing of what these have sent.
+    for one in ranks(3, resumed, folder, strategy, *sgd, transport="tcp"):
+        assert_same(one, expected[0], atol=1e-2)
 
 
 MATRIX = {

@@ -108,10 +108,12 @@ def resumed(
     optimizer: str = "AdamW",
     dropout: float = 0.0,
     dtype: torch.dtype = torch.float64,
+    has_stepped: bool = True,
 ) -> dict[str, Tensor]:
-    """Three steps from a checkpoint, with a model of other weights and an optimizer that has stepped."""
+    """Three steps from a checkpoint, with a model of other weights and, as a rule, an optimizer that has stepped."""
     model, made, scheduler = start(strategy, optimizer, dropout, dtype)
-    steps(model, made, scheduler, 7, 8)
+    if has_stepped:
+        steps(model, made, scheduler, 7, 8)
     loaded = pl.load(folder, model, made, scheduler=scheduler)
     assert loaded.step == 3 and loaded.extra["best"] == float("inf")
     assert loaded.extra["moments"][0] == 1 and loaded.extra["moments"][1].tolist() == [0, 1, 2]

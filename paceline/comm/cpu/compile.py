@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.comm.cpu.codecs import Codec
 from paceline.comm.cpu.prepared import PreparedCollective, PreparedRound, Stage, as_bytes, copy_kernel, name_collective
+from paceline.comm.cpu.residuals import Residuals
 from paceline.comm.cpu.scratch import Scratch
 from paceline.comm.cpu.sums import CHUNK, accumulation_dtype, sum_kernel
 from paceline.comm.cpu.tcp import Message
@@ -31,7 +32,7 @@ def prepare(
     out: Tensor | None,
     scratch: Scratch,
     codec: Codec | None = None,
-    residuals: dict[Hashable, Tensor] | None = None,
+    residuals: Residuals | None = None,
 ) -> PreparedCollective:
     """Makes an algorithm ready to run on a buffer.
 
@@ -50,7 +51,7 @@ def prepare(
         residuals: What the codec still owes of earlier messages from this buffer.
     """
     builder = _Builder(rank, own, local, scale, out, scratch, codec)
-    builder.residuals = {} if residuals is None else residuals
+    builder.residuals = residuals
     builder.name = (name, label, scale)
     builder.chunk = chunk(rank, world_size, own.numel())
     rounds = algorithm(rank, world_size, own.numel())
@@ -94,7 +95,7 @@ class _Builder:
         self._messages = 0
         self._wide = accumulation_dtype(own.dtype)
         self.chunk: Range = (0, 0)
-        self.residuals: dict[Hashable, Tensor] = {}
+        self.residuals: Residuals | None = None
         self.name: tuple[str, str, float] = ("", "", 1.0)
         self.rounds: list[PreparedRound] = []
         self._read: list[tuple[int, int, Range]] = []
@@ -203,10 +204,8 @@ class _Builder:
         if self._codec is None:
             return as_bytes(source)
         data = self._data(source.numel())
-        key = (*self.name, prepared.start, source.data_ptr(), source.numel())
-        residual = self.residuals.get(key)
-        if residual is None and (residual := self._codec.residual(source.numel())) is not None:
-            self.residuals[key] = residual
+        assert self.residuals is not None
+        residual = self.residuals.of(*self.name, prepared.start, source, self._codec)
         prepared.encode.append(self._codec.encode_kernel(source, data, source if keeps else None, residual))
         return as_bytes(data)
 

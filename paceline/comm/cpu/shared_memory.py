@@ -11,12 +11,13 @@ import mmap
 import os
 import socket
 import weakref
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.comm.cpu.residuals import Key, Owed, Residuals
 from paceline.comm.transport import CommunicationError
 
 
@@ -73,7 +74,7 @@ class _Region:
     start: int
     stop: int
     peers: dict[int, Tensor]
-    residuals: dict[Hashable, Tensor] = field(default_factory=dict)
+    residuals: Residuals
 
 
 class SharedBuffers:
@@ -85,6 +86,7 @@ class SharedBuffers:
         self._channels = channels
         # By this rank's part: when nothing uses that any more, the peers' are let go of too.
         self._regions: weakref.WeakKeyDictionary[mmap.mmap, _Region] = weakref.WeakKeyDictionary()
+        self._before: dict[Key, Tensor] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """This rank's part of a new zeroed buffer. A collective call."""
@@ -95,7 +97,8 @@ class SharedBuffers:
         memories = {self._rank: mmap.mmap(-1, size)} if alone else exchange_memory(self._rank, self._channels, size)
         tensors = {peer: torch.frombuffer(memory, dtype=dtype) for peer, memory in memories.items()}
         own = tensors.pop(self._rank)
-        self._regions[memories[self._rank]] = _Region(own.data_ptr(), own.data_ptr() + size, tensors)
+        start = own.data_ptr()
+        self._regions[memories[self._rank]] = _Region(start, start + size, tensors, Residuals(start, self._before))
         return own
 
     def views(self, buffer: Tensor) -> dict[int, Tensor] | None:
@@ -110,22 +113,34 @@ class SharedBuffers:
         }
         return {**views, self._rank: buffer}
 
-    def residuals(self, buffer: Tensor) -> dict[Hashable, Tensor]:
+    def residuals(self, buffer: Tensor) -> Residuals:
         """What codecs still owe of the messages sent from a buffer, for as long as it lives.
 
         Of a tensor that was not allocated here nothing is remembered.
         """
         region = self._region(buffer)
-        return {} if region is None else region.residuals
+        return Residuals(buffer.data_ptr(), {}) if region is None else region.residuals
+
+    def owed(self) -> Owed:
+        """What codecs still owe of all messages."""
+        kept = [item for region in list(self._regions.values()) for item in region.residuals.kept.items()]
+        return [*kept, *self._before.items()]
+
+    def owe(self, owed: Owed) -> None:
+        """Makes that what codecs owe of all messages, those that are still to be sent for the first time, too."""
+        self._before.clear()
+        self._before.update(owed)
+        for region in list(self._regions.values()):
+            for key in region.residuals.kept:
+                region.residuals.take_over(key)
 
     def inherit(self, other: SharedBuffers) -> None:
         """Takes over another's buffers: memory outlives the connections that brought it.
 
         Residuals are those of a step that came to nothing, and start anew.
         """
-        self._regions = other._regions
-        for region in self._regions.values():
-            region.residuals.clear()
+        self._regions, self._before = other._regions, other._before
+        self.owe([])
 
     def _region(self, buffer: Tensor) -> _Region | None:
         address = buffer.data_ptr()

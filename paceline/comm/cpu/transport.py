@@ -15,6 +15,7 @@ from paceline.comm.cpu.execute import execute
 from paceline.comm.cpu.link_costs import measure_links
 from paceline.comm.cpu.prepared import PreparedCollective, copy_kernel, prepare_direct_gather, prepare_handshake
 from paceline.comm.cpu.registry import register
+from paceline.comm.cpu.residuals import Owed
 from paceline.comm.cpu.scratch import Scratch
 from paceline.comm.cpu.shared_memory import SharedBuffers
 from paceline.comm.cpu.signals import Signals, plain
@@ -151,6 +152,14 @@ class CpuTransport:
         assert isinstance(other, CpuTransport)
         self._buffers.inherit(other._buffers)
         self._staging = other._staging
+
+    def owed(self) -> Owed:
+        """See `Transport.owed`."""
+        return self._buffers.owed()
+
+    def owe(self, owed: Owed) -> None:
+        """See `Transport.owe`."""
+        self._buffers.owe(owed)
 
     def why(self, collective: str, size: int, bandwidth_optimal: bool = False) -> Choice:
         """Which algorithm takes least time for a buffer of `size` bytes, and what each would. A collective call.

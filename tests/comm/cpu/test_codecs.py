@@ -233,7 +233,7 @@ def residual_of_a_freed_buffer() -> bool:
         transport = open_transport(world, wire="int8")
     buffer = transport.allocate(BLOCK, torch.float32)
     transport.run("all_reduce", buffer, "bucket 1", once=True)
-    residuals = [weakref.ref(kept) for kept in transport._buffers.residuals(buffer).values()]
+    residuals = [weakref.ref(kept) for kept in transport._buffers.residuals(buffer).kept.values()]
     assert residuals
     del buffer
     gc.collect()
