@@ -68,6 +68,7 @@ def slow(training: Training) -> str:
     (group / "cgroup.procs").write_text(str(training.ranks()[1]))
     if status := training.wait(process):
         raise FaultError(f"a slow rank ended the job with status {status}: {training.tail()}")
+    training.must_say("slow: rank 1 costs the others")
     throttled = int((group / "cpu.stat").read_text().split("nr_throttled ")[1].split()[0])
     seconds = {line["step"]: line["perf/step_seconds"] for line in lines(training.run) if "train/loss" in line}
     before, after = (

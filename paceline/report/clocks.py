@@ -34,20 +34,24 @@ def offsets(meetings: Iterable[Meeting]) -> dict[int, Offset]:
     If no rank leaves a collective before another came, clocks agree. If some does, its clock is another host's: the
     offset is then the median of how much later it seems to end collectives, as they end about together.
     """
-    pairs: dict[int, list[tuple[Event, Event]]] = {}
+    pairs: dict[int, dict[int, list[tuple[Event, Event]]]] = {}
     for meeting in meetings:
         if meeting.events[0].kind in JOINT:
             first = meeting.events[0]
             for event in meeting.events[1:]:
-                pairs.setdefault(event.rank, []).append((first, event))
+                pairs.setdefault(event.rank, {}).setdefault(first.rank, []).append((first, event))
     found: dict[int, Offset] = {}
-    for rank, together in sorted(pairs.items()):
+    for rank, by_first in sorted(pairs.items()):
+        # Ranks that meet in several groups are compared with whom they meet most, which may be another host's, too.
+        other, together = max(by_first.items(), key=lambda item: len(item[1]))
+        known = found.get(other)
         if _agree(together, 0.0):
+            if known is not None:
+                found[rank] = known
             continue
         apart = [event.end - first.end for first, event in together]
         seconds = statistics.median(apart)
         quarters = statistics.quantiles(apart, n=4) if len(apart) > 1 else [seconds] * 3
-        known = found.get(together[0][0].rank)
         found[rank] = Offset(
             seconds + (known.seconds if known else 0.0), (quarters[2] - quarters[0]) / 2, _agree(together, seconds)
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -11,15 +10,11 @@ from functools import cached_property
 from typing import Literal
 
 from paceline.core.events import Event
+from paceline.core.straggler import costliest
 from paceline.report.clocks import Offset, aligned, offsets
 from paceline.report.critical_path import After, Segment, critical_path
 from paceline.report.meetings import Groups, Meeting, meetings
 from paceline.report.recordings import Recording
-
-_MOST_CHANCE = 0.25
-"""A rank is named if ranks that are alike would make one of them look as slow less often than this."""
-_LEAST = 0.02
-"""Of a step: what a rank has to cost the others to be named."""
 
 Cause = Literal["computing", "what it does between ops", "what it does before its first op, such as getting data"]
 
@@ -187,14 +182,12 @@ def straggler(steps: Sequence[Step]) -> Straggler | None:
     times = mean_times(met)
     if len(times) < 2:
         return None
-    costliest = Counter(max(step.ranks, key=lambda each: each.cost).rank for step in met)
-    rank, often = costliest.most_common(1)[0]
-    slow = next(each for each in times if each.rank == rank)
-    others = [each for each in times if each is not slow]
-    cost = statistics.median(each.cost for step in met for each in step.ranks if each.rank == rank)
     seconds = statistics.median(step.seconds for step in met)
-    if len(times) * _by_chance(often, len(met), 1 / len(times)) > _MOST_CHANCE or cost < _LEAST * seconds:
+    found = costliest([{each.rank: each.cost for each in step.ranks} for step in met], seconds)
+    if found is None:
         return None
+    slow = next(each for each in times if each.rank == found.rank)
+    others = [each for each in times if each is not slow]
     more: dict[Cause, float] = {
         "computing": slow.computing - statistics.median(each.computing for each in others),
         "what it does between ops": slow.between - statistics.median(each.between for each in others),
@@ -202,9 +195,4 @@ def straggler(steps: Sequence[Step]) -> Straggler | None:
         - statistics.median(each.before for each in others),
     }
     cause = max(more, key=lambda cause: more[cause])
-    return Straggler(rank, often, slow.last / slow.meetings, cost, cost / seconds, cause)
-
-
-def _by_chance(least: int, tries: int, probability: float) -> float:
-    """How likely something of this probability happens in so many tries or more, out of all."""
-    return sum(math.comb(tries, n) * probability**n * (1 - probability) ** (tries - n) for n in range(least, tries + 1))
+    return Straggler(found.rank, found.steps, slow.last / slow.meetings, found.cost, found.cost / seconds, cause)

@@ -15,6 +15,7 @@ from paceline.core.events import Event, exposed_fraction, exposed_in_step
 from paceline.engine.engine import Engine
 from paceline.launch.cores import waited_for_a_core
 from paceline.train.metrics import Interval, peak_memory
+from paceline.train.slow_rank import SlowRank
 
 
 class Meter:
@@ -34,6 +35,7 @@ class Meter:
         self._peak_flops = None if peak_flops is None else peak_flops * engine.world.world_size
         self._total_tokens = 0
         self._exposed = float("nan")
+        self._slow_rank = SlowRank(engine.schedule)
         self.restart()
 
     def restart(self) -> None:
@@ -101,6 +103,7 @@ class Meter:
                 "crowded": min(1.0, (waited_for_a_core() - self._crowded) / seconds),
                 "peak": peak_memory(self._world.device),
                 "events": [event.to_dict() for event in _last_step(events)],
+                "arrivals": self._slow_rank.account(events),
             },
             "figures of the last steps",
         )
@@ -121,6 +124,7 @@ class Meter:
             peak_bytes=max(row["peak"] for row in rows),
             tokens=self._total_tokens,
             skipped=skipped,
+            slow_rank=self._slow_rank.found([row["arrivals"] for row in rows], seconds / self._count),
         )
         self.restart()
         return interval, [event for row in rows for event in row["events"]]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.core.errors import UserError
+from paceline.core.straggler import Costly
 from paceline.train.config import LogConfig
 from paceline.train.run_folder import METRICS, RunFolder
 
@@ -129,6 +130,8 @@ class Interval:
     """Target tokens trained on so far."""
     skipped: int
     """Steps left out so far because the gradient was not finite."""
+    slow_rank: Costly | None = None
+    """The rank that the others stand still for, if one stands out."""
 
     def figures(self) -> dict[str, float | int]:
         """The figures by `group/name`."""
@@ -148,6 +151,8 @@ class Interval:
         }
         if self.peak_flops:
             figures["perf/mfu"] = self.flops / self.peak_flops
+        if self.slow_rank is not None:
+            figures |= {"comm/slow_rank": self.slow_rank.rank, "comm/slow_rank_seconds": self.slow_rank.cost}
         return figures
 
     def line(self, columns: int | None = None) -> str:
@@ -167,6 +172,7 @@ class Interval:
             "flops": f"TFLOP/s {self.flops / 1e12:.3g}",
             "mfu": f"MFU {100 * self.flops / self.peak_flops:.1f} %" if self.peak_flops else "",
             "exposed": f"comm exposed {100 * self.exposed_fraction:.1f} %",
+            "slow": self._slow_rank() if self.slow_rank is not None else "",
             # The first step warms up: it tells nothing about the others.
             "eta": f"ETA {duration((self.steps - self.step) * self.step_seconds)}" if self.step > 1 else "",
         }
@@ -175,6 +181,11 @@ class Interval:
             if columns is not None and len("  ".join(fields.values())) > columns:
                 fields.pop(name, None)
         return "  ".join(fields.values())
+
+    def _slow_rank(self) -> str:
+        assert self.slow_rank is not None
+        rank, _, cost = self.slow_rank
+        return f"slow: rank {rank} costs the others {1e3 * cost:.3g} ms a step ({100 * cost / self.step_seconds:.0f} %)"
 
 
 def duration(seconds: float) -> str:

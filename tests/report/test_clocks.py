@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.events import Event
+from paceline.core.strategy import Strategy
 from paceline.report.clocks import offsets
 from paceline.report.meetings import groups_of, meetings
 from tests.report.events import SLOW, collective, step
@@ -47,3 +48,14 @@ def test_a_clock_that_jumps_is_told() -> None:
 def test_what_one_rank_may_leave_alone_tells_nothing_of_clocks() -> None:
     events = [collective(0, 0, 1, kind="broadcast"), collective(1, 3, 4, kind="broadcast")]
     assert offsets(meetings(events, groups_of(None, 2))) == {}
+
+
+def test_ranks_that_meet_in_several_groups_have_their_hosts_clock() -> None:
+    events = []
+    for number, (stream, groups) in enumerate([("reduce", [(0, 1), (2, 3)]), ("replicate", [(0, 2), (1, 3)])] * 3):
+        for rank in (rank for group in groups for rank in group):
+            begins = number + 0.1 * rank
+            events.append(collective(rank, begins, number + 1, stream=stream, target=str(number)))
+    events = ahead(ahead(events, 2, 70.0), 3, 70.0)
+    found = offsets(meetings(sorted(events, key=lambda e: e.rank), groups_of(Strategy(zero=1, shard=2), 4)))
+    assert {rank: offset.seconds for rank, offset in found.items()} == pytest.approx({2: 70.0, 3: 70.0})
