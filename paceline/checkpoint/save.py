@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import platform
 import secrets
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from paceline.checkpoint.contents import Stateful, add_owed, add_tensors, add_va
 from paceline.checkpoint.folder import discard, make_folder
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.ranges import Ranges
+from paceline.checkpoint.rank_file import sync
 from paceline.checkpoint.writing import OwnPart, commit, write_part
 from paceline.comm.control import all_gather_json
 from paceline.comm.world import World
@@ -72,13 +74,20 @@ class Saving:
                 discard(self.path)
             raise
 
-    def _begin(self, part: OwnPart, world: World, strategy: dict[str, Any], background: bool) -> None:
+    def _begin(
+        self, part: OwnPart, world: World, strategy: dict[str, Any], background: bool, beside: Iterable[Path]
+    ) -> None:
         main, self._is_first = threading.current_thread(), world.rank == 0
 
         def write() -> None:
             try:
                 write_part(self.path, part)
                 if world.rank == 0:
+                    for path in beside:
+                        # What is written beside a checkpoint is worth less than that.
+                        with contextlib.suppress(OSError):
+                            sync(path)
+                            sync(path.parent)
                     commit(
                         self.path,
                         self.step,
@@ -149,6 +158,23 @@ def save(
         >>> pl.load("checkpoints", model, optimizer).step
         100
     """
+    # Here, so that a warning names the line that called.
+    finish_earlier(engine_of(model).world)
+    return save_beside((), path, model, optimizer, step, scheduler, loader, extra, background)
+
+
+def save_beside(
+    beside: Iterable[Path],
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    step: int,
+    scheduler: Stateful | Sequence[Stateful] = (),
+    loader: Stateful | None = None,
+    extra: Any = None,
+    background: bool = False,
+) -> Saving:
+    """As `save`; files that rank 0 writes beside it, such as a log, are on the disk before the checkpoint counts."""
     global _in_flight
     engine, path = engine_of(model), Path(path).expanduser()
     world, part = engine.world, OwnPart(engine.world.rank)
@@ -171,7 +197,7 @@ def save(
     saving = Saving(path, step)
     if background:
         _in_flight = world, saving
-    saving._begin(part, world, asdict(engine.strategy), background)
+    saving._begin(part, world, asdict(engine.strategy), background, beside)
     return saving
 
 

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.faults.outcome import jobs, wrong_with_checkpoints
+from paceline.faults.outcome import wrong_with_checkpoints
 from paceline.faults.training import FaultError, LackingError, Training
 from paceline.train.run_folder import METRICS
 
@@ -65,8 +65,6 @@ def power_loss(training: Training) -> str:
     if lost <= 0:
         raise FaultError("nothing was lost that was not synced")
     training.go_on()
-    # Lines of metrics are not synced.
-    training.unlogged = range(1, jobs(training.run)[0].after + 1)
     return f"{refused} after step {step}; {lost} bytes of metrics were lost, and it went on from {left[0].name}"
 
 

@@ -65,7 +65,6 @@ class Training:
         run: The run's folder; may lie on another file system than `folder`.
         flags: What is given besides the usual settings.
         rounding: Whether other ranks went on, so that figures may differ by rounding.
-        unlogged: Steps that are known to have been done, and whose figures are lost.
         closing: What goes when the training has ended, such as a mount.
     """
 
@@ -73,7 +72,7 @@ class Training:
         """`text` is a folder that `make_text` has made, beside which the tokens are kept."""
         (folder / "tmp").mkdir(parents=True)
         self.folder, self.text, self.run, self.steps = folder, text, folder / "run", steps
-        self.flags, self.rounding, self.unlogged = list(flags), False, range(0)
+        self.flags, self.rounding = list(flags), False
         self.closing = contextlib.ExitStack()
         self._mark, self._log = uuid.uuid4().hex, folder / "output.txt"
 
@@ -255,7 +254,7 @@ class Training:
         """
         # A rank that is lost after the update of a step keeps the others from logging it; they go on after it.
         unlogged = [job.after for job in jobs(self.run) if job.seconds is not None]
-        wrong = wrong_with_curve(curve(self.run), expected, self.rounding, [*unlogged, *self.unlogged])
+        wrong = wrong_with_curve(curve(self.run), expected, self.rounding, unlogged)
         if wrong := wrong + wrong_with_checkpoints(self.run):
             raise FaultError("; ".join(wrong))
 

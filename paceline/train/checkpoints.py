@@ -12,13 +12,14 @@ import paceline as pl
 from paceline.checkpoint.exchange.export import model_of
 from paceline.checkpoint.folder import CHECKPOINTS, complete_steps, folder_of, prune, set_aside, step_folder
 from paceline.checkpoint.load import Loaded
-from paceline.checkpoint.save import Saving
+from paceline.checkpoint.save import Saving, save_beside
 from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.data.samples import LeftOut
 from paceline.models.transformer import Transformer
 from paceline.train.config import CheckpointConfig
 from paceline.train.optim import Update
+from paceline.train.run_folder import LINES
 
 
 def load_checkpoint(path: Path, model: Transformer, update: Update, text: dict[str, Any]) -> Loaded:
@@ -208,11 +209,12 @@ class Checkpoints:
             pl.check_replicas(self._model, self._update.optimizer)
         self._last, self._last_step = time.monotonic(), step
         self._is_told = False
-        self._saving = pl.save(
+        self._saving = save_beside(
+            [self.path.parent / name for name in LINES],
             step_folder(self.path, step),
             self._model,
             self._update.optimizer,
-            step=step,
+            step,
             extra=self.extra(),
             background=background,
         )

@@ -20,6 +20,8 @@ TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SKIPPED = "skipped.jsonl"
+LINES = (METRICS, EVENTS, SKIPPED)
+"""Files that grow by a line at a time: those up to a checkpoint's step are on the disk when it counts."""
 WEIGHTS = "model.safetensors"
 RUNS = "runs"
 LATEST = "latest"
@@ -225,11 +227,13 @@ def _point_latest_to(path: Path) -> None:
 
 
 def _append(data: bytes, path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(descriptor).st_size
+        # A line that whatever ended the run before has cut off spoils none but itself.
+        cut = size and os.pread(descriptor, 1, size - 1) != b"\n"
         try:
-            left = data
+            left = b"\n" + data if cut else data
             while left:
                 left = left[os.write(descriptor, left) :]
         except OSError:

@@ -98,6 +98,14 @@ def test_lines_are_written_whole_or_not_at_all_and_the_loss_is_told(
     assert METRICS in problem and "3 lines are missing" in problem
 
 
+def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text('{"step": 1}\n{"st')
+    folder = RunFolder(tmp_path)
+    folder.append(METRICS, [{"step": 2}])
+    folder.append(METRICS, [{"step": 3}])
+    assert (tmp_path / METRICS).read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 2}', '{"step": 3}']
+
+
 def test_a_text_that_does_not_fit_leaves_the_old_one_and_no_other_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.write_text("config.yaml", "steps: 1\n")
