@@ -55,6 +55,7 @@ class Loader:
     Attributes:
         samples: samples in an epoch.
         left_out: global batches that no step takes.
+        given: samples of the last `next()`, by micro-batch.
         wait_seconds: how long the last `next()` waited for its batch, in seconds.
     """
 
@@ -123,7 +124,8 @@ class Loader:
 
     def _start(self, step: int, left_out: LeftOut) -> None:
         self.left_out = left_out
-        self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(STEPS_AHEAD)
+        self.given: list[list[int]] = []
+        self._ready: queue.Queue[tuple[list[list[int]], StepBatch] | BaseException] = queue.Queue(STEPS_AHEAD)
         self._closed = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._prepare, args=(step,), name="loader", daemon=True)
@@ -136,7 +138,8 @@ class Loader:
                 torch.cuda.set_device(self._device)
             while not self._closed.is_set():
                 parts = share(self.batch(step), self._rank, self._world_size, self._micro_batch)
-                self._ready.put([_micro_batch(self._token_file, part, self._context, pin) for part in parts])
+                batches = [_micro_batch(self._token_file, part, self._context, pin) for part in parts]
+                self._ready.put(([part.tolist() for part in parts], batches))
                 step += 1
         except BaseException as error:
             self._ready.put(error)
@@ -156,7 +159,8 @@ class Loader:
         if isinstance(item, BaseException):
             self._error = item
             raise item
-        return [_to(batch, self._device) for batch in item]
+        self.given, batches = item
+        return [_to(batch, self._device) for batch in batches]
 
     def close(self) -> None:
         """End the background thread; safe to call twice."""

@@ -118,6 +118,8 @@ class LogConfig:
     least those of a validation on the way, which takes a small part of the training's time."""
     events_every: int = 500
     """Steps between two steps whose events go to events.jsonl. 0: none."""
+    samples: bool = False
+    """Also write the numbers of each step's samples, by rank, to samples.jsonl in the run's folder."""
     tensorboard: bool = False
     """Also write TensorBoard files into the run's folder (needs paceline[tensorboard])."""
     wandb: bool = False

@@ -33,6 +33,7 @@ from paceline.train.progress import Progress, ValidationProgress
 from paceline.train.resume import Resume, find_resume
 from paceline.train.rewind import run_and_go_back
 from paceline.train.run_folder import EVENTS, RunFolder, check_run_folder, create_run_folder
+from paceline.train.samples import write_samples
 from paceline.train.skipped import require_progress, tell_skipped
 from paceline.train.summary import (
     SAMPLING,
@@ -212,6 +213,8 @@ def _steps(training: Training) -> tuple[int, int]:
         norm = update(step - 1, counts[0], counts[1], engine.reduced_norm())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)
         patience.step()
+        if log.samples:
+            write_samples(outputs, loader, step)
 
         figures = torch.cat([update.skips, norm.reshape(1), update.scale.reshape(1)]).double()
         at, state = readback.exchange(step, torch.cat([counts, figures]))

@@ -20,7 +20,8 @@ TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SKIPPED = "skipped.jsonl"
-LINES = (METRICS, EVENTS, SKIPPED)
+SAMPLES = "samples.jsonl"
+LINES = (METRICS, EVENTS, SKIPPED, SAMPLES)
 """Files that grow by a line at a time: those up to a checkpoint's step are on the disk when it counts."""
 WEIGHTS = "model.safetensors"
 RUNS = "runs"

@@ -22,6 +22,7 @@ from tests.ranks import RankPool
 from tests.train.processes import metrics, trained
 from tests.train.test_not_finite import forward_gives
 from tests.train.test_resume import curve
+from tests.train.test_samples import taken
 
 FLAGS = ("--log.every", "1", "--log.validate-every", "0", "--log.validate-batches", "1", "--log.events-every", "0")
 REWIND = (*FLAGS, "--optim.on-divergence", "rewind", "--steps", "24", "--checkpoint.every", "6")
@@ -64,7 +65,7 @@ def poisoned_with_samples_left_out() -> Iterator[None]:
 def test_it_goes_on_as_if_the_samples_were_not_there(
     ranks: RankPool, nano: list[str], tmp_path: Path, zero: str
 ) -> None:
-    flags = [*nano, *REWIND, "--strategy.zero", zero]
+    flags = [*nano, *REWIND, "--strategy.zero", zero, "--log.samples"]
     status, _, err = trained(ranks, 2, tmp_path, [*flags, "--folder", "clean"], poisoned_with_samples_left_out)
     assert (status, err) == (0, ""), err
     status, out, err = trained(ranks, 2, tmp_path, [*flags, "--folder", "run"], poisoned)
@@ -87,6 +88,8 @@ def test_it_goes_on_as_if_the_samples_were_not_there(
     data = DataConfig((options["--data.path"],), vocabulary=300, validation=0.3, cache=options["--data.cache"])
     count = sample_count(prepare(data).facts.train.tokens, 64)
     batches = range(BACK, BACK + LEFT_OUT)
+    order = [*range(BACK), *range(BACK + LEFT_OUT, 24 + LEFT_OUT)]
+    assert taken(run) == {step: global_batch(0, batch, BATCH, count).tolist() for step, batch in enumerate(order, 1)}
     assert named == [number for batch in batches for number in global_batch(0, batch, BATCH, count).tolist()]
 
     # It is known to checkpoints, which another run goes on from.
