@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import paceline as pl
-from paceline.bench.cases import ADAMW, Case
-from paceline.bench.loops import loop
+from paceline.bench.cases import Case
+from paceline.bench.checkpoint_systems import AT_ONCE, THREADS, System, systems
 from paceline.bench.progress import progress
 from paceline.bench.ranks import run_ranks
 from paceline.bench.results import half_spread, write_json
 from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
-from paceline.core.strategy import Strategy
 from paceline.launch.temporary_folder import TemporaryFolder
 from paceline.models.config import ModelConfig
 
@@ -58,7 +56,7 @@ class Saved:
     Attributes:
         system: Its name.
         bytes: On the disk.
-        stall_ms: Until the call that begins a save in the background has returned.
+        stall_ms: Until the call that saves, or begins to, has returned.
         stall_spread_ms: Of that.
         lost_ms: What a save costs the training until it is written: the time of all steps meanwhile beyond the usual.
         lost_spread_ms: Of that.
@@ -67,6 +65,10 @@ class Saved:
         bandwidth: Bytes a second of loading.
         of_page_cache: Share of what reading the same bytes into memory gives, nothing checked, in the same round.
         of_page_cache_spread: Of that.
+        kind: Whether the call returns when the checkpoint counts, or before.
+        stall_ratio: paceline's stall of that kind as a share of this one's.
+        lost_ratio: The same of what is lost in all.
+        load_ratio: The same of the time to load.
     """
 
     system: str
@@ -80,19 +82,10 @@ class Saved:
     bandwidth: float
     of_page_cache: float
     of_page_cache_spread: float
-
-
-class _Save(NamedTuple):
-    is_done: Callable[[], bool]
-    finish: Callable[[], object]
-
-
-class _System(NamedTuple):
-    """A training that can be saved, on one rank."""
-
-    step: Callable[[], object]
-    save: Callable[[Path], _Save]
-    load: Callable[[Path], object]
+    kind: str
+    stall_ratio: float = 1.0
+    lost_ratio: float = 1.0
+    load_ratio: float = 1.0
 
 
 class _Times(NamedTuple):
@@ -118,35 +111,49 @@ def main(options: CheckpointBench) -> list[Saved]:
     threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
     parent = Path(options.folder).expanduser() if options.folder else None
     with TemporaryFolder("bench") as folder, progress() as report:
-        report(f"{len(_SYSTEMS)} systems by turns, {options.rounds} rounds")
+        report(f"paceline and DCP in {3 * len(THREADS)} settings by turns, {options.rounds} rounds")
         path = folder.path if parent is None else parent / folder.path.name
         try:
             case = Case("checkpoint", shape, batch=1)
             measured = run_ranks(options.ranks, _measure, case, path, options.rounds, threads=threads)[0]
         finally:
             shutil.rmtree(path, ignore_errors=True)
-    rows = [_row(system, [_Times(*times) for times in each]) for system, each in measured.items()]
+    rows = _rows([(system, kind, [_Times(*times) for times in each]) for system, kind, each in measured])
     _print(rows)
     if options.json:
         write_json(options.json, rows)
     return rows
 
 
-def _measure(case: Case, folder: Path, rounds: int) -> dict[str, list[_Times]]:
+def _measure(case: Case, folder: Path, rounds: int) -> list[tuple[str, str, list[_Times]]]:
     world = pl.init(device="cpu")
-    systems = {name: build(case, world) for name, build in _SYSTEMS.items()}
-    found: dict[str, list[_Times]] = {name: [] for name in systems}
-    names = list(systems)
-    for number in range(rounds + 1):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            times = _round(systems[name], folder / f"{names.index(name)}-{number}", world)
-            if number:  # the first round warms up, and makes the optimizers' states
-                found[name].append(times)
+    with _quiet():
+        every = systems(case, world)
+        found: list[list[_Times]] = [[] for _ in every]
+        for number in range(rounds + 1):
+            for place in range(len(every)):
+                index = (place + number) % len(every)
+                times = _round(every[index], folder / f"{index}-{number}", world)
+                if number:  # the first round warms up, and makes the optimizers' states
+                    found[index].append(times)
     pl.shutdown()
-    return found
+    return [(system.name, system.kind, times) for system, times in zip(every, found, strict=True)]
 
 
-def _round(system: _System, path: Path, world: pl.World) -> _Times:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing is said on stderr inside, nor by processes that are started there: DCP's tells of every save."""
+    before = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def _round(system: System, path: Path, world: pl.World) -> _Times:
     for _ in range(2):
         _all_done(system, lambda: False)
     began = time.perf_counter()
@@ -175,7 +182,7 @@ def _round(system: _System, path: Path, world: pl.World) -> _Times:
     return _Times(stall, lost, load, read, size)
 
 
-def _all_done(system: _System, is_done: Callable[[], bool]) -> bool:
+def _all_done(system: System, is_done: Callable[[], bool]) -> bool:
     """Trains a step; whether every rank was done with its part of a save after it."""
     system.step()
     return all(pl.all_gather_json(is_done(), "whether it is saved"))
@@ -197,59 +204,22 @@ def _read(files: list[Path]) -> None:
                 raw.readinto(data[start : start + _PIECE])
 
 
-def _paceline(case: Case, world: pl.World) -> _System:
-    model = pl.parallelize(case.build(), Strategy(zero=3))
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-
-    def save(path: Path) -> _Save:
-        saving = pl.save(path, model, optimizer, step=1, background=True)
-        return _Save(lambda: saving.done, saving.wait)
-
-    return _System(loop(model, optimizer, case, world, False), save, lambda path: pl.load(path, model, optimizer))
-
-
-def _dcp(case: Case, world: pl.World) -> _System:
-    """FSDP2's shards; staged into memory that is kept from one save to the next, and written by a thread."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-    model = case.build()
-    mesh = init_device_mesh("cpu", (world.world_size,))
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    # Its thread communicates beside training, which must not share its group.
-    group = dist.new_group(backend="gloo")
-
-    def states() -> dict[str, Any]:
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        return {"model": of_model, "optimizer": of_optimizer}
-
-    def save(path: Path) -> _Save:
-        writer = dcp.FileSystemWriter(path)
-        told: Any = dcp.async_save(states(), storage_writer=writer, async_stager=stager, process_group=group)
-        future = getattr(told, "upload_completion", told)
-        return _Save(future.done, future.result)
-
-    def load(path: Path) -> None:
-        found = states()
-        dcp.load(found, storage_reader=dcp.FileSystemReader(path), process_group=group)
-        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-
-    return _System(loop(model, optimizer, case, world, False), save, load)
+def _rows(measured: list[tuple[str, str, list[_Times]]]) -> list[Saved]:
+    """A row for each system, beside paceline's of its kind, which comes first."""
+    rows = [_row(*each) for each in measured]
+    first = {row.kind: row for row in reversed(rows)}
+    return [
+        replace(
+            row,
+            stall_ratio=first[row.kind].stall_ms / row.stall_ms,
+            lost_ratio=first[row.kind].lost_ms / row.lost_ms,
+            load_ratio=first[row.kind].load_seconds / row.load_seconds,
+        )
+        for row in sorted(rows, key=lambda row: row.kind == AT_ONCE)
+    ]
 
 
-_SYSTEMS: dict[str, Callable[[Case, pl.World], _System]] = {
-    "paceline: zero 3, pl.save in the background": _paceline,
-    "torch DCP: FSDP2, async_save by a thread": _dcp,
-}
-
-
-def _row(system: str, rounds: list[_Times]) -> Saved:
+def _row(system: str, kind: str, rounds: list[_Times]) -> Saved:
     stalls, lost = ([1e3 * each for each in column] for column in ([t.stall for t in rounds], [t.lost for t in rounds]))
     loads, shares = [each.load for each in rounds], [each.read / each.load for each in rounds]
     load = statistics.median(loads)
@@ -265,14 +235,19 @@ def _row(system: str, rounds: list[_Times]) -> Saved:
         bandwidth=rounds[-1].size / load,
         of_page_cache=statistics.median(shares),
         of_page_cache_spread=half_spread(shares),
+        kind=kind,
     )
 
 
 def _print(rows: list[Saved]) -> None:
-    print(f"{'':<46}{'MB':>6}  {'stall, ms':>14}  {'lost in all, ms':>16}  {'load, s':>13}  {'GB/s':>5}  of page cache")
+    print(
+        f"{'':<59}{'MB':>4}  {'stall, ms':>14}  {'lost in all, ms':>14}  {'load, s':>12}  {'GB/s':>5}  of page cache  "
+        "paceline's stall, lost, load"
+    )
     for row in rows:
         print(
-            f"{row.system:<46}{row.bytes / 1e6:6.0f}  {row.stall_ms:7.1f} +- {row.stall_spread_ms:<4.1f}  "
-            f"{row.lost_ms:9.0f} +- {row.lost_spread_ms:<4.0f}  {row.load_seconds:5.2f} +- {row.load_spread:<4.2f}  "
-            f"{row.bandwidth / 1e9:5.2f}  {row.of_page_cache:.2f} +- {row.of_page_cache_spread:.2f}"
+            f"{row.system:<59}{row.bytes / 1e6:4.0f}  {row.stall_ms:7.1f} +- {row.stall_spread_ms:<4.1f}  "
+            f"{row.lost_ms:7.0f} +- {row.lost_spread_ms:<4.0f}  {row.load_seconds:4.2f} +- {row.load_spread:<4.2f}  "
+            f"{row.bandwidth / 1e9:5.2f}  {row.of_page_cache:.2f} +- {row.of_page_cache_spread:.2f}   "
+            f"{row.stall_ratio:.2f}, {row.lost_ratio:.2f}, {row.load_ratio:.2f}"
         )

@@ -7,18 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from paceline.bench.checkpoint_systems import THREADS
 from paceline.bench.cli import main
 from paceline.core.errors import UserError
 
 
 @pytest.mark.full
-def test_both_save_and_load_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_save_and_load_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, folder = tmp_path / "checkpoint.json", tmp_path / "checkpoints"
     flags = ["--mb", "50", "--rounds", "1", "--json", str(file), "--folder", str(folder)]
     assert main(["checkpoint", *flags]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 2 and len(capsys.readouterr().out.splitlines()) == 3
+    kinds = ["in the background"] * (1 + 2 * len(THREADS)) + ["at once"] * (1 + len(THREADS))
+    assert [row["kind"] for row in rows] == kinds and len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+    first = {row["kind"]: row for row in reversed(rows)}
+    assert all(row["system"].startswith("paceline") for row in first.values())
     for row in rows:
+        ours = first[row["kind"]]
+        assert row["stall_ratio"] == ours["stall_ms"] / row["stall_ms"]
+        assert row["load_ratio"] == ours["load_seconds"] / row["load_seconds"]
         assert 40e6 < row["bytes"] < 60e6
         assert min(row["stall_ms"], row["load_seconds"], row["of_page_cache"]) > 0
     assert list(folder.iterdir()) == []
