@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,12 @@ from safetensors.torch import load_file
 from paceline.data import loader, prepare
 from paceline.data.config import DataConfig
 from paceline.data.samples import gather, global_batch, sample_count
+from paceline.launch.stop import StopRequest
 from paceline.models.transformer import Transformer
+from paceline.train import rewind
+from paceline.train.config import OptimConfig, TrainConfig
+from paceline.train.failover import Former
+from paceline.train.skipped import Diverged
 from tests.quick import full
 from tests.ranks import RankPool
 from tests.train.processes import metrics, trained
@@ -122,3 +128,18 @@ def test_it_stops_unless_asked_to_go_back(ranks: RankPool, nano: list[str], tmp_
     flags = [*nano, *FLAGS, "--steps", "24", "--checkpoint.every", "6", "--folder", "run"]
     status, out, err = trained(ranks, 1, tmp_path, flags, never_finite_again)
     assert status == 2 and "in 10 steps in a row, the last of them step" in err and "Going back" not in out
+
+
+def test_what_is_half_loaded_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    training: Any = SimpleNamespace(config=TrainConfig(optim=OptimConfig(on_divergence="rewind")))
+    former, seen = Former(StopRequest()), list[Any]()
+
+    def run(_: Any) -> int:
+        seen.append(former.training)
+        if len(seen) == 1:
+            raise Diverged("it has diverged", 9, 18)
+        return 0
+
+    monkeypatch.setattr(rewind, "go_back", lambda *_: seen.append(former.training) or training)
+    assert rewind.run_and_go_back(run, training, former) == 0
+    assert seen == [training, None, training]
