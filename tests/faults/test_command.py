@@ -28,11 +28,11 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-@pytest.mark.full
-def test_a_fault_strikes_and_the_training_is_as_if_it_had_not(tmp_path: Path) -> None:
-    assert main(["run", "pause", "--json", str(tmp_path / "results.json")]) == 0
+@pytest.mark.parametrize("name", ["flip", full("pause")])
+def test_a_fault_strikes_and_the_training_is_as_if_it_had_not(tmp_path: Path, name: str) -> None:
+    assert main(["run", name, "--json", str(tmp_path / "results.json")]) == 0
     (row,) = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert (row["fault"], row["result"]) == ("pause", "passed") and row["words"] and row["seconds"] > 0
+    assert (row["fault"], row["result"]) == (name, "passed") and row["words"] and row["seconds"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
