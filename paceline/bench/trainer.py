@@ -19,8 +19,8 @@ from paceline.data.loader import Loader
 from paceline.models.config import ModelConfig
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
-from paceline.train.config import OptimConfig
 from paceline.train.optim import Update
+from paceline.train.sections import OptimConfig
 
 
 @dataclass(frozen=True)

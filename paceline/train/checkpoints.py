@@ -17,9 +17,9 @@ from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.data.samples import LeftOut
 from paceline.models.transformer import Transformer
-from paceline.train.config import CheckpointConfig
 from paceline.train.optim import Update
 from paceline.train.run_folder import LINES
+from paceline.train.sections import CheckpointConfig
 
 
 def load_checkpoint(path: Path, model: Transformer, update: Update, text: dict[str, Any]) -> Loaded:

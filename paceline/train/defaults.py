@@ -7,7 +7,8 @@ from typing import Any
 
 from paceline.models.config import ModelConfig
 from paceline.models.presets import preset
-from paceline.train.config import LogConfig, ModelSection, OptimConfig, TrainConfig
+from paceline.train.config import TrainConfig
+from paceline.train.sections import LogConfig, ModelSection, OptimConfig
 
 
 def _gpt2(lr: float) -> dict[str, Any]:

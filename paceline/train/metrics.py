@@ -15,8 +15,8 @@ import torch
 
 from paceline.core.errors import UserError
 from paceline.core.straggler import Costly
-from paceline.train.config import LogConfig
 from paceline.train.run_folder import METRICS, RunFolder
+from paceline.train.sections import LogConfig
 
 TENSORBOARD = "tensorboard"
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.train.config import OptimConfig
 from paceline.train.dynamic_loss_scale import DynamicLossScale
+from paceline.train.sections import OptimConfig
 from paceline.train.spikes import Spikes
 
 

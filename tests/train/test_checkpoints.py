@@ -16,8 +16,8 @@ from paceline.models import PRESETS
 from paceline.models.transformer import Transformer
 from paceline.train import checkpoints
 from paceline.train.checkpoints import Checkpoints
-from paceline.train.config import CheckpointConfig
 from paceline.train.run_folder import METRICS
+from paceline.train.sections import CheckpointConfig
 from tests.train.processes import called
 
 

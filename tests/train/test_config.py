@@ -11,8 +11,9 @@ from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.models.presets import PRESETS
 from paceline.train.command_line import parse_train_arguments
-from paceline.train.config import LogConfig, OptimConfig, TrainConfig
+from paceline.train.config import TrainConfig
 from paceline.train.defaults import defaults
+from paceline.train.sections import LogConfig, OptimConfig
 from paceline.train.yaml_file import overlay, read_yaml, to_yaml
 
 

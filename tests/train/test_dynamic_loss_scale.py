@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from paceline.train import dynamic_loss_scale
-from paceline.train.config import OptimConfig
 from paceline.train.dynamic_loss_scale import DynamicLossScale
 from paceline.train.optim import Update
+from paceline.train.sections import OptimConfig
 
 CPU = torch.device("cpu")
 

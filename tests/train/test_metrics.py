@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.train.config import LogConfig
 from paceline.train.metrics import Interval, duration, open_trackers
 from paceline.train.run_folder import RunFolder
+from paceline.train.sections import LogConfig
 from tests.train.processes import called
 
 INTERVAL = Interval(

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.config import OptimConfig
 from paceline.train.optim import Update, learning_rate
+from paceline.train.sections import OptimConfig
 
 
 @given(

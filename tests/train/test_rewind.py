@@ -20,8 +20,9 @@ from paceline.data.samples import gather, global_batch, sample_count
 from paceline.launch.stop import StopRequest
 from paceline.models.transformer import Transformer
 from paceline.train import rewind
-from paceline.train.config import OptimConfig, TrainConfig
+from paceline.train.config import TrainConfig
 from paceline.train.failover import Former
+from paceline.train.sections import OptimConfig
 from paceline.train.skipped import Diverged
 from tests.quick import full
 from tests.ranks import RankPool

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from paceline.cli import main
-from paceline.train.config import LogConfig, TrainConfig
+from paceline.train.config import TrainConfig
+from paceline.train.sections import LogConfig
 from paceline.train.summary import next_steps
 from tests.launch.terminal import on_terminal
 from tests.quick import full
