@@ -142,7 +142,7 @@ def test_a_stop_on_one_host_stops_all(started, host: int) -> None:
 
 @pytest.mark.full
 def test_workers_of_a_host_that_is_cut_off_are_ended_before_others_go_on(started, tmp_path: Path) -> None:
-    job = started(2, 1, 1, 0, 2)
+    job = started(2, 1, 1, 0, 5)
     (here, _), (there, _) = job.ranks(0, 2)
     (tmp_path / "stepping").touch()
     # Its worker goes on, as one does that is beyond a network which is gone.
