@@ -20,6 +20,7 @@ from paceline.launch.screen import show
 from paceline.launch.seat import Seat
 from paceline.launch.stop import StopRequest, ended_at_once, exit_status
 from paceline.models.flops import flops_per_token, peak_flops
+from paceline.train.alike import require_alike, settings_of_all
 from paceline.train.build import build_model, make_update, open_loader, prepare_text
 from paceline.train.checkpoints import Checkpoints, begin_from, left_out_of, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
@@ -71,7 +72,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     """
     with ended_at_once():
         world = pl.init() if config.timeout is None else pl.init(timeout=config.timeout)
-    check_ranks(config, world.world_size)
+    check_ranks(config := settings_of_all(config), world.world_size)
     if seat is None and config.workers not in (None, world.world_size) and world.rank == 0:
         show(
             f"note: workers is {config.workers}, but this process joined a job of {world.world_size} ranks; "
@@ -92,6 +93,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     goes_on = former is not None and former.run is not None
     corpus = prepare_text(config, world, is_known=goes_on)
     text = {"tokens": corpus.facts.train.tokens, "tokenizer": zlib.crc32(corpus.definition.encode())}
+    require_alike(text, "texts", "Let data.path be the same text on every host.")
     model = build_model(config, corpus, world)
     update = make_update(config, model, world)
     first, begun = 0, None
