@@ -12,10 +12,9 @@ from typing import Any
 from paceline.core.errors import UserError
 from paceline.launch.failure import read_failure
 from paceline.launch.host_line import HostLine
-from paceline.launch.host_meeting import JOINING_SECONDS, HostMeeting, reach_leader
+from paceline.launch.host_meeting import JOINING_SECONDS, PATIENT_SECONDS, HostMeeting, reach_leader
 from paceline.launch.screen import show
 from paceline.launch.seated import SeatedJob
-from paceline.launch.stop import ended_at_once
 from paceline.launch.temporary_folder import TemporaryFolder
 from paceline.launch.workers import POLL_SECONDS, threads_each
 
@@ -39,8 +38,6 @@ def follow(meeting: HostMeeting, command: Sequence[str], workers: int, threads: 
     Raises:
         UserError: The leading launcher cannot be reached.
     """
-    with ended_at_once():
-        meeting.open_store()
     with TemporaryFolder("job") as folder:
         return _FollowingJob(folder.path, command, workers, threads_each(workers, threads), meeting).run()
 
@@ -74,19 +71,24 @@ class _FollowingJob(SeatedJob):
 
     def wait(self) -> int:
         """Exit status of the whole job, when the leading launcher says that it is over."""
-        deadline = time.monotonic() + JOINING_SECONDS
+        alone = time.monotonic()
+        said = False
         while self._over is None:
             stop = self._requests.first
             if self._requests.again or (stop is not None and self._line is None):
                 return 128 + (stop or 0)
             if self._line is not None:
                 self._follow(self._line)
-                deadline = time.monotonic() + JOINING_SECONDS
-            elif time.monotonic() > deadline:
+                alone, said = time.monotonic(), False
+            elif time.monotonic() > alone + JOINING_SECONDS:
                 raise UserError(
-                    f"the launcher of host 0 was not reached within {JOINING_SECONDS:g} s: see that it runs, and that "
-                    "hosts reach each other at any port"
+                    f"the launcher of host 0 was not reached within {JOINING_SECONDS:g} s: see that it runs, that no "
+                    f"other launcher is host {self._meeting.host}, and that hosts reach each other at any port"
                 )
+            elif not said and time.monotonic() > alone + PATIENT_SECONDS:
+                said = True
+                here, where = f"host {self._meeting.host} of {self._meeting.hosts}", self._meeting.place
+                show(f"{here} waits for the launcher of host 0, at {where}", warning=True)
             elif (line := reach_leader(self._meeting)) is not None:
                 self._line = line
                 self._listen(line.connection, lambda: self._hear_leader(line))

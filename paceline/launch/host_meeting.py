@@ -22,9 +22,12 @@ from paceline.comm.environment import read_environment
 from paceline.comm.world import STORE
 from paceline.core.errors import UserError
 from paceline.launch.host_line import CUT_OFF_SECONDS, FENCED_SECONDS, HostLine
+from paceline.launch.stop import ended_at_once
 
 JOINING_SECONDS = 600.0
 """For which hosts are waited for when a job begins."""
+PATIENT_SECONDS = 5.0
+"""After which one who waits says for whom."""
 _ANSWER_SECONDS = 5.0
 _KEY = "paceline: the leading launcher"
 
@@ -56,27 +59,24 @@ class HostMeeting:
         self._has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._store: Any = None
 
-    def open_store(self, seconds: float = JOINING_SECONDS) -> None:
-        """Joins the store; where nobody else has one, the leading launcher's is it.
-
-        Args:
-            seconds: To wait for it.
+    def open_store(self) -> None:
+        """On host 0: joins the store, or makes it where nobody else has one.
 
         Raises:
             UserError: It cannot be reached, or the port is another's.
         """
         try:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                self.address,
-                self._port,
-                is_master=self.host == 0 and not self._has_store,
-                timeout=timedelta(seconds=seconds),
-                wait_for_workers=False,
-            )
+            self._store = self._join(not self._has_store, JOINING_SECONDS)
         except RuntimeError as error:
+            advice = (
+                "Another program has that port, or another launcher is host 0 too: end it, or set another MASTER_PORT "
+                "on every host"
+                if "EADDRINUSE" in str(error)
+                else "See that hosts reach that address"
+            )
             raise UserError(
-                f"host {self.host} of {self.hosts} could not meet the others at {self.address}:{self._port}: "
-                f"{str(error).splitlines()[0]}. See that a launcher runs on each host, and that they reach that address"
+                f"host {self.host} of {self.hosts} could not meet the others at {self.place}: "
+                f"{str(error).splitlines()[0]}. {advice}"
             ) from error
 
     def say(self, told: dict[str, Any]) -> None:
@@ -84,20 +84,32 @@ class HostMeeting:
         self._store.set(_KEY, json.dumps(told))
 
     def hear(self) -> dict[str, Any] | None:
-        """What host 0 has said last; None where it has said nothing, or the store is gone."""
+        """On another host: what host 0 has said last; None where it has said nothing, or there is no store."""
         try:
-            if self._store is None:
-                self.open_store(_ANSWER_SECONDS)
-            told: dict[str, Any] | None = json.loads(self._store.get(_KEY)) if self._store.check([_KEY]) else None
-        except (RuntimeError, UserError):
-            # Another one may be there the next time.
-            self._store = None
+            # Torch writes pages about a port at which nobody listens.
+            socket.create_connection((self.address, self._port), _ANSWER_SECONDS).close()
+            # Who has the port may be another program, for whose words torch waits without end.
+            with ended_at_once():
+                # Joined anew, as host 0 may have been started again.
+                store = self._join(False, _ANSWER_SECONDS)
+                told: dict[str, Any] | None = json.loads(store.get(_KEY)) if store.check([_KEY]) else None
+        except (OSError, RuntimeError):
             return None
         return told
 
+    @property
+    def place(self) -> str:
+        """Where hosts meet."""
+        return f"{self.address}:{self._port}"
+
     def store_for(self, job: str) -> str:
         """What tells ranks of a job to meet here."""
-        return f"{STORE}{self.address}:{self._port}/{job}"
+        return f"{STORE}{self.place}/{job}"
+
+    def _join(self, makes: bool, seconds: float) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            self.address, self._port, is_master=makes, timeout=timedelta(seconds=seconds), wait_for_workers=False
+        )
 
 
 class LeadingEnd:

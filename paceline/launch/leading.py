@@ -16,7 +16,7 @@ import msgspec
 from paceline.core.errors import UserError
 from paceline.launch.failure import Failure, write_failure
 from paceline.launch.host_line import HostLine
-from paceline.launch.host_meeting import JOINING_SECONDS, HostMeeting, LeadingEnd
+from paceline.launch.host_meeting import JOINING_SECONDS, PATIENT_SECONDS, HostMeeting, LeadingEnd
 from paceline.launch.members import Members
 from paceline.launch.remote import RemoteProcess, RemoteSeat
 from paceline.launch.replacing import ReplacingJob
@@ -105,7 +105,7 @@ class _LeadingJob(ReplacingJob):
             names = f"host {', '.join(map(str, self._end.missing))} of {self._hosts}"
             if time.monotonic() > deadline:
                 raise UserError(f"{names} did not come within {JOINING_SECONDS:g} s: start this command on every host")
-            if time.monotonic() > said + 5.0:
+            if time.monotonic() > said + PATIENT_SECONDS:
                 said = float("inf")
                 show(f"waiting for {names}", warning=True)
             self._hear(POLL_SECONDS)

@@ -23,6 +23,7 @@ import os, sys
 from paceline.launch import following, host_line, host_meeting, leading
 workers, least, spares, cut_off = map(int, sys.argv[1:])
 host_meeting.CUT_OFF_SECONDS, host_meeting.FENCED_SECONDS = cut_off, 0.6 * cut_off
+following.PATIENT_SECONDS = 0.5
 meeting = host_meeting.HostMeeting(os.environ)
 command = [sys.executable, "worker.py"]
 if meeting.host:
@@ -183,3 +184,22 @@ def test_fewer_than_half_of_the_hosts_do_not_go_on(started, tmp_path: Path) -> N
     job.kill(1)
     status, _, err = job.launchers[0].finish()
     assert status == 137 and "fewer than half of the hosts are left" in err
+
+
+def test_a_launcher_that_waits_for_the_first_says_so_and_can_be_interrupted(started, tmp_path: Path) -> None:
+    job = started(0, 1, 1, 0, 10)
+    job.hosts = 2
+    launcher = job.start(1)
+    line = launcher.process.stderr.readline()
+    assert line.startswith("host 1 of 2 waits for the launcher of host 0, at 127.0.0.1:")
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.finish() == (130, "", "")
+    nothing_is_left(tmp_path, launcher)
+
+
+def test_a_port_that_another_program_has_is_said_with_what_to_do(started) -> None:
+    job = started(0, 1, 1, 0, 10)
+    job.hosts = 2
+    with socket.create_server(("127.0.0.1", job._port)):
+        status, _, err = job.start(0).finish()
+    assert status == 1 and "set another MASTER_PORT on every host" in err
