@@ -51,7 +51,6 @@ class _FollowingJob(SeatedJob):
         self._line: HostLine | None = None
         self._number_there: dict[int, int] = {}
         """Of workers whose end the leading launcher is still to be told."""
-        self._rank_of: dict[int, int] = {}
         self._granting: set[int] = set()
         self._memory: TemporaryFolder | None = None
         self._over: int | None = None
@@ -167,8 +166,9 @@ class _FollowingJob(SeatedJob):
         """What the report of a worker that failed says, with times of this host's clock as seconds since."""
         if not self._failure_file(local).exists():
             return None
-        failure = read_failure(self._failure_file(local), local, self._processes[local].returncode, time.monotonic())
-        return asdict(replace(failure, text=failure.text[-_LONGEST:], time=failure.time - time.monotonic()))
+        status, now = self._processes[local].returncode, time.monotonic()
+        failure = read_failure(self._failure_file(local), self._rank(local), status, now)
+        return asdict(replace(failure, text=failure.text[-_LONGEST:], time=failure.time - now))
 
     def _name(self, number: int) -> str:
         return f"rank {self._rank_of[number]}" if number in self._rank_of else f"host {self._meeting.host}"

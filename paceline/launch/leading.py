@@ -206,13 +206,13 @@ class _LeadingJob(ReplacingJob):
         why = f"host {host} of {self._hosts} is gone or cut off"
         lost = self._workers_of(host)
         for number in lost:
-            failure = Failure(number, time.monotonic(), 128 + signal.SIGKILL, f"Its {why}.")
+            failure = Failure(self._rank(number), time.monotonic(), 128 + signal.SIGKILL, f"Its {why}.")
             write_failure(self._failure_file(number), failure)
             self._remote(number).returncode = -signal.SIGKILL
         members = self._members_now
         if 2 * (1 + len(self._end.lines)) < self._hosts:
             show(f"{why}: fewer than half of the hosts are left, which do not go on without the others", warning=True)
-            self._gives_up = True
+            self._fatal = set(lost or self._losses)
         ranks = [str(self._rank_of[number]) for number in lost if number in members.ranks and number in self._rank_of]
         if ranks:
             # Nothing tells those who wait for them: their connections are silent, and not closed.

@@ -76,8 +76,6 @@ class ReplacingJob(SeatedJob):
         """
         super().__init__(folder, command, workers, threads)
         self._members_now, self._spares = members, spares
-        self._rank_of: dict[int, int] = {}
-        """The latest rank of each worker that had one."""
         self._seen: set[int] = set()
         """Workers whose end was taken in."""
         self._asks: set[int] = set()
@@ -88,7 +86,8 @@ class ReplacingJob(SeatedJob):
         """Those that waited for a place when all were told to stop."""
         self._work = ""
         self._broken_since: float | None = None
-        self._gives_up = False
+        self._fatal: set[int] = set()
+        """Those that the job ends with, as too few are left."""
         self._memory: TemporaryFolder | None = None
 
     def run(self) -> int:
@@ -157,7 +156,7 @@ class ReplacingJob(SeatedJob):
         return f"rank {self._rank_of[number]}" if number in self._rank_of else f"spare {number}"
 
     def _failed(self, number: int) -> bool:
-        return super()._failed(number) and (self._gives_up or number not in self._losses | self._dismissed)
+        return super()._failed(number) and number not in (self._losses - self._fatal) | self._dismissed
 
     def _tend(self) -> None:
         members = self._members_now
@@ -216,7 +215,7 @@ class ReplacingJob(SeatedJob):
             return
         if not ranks:
             # What became of those that were lost is what the job ends with.
-            self._gives_up = True
+            self._fatal = set(members.lost or self._losses)
             return
         self._forget_memory()
         # A container may give next to nothing there.

@@ -25,6 +25,11 @@ class SeatedJob(Job):
         """Starts nothing yet; see `Job`."""
         super().__init__(folder, command, workers, threads)
         self._seats: dict[int, ToWorker] = {}
+        self._rank_of: dict[int, int] = {}
+        """The latest rank of each worker that had one."""
+
+    def _rank(self, number: int) -> int:
+        return self._rank_of.get(number, number)
 
     @abstractmethod
     def _take(self, number: int, message: dict[str, Any]) -> None:

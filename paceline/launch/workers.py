@@ -205,6 +205,10 @@ class Job:
         """What a worker is called before what it writes."""
         return f"rank {number}"
 
+    def _rank(self, number: int) -> int:
+        """Which rank a worker is, or was last."""
+        return number
+
     def _tend(self) -> None:
         """Called some twenty times a second while workers run."""
 
@@ -254,7 +258,7 @@ class Job:
     def _status(self) -> int:
         statuses = [process.returncode for process in self._processes]
         failures = [
-            read_failure(self._failure_file(rank), rank, status, self._ended[rank])
+            read_failure(self._failure_file(rank), self._rank(rank), status, self._ended[rank])
             for rank, status in enumerate(statuses)
             if self._failed(rank) and (rank not in self._ended_by_us or self._tells_a_failure(rank))
         ]
@@ -263,7 +267,7 @@ class Job:
             if first.exit_status == 128 + signal.SIGPIPE:
                 # Nobody reads what rank 0 writes, and wants to read no more: `| head -1` is no mistake.
                 return first.exit_status
-            show(first.describe(self._workers, memory_kills() - self._memory_kills), warning=True)
+            show(first.describe(len(self._members()), memory_kills() - self._memory_kills), warning=True)
             return first.exit_status
         return 128 + self._stop if self._stop is not None and any(statuses) else 0
 

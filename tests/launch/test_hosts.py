@@ -129,7 +129,7 @@ def test_an_exception_on_one_host_ends_all(started, tmp_path: Path, host: int) -
     (tmp_path / "raises").touch()
     (one, _, told), (other, _, _) = [launcher.finish() for launcher in job.launchers]
     assert (one, other) == (1, 1) and told.rstrip().endswith("ValueError: a mistake"), told
-    assert "rank 1 of" in told
+    assert f"rank 1 of {2 * (1 + (host == 0))} failed" in told
 
 
 @pytest.mark.full
@@ -184,6 +184,8 @@ def test_fewer_than_half_of_the_hosts_do_not_go_on(started, tmp_path: Path) -> N
     job.kill(1)
     status, _, err = job.launchers[0].finish()
     assert status == 137 and "fewer than half of the hosts are left" in err
+    # What others went on after is no reason for the end.
+    assert "rank 1 of 2 failed; the other workers were ended.\nIts host 1 of 3 is gone or cut off." in err
 
 
 def test_a_launcher_that_waits_for_the_first_says_so_and_can_be_interrupted(started, tmp_path: Path) -> None:
