@@ -23,7 +23,7 @@ _LONGEST = 1 << 14
 """Characters of a failure's report that are handed on."""
 
 
-def follow(meeting: HostMeeting, command: Sequence[str], workers: int, threads: int) -> int:
+def follow(meeting: HostMeeting, command: Sequence[str], workers: int, spares: int, threads: int) -> int:
     """Looks after this host's workers until the job is over; returns its exit status.
 
     Where the leading launcher is gone, or not heard of for `FENCED_SECONDS`, the workers here are ended, as others will
@@ -32,22 +32,25 @@ def follow(meeting: HostMeeting, command: Sequence[str], workers: int, threads: 
     Args:
         meeting: Of the hosts.
         command: See `launch_replacing`.
-        workers: On this host.
+        workers: On each host.
+        spares: On each host.
         threads: See `launch`.
 
     Raises:
-        UserError: The leading launcher cannot be reached.
+        UserError: The leading launcher cannot be reached, or starts others on each host.
     """
     with TemporaryFolder("job") as folder:
-        return _FollowingJob(folder.path, command, workers, threads_each(workers, threads), meeting).run()
+        return _FollowingJob(folder.path, command, workers, threads_each(workers, threads), spares, meeting).run()
 
 
 class _FollowingJob(SeatedJob):
     """The workers of this host, whose numbers at the leading launcher are others than here."""
 
-    def __init__(self, folder: Path, command: Sequence[str], workers: int, threads: int, meeting: HostMeeting) -> None:
+    def __init__(
+        self, folder: Path, command: Sequence[str], workers: int, threads: int, spares: int, meeting: HostMeeting
+    ) -> None:
         super().__init__(folder, command, workers, threads)
-        self._meeting = meeting
+        self._spares, self._meeting = spares, meeting
         self._line: HostLine | None = None
         self._number_there: dict[int, int] = {}
         """Of workers whose end the leading launcher is still to be told."""
@@ -127,7 +130,14 @@ class _FollowingJob(SeatedJob):
         return True
 
     def _obey(self, message: dict[str, Any]) -> None:
-        if "start" in message:
+        if "sizes" in message:
+            if message["sizes"] != [self._workers, self._spares]:
+                (workers, spares), own = message["sizes"], f"--workers {self._workers} --spares {self._spares}"
+                raise UserError(
+                    f"host 0 was started with --workers {workers} --spares {spares}, host {self._meeting.host} with "
+                    f"{own}: both are those of each host, so start the same command on every one"
+                )
+        elif "start" in message:
             self._number_there[self._start_seated()] = message["start"]
         elif "over" in message:
             self._over = message["over"]

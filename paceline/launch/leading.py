@@ -160,6 +160,7 @@ class _LeadingJob(ReplacingJob):
     def _welcome(self, starts: bool) -> None:
         for host in self._end.come():
             line = self._end.lines[host]
+            line.send(sizes=[self._workers, self._spares])
             self._listen(line.connection, functools.partial(self._hear_from_host, host, line))
             if starts:
                 show(f"host {host} of {self._hosts} is there again")

@@ -35,7 +35,7 @@ def start(config: TrainConfig, command: Sequence[str], hosts: int) -> int:
 
     meeting = HostMeeting(os.environ)
     if meeting.host:
-        return follow(meeting, command, config.workers, config.threads)
+        return follow(meeting, command, config.workers, config.spares, config.threads)
     _check_folder(config)
     return lead(meeting, command, *sizes)
 

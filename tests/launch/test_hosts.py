@@ -27,7 +27,7 @@ following.PATIENT_SECONDS = 0.5
 meeting = host_meeting.HostMeeting(os.environ)
 command = [sys.executable, "worker.py"]
 if meeting.host:
-    sys.exit(following.follow(meeting, command, workers, 1))
+    sys.exit(following.follow(meeting, command, workers, spares, 1))
 sys.exit(leading.lead(meeting, command, workers, least, spares, 1, lambda ranks: True))
 """
 
@@ -42,14 +42,15 @@ class Job:
         (folder / "worker.py").write_text(WORKER)
         (folder / "launcher.py").write_text(LAUNCHER)
         (folder / "tmp").mkdir()
-        self._command = [sys.executable, "launcher.py", *map(str, sizes)]
+        self._sizes = sizes
         self.launchers = [self.start(host) for host in range(hosts)]
 
-    def start(self, host: int) -> Program:
+    def start(self, host: int, sizes: tuple[int, ...] = ()) -> Program:
+        command = [sys.executable, "launcher.py", *map(str, sizes or self._sizes)]
         place = {"RANK": host, "WORLD_SIZE": self.hosts, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port}
         paths = {"TMPDIR": self.folder / "tmp", "PYTHONPATH": Path(__file__).parents[2]}
         environment = {key: str(value) for key, value in {**place, **paths, "TEST_HOST": host}.items()}
-        return self._stack.enter_context(program(self._command, self.folder, environment))
+        return self._stack.enter_context(program(command, self.folder, environment))
 
     def ranks(self, epoch: int, size: int) -> list[tuple[int, str]]:
         """Process number of each rank of a job, and what it says."""
@@ -205,3 +206,18 @@ def test_a_port_that_another_program_has_is_said_with_what_to_do(started) -> Non
     with socket.create_server(("127.0.0.1", job._port)):
         status, _, err = job.start(0).finish()
     assert status == 1 and "set another MASTER_PORT on every host" in err
+
+
+@pytest.mark.full
+def test_another_number_of_workers_on_a_host_is_refused_there(started, tmp_path: Path) -> None:
+    job = started(2, 1, 1, 0, 10)
+    job.ranks(0, 2)
+    (tmp_path / "stepping").touch()
+    job.kill(1)
+    job.break_up(0)
+    job.ranks(1, 1)
+    status, _, err = job.start(1, (2, 1, 1, 10)).finish()
+    assert status != 0 and "host 0 was started with --workers 1 --spares 0, host 1 with --workers 2 --spares 1" in err
+    job.launchers[1] = job.start(1)
+    job.ranks(2, 2)
+    assert [status for status, _, _ in job.end()] == [0, 0]
