@@ -6,6 +6,7 @@ It wakes up once a second to give a sign of life to rank 0 (`roll_call.py`), and
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import select
 import socket
@@ -48,6 +49,8 @@ class Watch:
             CommunicationError: Rank 0 cannot be reached.
         """
         self._rank, self._world_size = rank, world_size
+        # Transports of an earlier job of this process may still be there.
+        self._job = hashlib.sha256(secret).hexdigest()[:8]
         answer_signals()
         self._mates = Mates(rank, [(host, number) for host, number in exchange(process(), "processes")])
         everyone = range(world_size)
@@ -79,7 +82,7 @@ class Watch:
     def new_transport(self) -> str:
         """A name for the next transport, the same on every rank of the job."""
         self._transports += 1
-        return f"transport {self._transports}"
+        return f"transport {self._transports} of job {self._job}"
 
     def missing(self, collectives: str, entered: int, group: Sequence[int]) -> list[str]:
         """Who does not come to a collective and where they are, in words; has every rank print its stacks.

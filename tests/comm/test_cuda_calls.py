@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"torch": torch, "dist": dist, "distributed_c10d": distributed_c10d}
-UNTYPED = {"dist.HashStore", "dist.PrefixStore", "dist.FileStore", "dist.DistStoreError"}
+UNTYPED = {"dist.HashStore", "dist.PrefixStore", "dist.TCPStore", "dist.FileStore", "dist.DistStoreError"}
 """What is written in C++ and tells no signature."""
 
 

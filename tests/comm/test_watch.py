@@ -42,9 +42,17 @@ def fetch(seconds: float) -> None:
     time.sleep(seconds)
 
 
+KEPT: list[Any] = []
+"""Of an earlier job, and not yet collected."""
+
+
 def hang_in(what: str, kind: str) -> tuple[str, str]:
     """The last of some ranks sleeps while the others wait for it; what each raises and prints."""
-    world = pl.init()
+    KEPT.append(open_transport(pl.init(), kind=kind))
+    for _ in range(9):
+        KEPT[-1].run("all_reduce", torch.ones(4), "of an earlier job")
+    pl.shutdown()
+    world = pl.init(device="cpu")
     transport = open_transport(replace(world, timeout=2.0), kind=kind)
     buffer = transport.allocate(64, torch.float32)
     transport.run("all_reduce", buffer, "bucket 6")
