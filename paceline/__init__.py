@@ -11,6 +11,8 @@ model = pl.parallelize(MyModel(), pl.Strategy())
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,8 +41,10 @@ if TYPE_CHECKING:
     )
     from paceline.engine.grad_scaler import GradScaler
     from paceline.engine.optimizers import elementwise
+    from paceline.engine.recording import record
     from paceline.engine.replicas import check_replicas
     from paceline.plan.check import check
+    from paceline.report.recorded_loop import report
 
 __version__ = "0.1.0"
 
@@ -48,6 +52,7 @@ _HOMES = {
     "paceline.comm.transport": ("CommunicationError",),
     "paceline.engine.grad_scaler": ("GradScaler",),
     "paceline.engine.optimizers": ("elementwise",),
+    "paceline.engine.recording": ("record",),
     "paceline.engine.replicas": ("check_replicas",),
     "paceline.comm.control": ("all_gather_json", "barrier"),
     "paceline.comm.world": ("World", "init", "shutdown"),
@@ -67,6 +72,7 @@ _HOMES = {
     "paceline.core.errors": ("EngineError", "UserError"),
     "paceline.core.events": ("Event",),
     "paceline.plan.check": ("check",),
+    "paceline.report.recorded_loop": ("report",),
     "paceline.core.build_layout": ("build_layout",),
     "paceline.core.layout": ("Layout",),
     "paceline.core.ops": ("Op",),
@@ -105,7 +111,9 @@ __all__ = [
     "init",
     "load",
     "parallelize",
+    "record",
     "release",
+    "report",
     "reset",
     "save",
     "shutdown",
@@ -122,3 +130,14 @@ def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         return getattr(importlib.import_module(_HOME_OF[name]), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """A public name stays what it is where a subpackage has that name, too, which importing would put in its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -61,6 +61,14 @@ class Event:
         return cls(**values)
 
 
+def without_cut_step(events: Iterable[Event]) -> list[Event]:
+    """Events without those of the last step, if it had not come to its update."""
+    listed = list(events)
+    last = max((event.step for event in listed), default=0)
+    updated = any(event.step == last and event.kind == "update" for event in listed)
+    return [event for event in listed if updated or event.step != last]
+
+
 def exposed_in_step(events: Iterable[Event], step: int) -> float | None:
     """Share of one step in which a rank computed nothing because it waited for a collective; None without its events.
 

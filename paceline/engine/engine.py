@@ -187,7 +187,7 @@ class Engine:
 
     def drain_events(self) -> list[Event]:
         """The events of every op executed since the last call, while they were recorded: see `record_events`."""
-        return self.program.executor.drain()
+        return self.program.drain()
 
     def broadcast_buffers(self) -> None:
         """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call."""

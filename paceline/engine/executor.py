@@ -13,7 +13,7 @@ from paceline.comm.streams import CommStream, HostClock
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.events import Event
 from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
-from paceline.engine.records import Record, Records
+from paceline.engine.records import KEPT, Record, Records
 
 _HASHES = 1 << 20
 
@@ -68,6 +68,12 @@ class Executor:
         self.records = on
         for stream in self._streams.values():
             stream.is_timed = on
+
+    def keep(self, most: int = KEPT) -> int:
+        """From now on so many of the latest ops are kept to be drained; returns how many are now."""
+        self._records.keep(most)
+        self._remember = self._records.kept.append
+        return len(self._records.kept)
 
     def load(self, step: int, ops: Iterable[Op]) -> None:
         """Takes the next ops of step `step`; collectives that an earlier load left over are launched first.

@@ -13,6 +13,8 @@ from paceline.comm.transport import Transport
 from paceline.comm.world import World
 from paceline.core.build_layout import build_layout
 from paceline.core.collectives.rounds import Traffic
+from paceline.core.errors import EngineError
+from paceline.core.events import Event, without_cut_step
 from paceline.core.layout import ROOT, Bucket, Layout
 from paceline.core.ops import STATISTICS, Op
 from paceline.core.schedule import Schedule
@@ -23,6 +25,7 @@ from paceline.engine.executor import Executor
 from paceline.engine.gradients import Gradients
 from paceline.engine.materialise import Materialiser
 from paceline.engine.parameters import Parameters
+from paceline.engine.records import MOST_OPS
 from paceline.engine.sharded_parameter import Owner
 from paceline.engine.statistics import Statistics, length
 from paceline.engine.structure import Structure
@@ -41,6 +44,7 @@ class Program:
         gradients: In their buckets; None before the first backward, and where nothing has to be moved.
         statistics: What ranks agree on.
         structure: What the model was made of.
+        specs: The model's parameters, in registration order.
         executor: Launches and records ops.
     """
 
@@ -66,13 +70,14 @@ class Program:
         self.world = world
         # On the host's clock that costs next to nothing; on a GPU each op takes two events and more.
         self._records = world.device.type == "cpu"
+        self._recorded: list[Event] | None = None
         self._module, self._units, self._owner = module, tuple(units), owner
-        self._specs = parameter_specs(module, self._units)
+        self.specs = parameter_specs(module, self._units)
         self.gradients: Gradients | None = None
         self.schedule = self._schedule(strategy, self._units)
         self.collectives: Collectives | None = None
         if world.world_size > 1:
-            check_same_model(self._specs, module, strategy)
+            check_same_model(self.specs, module, strategy)
             self.collectives = Collectives(self.schedule, world)
             if materialiser is None:
                 self._send([p.data for p in module.parameters()])
@@ -86,15 +91,15 @@ class Program:
         self._tensors.allocate(self.schedule.buffers(), "statistics")
         buffer = self._tensors.by_name.get("statistics")
         if buffer is None:
-            buffer = torch.zeros(length(len(self._specs)), dtype=torch.float64, device=world.device)
-        self.statistics = Statistics(len(self._specs), world.world_size, buffer)
+            buffer = torch.zeros(length(len(self.specs)), dtype=torch.float64, device=world.device)
+        self.statistics = Statistics(len(self.specs), world.world_size, buffer)
         self.start()
 
     def _schedule(self, strategy: Strategy, order: tuple[str, ...]) -> Schedule:
         # Units that do not run on their own come first: their gradients are complete last.
         idle = [unit for unit in (ROOT, *self._units) if unit not in order]
-        layout = build_layout(self._specs, [*idle, *order], strategy, self.world.world_size)
-        size = length(len(self._specs))
+        layout = build_layout(self.specs, [*idle, *order], strategy, self.world.world_size)
+        size = length(len(self.specs))
         return Schedule(layout, strategy, self.world.world_size, self.world.rank, order, statistics=size)
 
     def _send(self, tensors: Iterable[Tensor]) -> None:
@@ -164,12 +169,58 @@ class Program:
     def start(self) -> None:
         """Starts executing, with nothing under way."""
         streams = self.collectives.streams if self.collectives else {}
-        self.executor = Executor(self.world.rank, open_clock(self.world), streams, self.work, self._records)
+        if self._recorded is not None:
+            # The step under way is given up.
+            self._recorded += without_cut_step(self.executor.drain())
+        self.executor: Executor = Executor(self.world.rank, open_clock(self.world), streams, self.work, self._records)
+        if self._recorded is not None:
+            self.executor.keep(MOST_OPS)
 
     def record(self, on: bool) -> None:
         """Whether ops are recorded from now on; see `Engine.record_events`."""
+        self.require_not_recorded("Engine.record_events")
         self._records = on
         self.executor.record(on)
+
+    def drain(self) -> list[Event]:
+        """The events of every op executed since the last call, while they were recorded."""
+        self.require_not_recorded("Engine.drain_events")
+        return self.executor.drain()
+
+    def begin_recording(self) -> bool:
+        """Records all ops until `end_recording`, for nobody else; whether they were recorded before."""
+        self.require_not_recorded("pl.record")
+        was_on = self._records
+        self.drain()
+        self.record(True)
+        self.executor.keep(MOST_OPS)
+        self._recorded = []
+        return was_on
+
+    def end_recording(self, was_on: bool) -> list[Event]:
+        """The events since `begin_recording`, of whole steps where the first were too many; records as before it."""
+        assert self._recorded is not None
+        overflowed = self.executor.keep(MOST_OPS) == MOST_OPS
+        events = [*self._recorded, *self.executor.drain()]
+        self._recorded = None
+        self.executor.keep()
+        self.record(was_on)
+        if overflowed:
+            # The first step that is left lacks those of its ops that were forgotten.
+            events = [event for event in events if event.step != events[0].step]
+        return events
+
+    def require_not_recorded(self, what: str) -> None:
+        """Refuses what would take events from a recording.
+
+        Raises:
+            EngineError: There is one.
+        """
+        if self._recorded is not None:
+            raise EngineError(
+                f"{what} inside `with pl.record(model):`: the model is recorded already. Call it after the block, "
+                "which alone is given events"
+            )
 
     def _wait_for_reduction(self, bucket: Bucket) -> None:
         self.executor.require_reduced(bucket.name)

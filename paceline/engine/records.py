@@ -10,8 +10,10 @@ from paceline.comm.streams import HostClock, Mark, Pending
 from paceline.core.events import Event
 from paceline.core.ops import Op
 
-_KEPT = 1 << 14
+KEPT = 1 << 14
 """Ops remembered where nobody reads, so that memory stays bounded."""
+MOST_OPS = 1 << 17
+"""Ops remembered where `pl.record` asks for all."""
 
 
 @dataclass(slots=True)
@@ -63,7 +65,11 @@ class Records:
             clock: Made the marks.
         """
         self._rank, self._clock = rank, clock
-        self.kept: deque[Record] = deque(maxlen=_KEPT)
+        self.kept: deque[Record] = deque(maxlen=KEPT)
+
+    def keep(self, most: int = KEPT) -> None:
+        """From now on so many of the latest are kept."""
+        self.kept = deque(self.kept, most)
 
     def drain(self) -> list[Event]:
         """The events of all that are finished, which are then forgotten."""

@@ -180,11 +180,22 @@ class StepState:
             EngineError: There are some.
         """
         self.require_whole_backward(what)
-        if holds and (self.gradients == "local" or (self.gradients == "reduced" and not self._updated)):
+        if self._awaits_update(holds):
             raise EngineError(
                 f"{what} between backward and optimizer.step(): the gradients would be forgotten. Call it after "
                 "optimizer.step(), or drop them by optimizer.zero_grad() first"
             )
+
+    def is_in_step(self, holds: bool) -> bool:
+        """Whether a step has begun that no update has ended.
+
+        Args:
+            holds: Whether some parameter has a gradient.
+        """
+        return self.phase != "idle" or self._awaits_update(holds)
+
+    def _awaits_update(self, holds: bool) -> bool:
+        return holds and (self.gradients == "local" or (self.gradients == "reduced" and not self._updated))
 
     @property
     def _is_synchronised(self) -> bool:

@@ -35,7 +35,7 @@ def curves(run: Run) -> Section:
     charts = chart_data(run)
     body = [
         draw(charts),
-        tag("p", _marks(charts["marks"]), class_="note"),
+        *([] if run.is_own_loop else [tag("p", _marks(charts["marks"]), class_="note")]),
         tag("details", tag("summary", "The figures as a table"), _table(rows, run.history.validations)),
     ]
     return Section("curves", "Over the steps", _sentence(run), join(body))
@@ -94,6 +94,8 @@ def draw(charts: Mapping[str, Any]) -> Html:
 
 def _sentence(run: Run) -> str:
     kept = [row for row in run.history.kept if _is_there(row, "train/loss")]
+    if run.is_own_loop:
+        return "How long recorded steps took, and exposed communication; a loop of your own keeps its losses itself."
     if not kept:
         return "No loss of the run is a number."
     first, last = kept[0], kept[-1]

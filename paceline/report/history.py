@@ -184,7 +184,7 @@ class History:
             )
             interrupted += life.interrupted
             wall += max(0.0, life.ended - life.started) if math.isfinite(life.ended - life.started) else 0.0
-        if not useful > 0:
+        if not useful > 0 or not any(math.isfinite(row.time) for row in self.rows):
             return None
         # A clock that was set back meanwhile makes the wall time too short.
         other = max(0.0, wall - useful - repeated - validating)
@@ -194,7 +194,7 @@ class History:
 def _life(rows: Sequence[Row]) -> Life:
     begun = rows[0].figures.get(RESUMED, math.nan)
     interrupted = rows[0].figures.get("run/interrupted_seconds", 0.0)
-    intervals = [row for row in rows if "train/loss" in row.figures]
+    intervals = [row for row in rows if {"train/loss", "perf/step_seconds"} & row.figures.keys()]
     # A first start writes no row: it began a step before its first one.
     seconds = rows[0].figures.get("perf/step_seconds", 0.0) * rows[0].step if not math.isfinite(begun) else 0.0
     times = [row.time for row in rows if math.isfinite(row.time)]

@@ -89,10 +89,12 @@ def _digest(script: str) -> str:
 
 def _where(run: Run) -> str:
     facts, config = run.facts, run.config
+    program = run.program if run.is_own_loop else None
     hosts = -(-run.world_size // facts.ranks_per_host) if facts.ranks_per_host else 1
     parts = [
         f"{run.world_size} rank{'s' * (run.world_size > 1)}" + (f" on {hosts} hosts" if hosts > 1 else ""),
         f"model {config.model.preset}, zero {config.strategy.stage}" if config is not None else "",
+        f"zero {program.schedule.strategy.stage}" if program is not None else "",
         ", ".join(dict.fromkeys(facts.gpus)) or facts.processor,
         f"torch {facts.versions['torch']}" if facts.versions.get("torch") else "",
         f"on {facts.host}" if facts.host else "",

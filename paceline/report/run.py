@@ -22,6 +22,7 @@ from paceline.report.steps import Step
 from paceline.report.what_if import WhatIf
 
 if TYPE_CHECKING:
+    from paceline.core.strategy import Strategy
     from paceline.train.config import TrainConfig
 
 MOST_EVENTS = 100_000
@@ -56,6 +57,7 @@ class Run:
         program: What recorded steps executed, most of them; None if that is not known.
         checkpoints: Steps of the checkpoints that are there.
         problems: Sentences that say what is missing, damaged or left out.
+        is_own_loop: Whether it is a recording of a loop of the user's own, of which ops alone are known.
     """
 
     path: Path
@@ -67,6 +69,7 @@ class Run:
     program: Program | None
     checkpoints: tuple[int, ...]
     problems: tuple[str, ...]
+    is_own_loop: bool = False
 
     @property
     def name(self) -> str:
@@ -141,7 +144,8 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
         )
     recordings = _recordings(path / EVENTS, places, most, problems)
     program = _program(path, config, facts, recordings)
-    steps = [_step(recording, config, facts, program, problems) for recording in recordings]
+    strategy = None if config is None else config.strategy
+    steps = [_step(recording, strategy, facts, program, problems) for recording in recordings]
     return Run(
         path=path,
         config=config,
@@ -153,6 +157,29 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
         checkpoints=tuple(complete_steps(path / CHECKPOINTS)),
         problems=tuple(problems),
     )
+
+
+def read_own_loop(path: Path, program: Program, facts: Facts, metrics: Sequence[Row], most: int = MOST_EVENTS) -> Run:
+    """Reads what was recorded of a loop that is no run of `paceline train`.
+
+    Args:
+        path: A folder with an events.jsonl.
+        program: What the loop's steps executed.
+        facts: Where it took place.
+        metrics: Its figures.
+        most: How many events to read, about.
+    """
+    from paceline.train.run_folder import EVENTS
+
+    problems: list[str] = []
+    damage = Damage()
+    places = find_recordings(path / EVENTS, damage)
+    problems += damage.describe(EVENTS)
+    recordings = _recordings(path / EVENTS, places, most, problems)
+    known = program if any(map(program.suits, recordings)) else None
+    steps = [_step(recording, program.schedule.strategy, facts, known, problems) for recording in recordings]
+    history = History(tuple(metrics))
+    return Run(path, None, facts, history, tuple(places), tuple(steps), known, (), tuple(problems), is_own_loop=True)
 
 
 def _recordings(path: Path, places: Sequence[Place], most: int, problems: list[str]) -> list[Recording]:
@@ -177,11 +204,11 @@ def _program(path: Path, config: TrainConfig | None, facts: Facts, recordings: S
 
 
 def _step(
-    recording: Recording, config: TrainConfig | None, facts: Facts, program: Program | None, problems: list[str]
+    recording: Recording, strategy: Strategy | None, facts: Facts, program: Program | None, problems: list[str]
 ) -> Step:
     world = max(facts.ranks, recording.world_size)
     try:
-        groups = groups_of(None if config is None else config.strategy, world)
+        groups = groups_of(strategy, world)
     except UserError:
         # Lines of a rank that the strategy has no place for, or another run's settings.
         groups = groups_of(None, world)

@@ -58,7 +58,7 @@ def key_figures(run: Run) -> list[tuple[str, str, str, float | None]]:
     ]
     if bits is not None:
         items.insert(2, ("bits_per_byte", "Bits per byte, held-out text", said.digits(bits), bits))
-    return items
+    return [item for item in items if item[2] != unknown] if run.is_own_loop else items
 
 
 def exposed_share(run: Run) -> float | None:
