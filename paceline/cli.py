@@ -32,6 +32,7 @@ commands:
   verify      compare N ranks with one process, for your own model and every stage of ZeRO
   checkpoint  show, verify, export, import or prune checkpoints
   report      show a run as one page: where the time went, who came last, loss over steps
+  watch       show a run as it goes on: step, loss, rates, time left, who is slow
   trace       write one step of a run as a timeline for ui.perfetto.dev
   bench       time strategies, collectives and slow links against their peers
   faults      kill, damage, fill and cut a small training, and prove that it goes on
@@ -129,6 +130,7 @@ def _run(arguments: list[str]) -> int:
         "verify": _verify,
         "checkpoint": _checkpoint,
         "report": _report,
+        "watch": _watch,
         "trace": _trace,
         "bench": _bench,
         "faults": _faults,
@@ -212,6 +214,12 @@ def _report(arguments: list[str]) -> int:
     from paceline.report.report_command import main as report
 
     return report(arguments)
+
+
+def _watch(arguments: list[str]) -> int:
+    from paceline.report.watch_command import main as watch
+
+    return watch(arguments)
 
 
 def _trace(arguments: list[str]) -> int:

@@ -47,6 +47,7 @@ def commands() -> dict[str, Flags]:
     from paceline.plan.cli import PlanArguments
     from paceline.report.report_command import ReportArguments
     from paceline.report.trace_command import TraceArguments
+    from paceline.report.watch_command import WatchArguments
     from paceline.train.config import TrainConfig
     from paceline.train.sample_command import SampleArguments
     from paceline.verify.arguments import VerifyArguments
@@ -60,6 +61,7 @@ def commands() -> dict[str, Flags]:
         "verify": _flags(options(VerifyArguments)),
         "checkpoint": _flags(options(CheckpointArguments)),
         "report": _flags(options(ReportArguments)),
+        "watch": _flags(options(WatchArguments)),
         "trace": _flags(options(TraceArguments)),
         "bench": {"bench": BENCHMARKS},
         "faults": {"faults": ("list", "run"), **_flags(options(FaultsArguments))},

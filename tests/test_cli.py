@@ -26,7 +26,7 @@ def test_help_names_every_command_and_comes_without_torch(capsys: pytest.Capture
     for arguments in ([], ["help"], ["--help"], ["-h"]):
         assert main(arguments) == 0
         out = capsys.readouterr().out
-        for command in ("train", "sample", "report", "trace", "bench", "completion", "version"):
+        for command in ("train", "sample", "report", "watch", "trace", "bench", "completion", "version"):
             assert f"\n  {command} " in out
     script = "import sys; from paceline.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
@@ -43,7 +43,9 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["train", "sample", "report", "trace", "plan", "check", "verify", "completion"])
+@pytest.mark.parametrize(
+    "command", ["train", "sample", "report", "watch", "trace", "plan", "check", "verify", "completion"]
+)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         assert main([command, "--help"]) == 0

@@ -82,7 +82,7 @@ def test_every_command_is_understood(page: str, words: list[str], tmp_path: Path
     elif words[1] == "report":
         assert parse(ReportArguments, words[2:], "paceline report").run
     else:
-        assert words[1] in ("sample", "trace", "completion", "help", "version")
+        assert words[1] in ("sample", "watch", "trace", "completion", "help", "version")
 
 
 def test_what_a_check_prints_is_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
