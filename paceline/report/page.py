@@ -28,13 +28,19 @@ _SCRIPTS = (
 )
 
 
-def page(run: Run) -> str:
-    """The page of a run."""
+def page(run: Run, note: str = "") -> str:
+    """The page of a run.
+
+    Args:
+        run: The run.
+        note: What else its head says.
+    """
     sections = [
         *(summary(run), timeline(run), synchronisation(run), communication(run)),
         *(memory(run), curves(run), ranks(run), what_if(run)),
     ]
-    return _document(run.name, [tag("p", _where(run))], sections, _problems(run))
+    head = [tag("p", text) for text in (_where(run), note) if text]
+    return _document(run.name, head, sections, _problems(run))
 
 
 def comparison_page(runs: Sequence[Run]) -> str:
