@@ -12,7 +12,9 @@ import msgspec
 
 from paceline.core.errors import UserError
 from paceline.core.events import Event
-from paceline.core.ops import COMPUTE, STREAMS
+from paceline.core.ops import STREAMS
+from paceline.report.flows import flows
+from paceline.report.meetings import Groups, groups_of
 
 
 def read_events(path: Path) -> list[Event]:
@@ -56,11 +58,15 @@ def events_of_step(events: Sequence[Event], step: int | None) -> list[Event]:
     return [event for event in events if event.step == step]
 
 
-def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
-    """A Chrome trace: one process per rank, one thread per stream, arrows between ranks' same collective.
+def chrome_trace(events: Sequence[Event], groups: Groups | None = None) -> dict[str, Any]:
+    """A Chrome trace: one process per rank, one thread per stream, arrows from an op to those that waited for it.
+
+    They lead from the rank that came last at a collective to the others, and from a collective for which a rank stood
+    still to what it computed then.
 
     Args:
         events: Of one step, any number of ranks of one host.
+        groups: Who meets whom at a collective; all ranks by default.
 
     Returns:
         JSON-ready; times in microseconds from the step's first event.
@@ -75,7 +81,6 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
             out.append(
                 {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": track, "args": {"sort_index": track}}
             )
-    meetings: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
     for event in events:
         entry = {
             "ph": "X",
@@ -98,24 +103,12 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
         if event.exposed > 0:
             entry["cname"] = "terrible"
         out.append(entry)
-        if event.kind not in COMPUTE:
-            meetings.setdefault((event.kind, event.target, event.micro_batch, event.phase), []).append(entry)
-    for number, entries in enumerate(meetings.values()):
-        # From the rank that came last, which the others waited for, to each of them.
-        last = max(entries, key=lambda entry: entry["ts"])
-        for index, other in enumerate(entry for entry in entries if entry is not last):
-            arrow = {"cat": "collective", "name": "same collective", "id": f"{number}.{index}"}
-            out.append({**arrow, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": last["ts"]})
-            out.append(
-                {
-                    **arrow,
-                    "ph": "f",
-                    "bp": "e",
-                    "pid": other["pid"],
-                    "tid": other["tid"],
-                    "ts": other["ts"] + other["dur"],
-                }
-            )
+    for number, flow in enumerate(flows(events, groups or groups_of(None, max(event.rank for event in events) + 1))):
+        arrow = {"cat": "waiting", "name": flow.name, "id": number}
+        for phase, event, at in (("s", flow.source, flow.left), ("f", flow.target, flow.arrived)):
+            place = {"pid": event.rank, "tid": streams.index(event.stream), "ts": (at - origin) * 1e6}
+            # Both ends belong to the op that they lie in, not to the next one on the track.
+            out.append({**arrow, "ph": phase, **place, **({"bp": "e"} if phase == "f" else {})})
     return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 
@@ -136,4 +129,16 @@ def write_trace(run: Path, step: int | None, out: Path) -> None:
 
         draw(events, out)
     else:
-        out.write_text(json.dumps(chrome_trace(events)) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(chrome_trace(events, groups_in(run, events))) + "\n", encoding="utf-8")
+
+
+def groups_in(run: Path, events: Sequence[Event]) -> Groups | None:
+    """Who meets whom in a run, by its strategy; None if that cannot be read."""
+    from paceline.train.command_line import parse_train_arguments
+    from paceline.train.run_folder import CONFIG
+
+    try:
+        strategy = parse_train_arguments([str(run / CONFIG)]).strategy
+        return groups_of(strategy, max(event.rank for event in events) + 1)
+    except (UserError, OSError):
+        return None

@@ -15,7 +15,7 @@ from paceline.command_line.parse import parse
 
 @dataclass(frozen=True)
 class TraceArguments:
-    """Writes the events of one step as a trace, one track per rank and stream."""
+    """Writes the events of one step as a trace: a track per rank and stream, arrows from ops to those that waited."""
 
     run: Annotated[str, Value("RUN", positional=True)]
     """The run's folder, such as runs/latest."""
@@ -34,12 +34,13 @@ def main(arguments: Sequence[str]) -> int:
         UserError: There is no such run, it recorded no such step, or a file cannot be written.
     """
     options = parse(TraceArguments, arguments, "paceline trace")
-    from paceline.report.trace import chrome_trace, events_of_step, read_events, write_trace
+    from paceline.report.trace import chrome_trace, events_of_step, groups_in, read_events, write_trace
     from paceline.train.run_folder import EVENTS, find_run
 
     run = find_run(options.run, EVENTS)
     if options.json:
-        json_file.write(options.json, chrome_trace(events_of_step(read_events(run / EVENTS), options.step)))
+        events = events_of_step(read_events(run / EVENTS), options.step)
+        json_file.write(options.json, chrome_trace(events, groups_in(run, events)))
     if options.out or not options.json:
         out = Path(options.out) if options.out else run / "trace.json"
         write_trace(run, options.step, out)
