@@ -91,7 +91,7 @@ def timeline_data(run: Run) -> dict[str, Any]:
     """The steps' lanes, events and critical paths; times are in microseconds from the step's first op."""
     kinds: dict[str, int] = {}
     names: dict[str, int] = {}
-    steps = [_columns(step, _ranks_shown(run), kinds, names) for step in run.steps]
+    steps = [_columns(step, ranks_shown(run), kinds, names) for step in run.steps]
     typical = next((index for index, step in enumerate(run.steps) if step is run.typical), 0)
     return {
         "kinds": list(kinds),
@@ -109,7 +109,7 @@ def timeline_data(run: Run) -> dict[str, Any]:
 
 def _predicted(run: Run, kinds: dict[str, int], names: dict[str, int]) -> dict[str, Any] | None:
     """The simulated step of each rank that is drawn, unless these are many."""
-    ranks = _ranks_shown(run)
+    ranks = ranks_shown(run)
     if run.prediction is None or len(ranks) > _MOST_PREDICTED:
         return None
     events: list[Event] = []
@@ -208,7 +208,7 @@ def _what_waited(events: Sequence[Event]) -> list[list[int]]:
     return pairs
 
 
-def _ranks_shown(run: Run) -> list[int]:
+def ranks_shown(run: Run) -> list[int]:
     """All ranks, or of many those that the others stand still for longest."""
     times = mean_times(run.steps)
     costly = sorted(times, key=lambda each: (-each.cost, each.rank))[:MOST_RANKS]
