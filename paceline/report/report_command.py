@@ -22,7 +22,7 @@ class ReportArguments:
     other: Annotated[str, Value("OTHER", positional=True)] = ""
     """Another run, to be shown beside it."""
     out: Annotated[str, Value("FILE")] = ""
-    """The file to write. Without it: report.html (or timeline.svg) in the run's folder, or beside-OTHER.html for two."""
+    """The file to write. Without it: report.html, or timeline.svg, in the run's folder; beside-OTHER.html for two."""
     format: Literal["html", "svg", "png"] = "html"
     """A page, or a figure of the timeline of its typical step, such as for a paper."""
     open: bool = False
