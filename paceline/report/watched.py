@@ -14,17 +14,10 @@ from paceline.core.errors import UserError
 from paceline.report import quantities as said
 from paceline.report.history import RESUMED, History, Row
 from paceline.report.lines import Damage, read_lines
-from paceline.report.meetings import groups_of
-from paceline.report.recordings import find_recordings, read_recording
-from paceline.report.steps import Step, straggler
 
 if TYPE_CHECKING:
     from paceline.train.config import TrainConfig
 
-_RECORDINGS = 16
-"""Of the latest recorded steps so many say which rank is slow."""
-_MOST_EVENTS = 20_000
-"""Of each of them."""
 _SILENCE = 30.0
 """Seconds after which it is said that nothing was written; longer where the run writes seldom."""
 
@@ -62,8 +55,7 @@ class Watched:
         self.path = path
         self._decoder = msgspec.json.Decoder(dict[str, Any])
         self._rows: list[Row] = []
-        self._read = self._events_read = 0
-        self._slow = ""
+        self._read = 0
         self._config: TrainConfig | None = None
 
     def look(self) -> State:
@@ -87,7 +79,6 @@ class Watched:
         if not any(life.rows for life in history.lives):
             what = "its first step" if self._config is not None else "the run to begin"
             return State((("waiting for", f"{what} ({self.path})"),), 0.0, -1, False)
-        self._look_at_events()
         return self._state(history)
 
     def _state(self, history: History) -> State:
@@ -117,8 +108,8 @@ class Watched:
         silent = age > max(_SILENCE, 3 * every if math.isfinite(every) else 0.0)
         if not ended and not silent and planned and math.isfinite(seconds := figure("perf/step_seconds")):
             items.append(("ETA", said.seconds(max(0.0, (planned - step) * seconds - age))))
-        if self._slow:
-            items.append(("slow", self._slow))
+        if math.isfinite(cost := figure("comm/slow_rank_seconds") / figure("perf/step_seconds")):
+            items.append(("slow", f"rank {figure('comm/slow_rank'):.0f} costs the others {said.share(cost)} of a step"))
         if checkpoints := complete_steps(self.path / CHECKPOINTS):
             items.append(("checkpoint", f"step {checkpoints[-1]:,}"))
         if restarts := sum(RESUMED in row.figures for row in self._rows):
@@ -140,31 +131,6 @@ class Watched:
         except OSError:
             return False
         return saved and 0 < planned <= step
-
-    def _look_at_events(self) -> None:
-        """Which rank is slow, if new events were written."""
-        from paceline.train.run_folder import EVENTS
-
-        path = self.path / EVENTS
-        size = path.stat().st_size if path.is_file() else 0
-        if size == self._events_read:
-            return
-        self._events_read = size
-        places = find_recordings(path, Damage())[-_RECORDINGS:]
-        steps = []
-        for place in places:
-            recording = read_recording(path, place, _MOST_EVENTS)
-            steps.append(Step(recording, self._groups(recording.world_size)))
-        found = straggler(steps)
-        self._slow = (
-            "" if found is None else f"rank {found.rank} costs the others {said.share(found.of_step)} of a step"
-        )
-
-    def _groups(self, world_size: int) -> Any:
-        try:
-            return groups_of(None if self._config is None else self._config.strategy, world_size)
-        except UserError:
-            return groups_of(None, world_size)
 
 
 def _config(path: Path) -> TrainConfig | None:

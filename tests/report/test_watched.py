@@ -14,7 +14,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.report.watched import State, Watched
-from tests.report.events import SLOW, figures, lines, write_run
+from tests.report.events import figures, lines, write_run
 from tests.train.processes import program
 
 
@@ -58,10 +58,9 @@ def test_it_says_how_the_run_is_and_reads_on(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_slow_is_named(tmp_path: Path) -> None:
-    run = going_on(tmp_path / "run")
-    slow = [{**event.to_dict(), "step": step} for step in range(8) for event in SLOW]
-    (run / "events.jsonl").write_text(lines(slow))
-    assert said(Watched(run).look())["slow"].startswith("rank 1 costs the others")
+    run = going_on(tmp_path / "run", comm__slow_rank=1, comm__slow_rank_seconds=0.1)
+    assert said(Watched(run).look())["slow"] == "rank 1 costs the others 20.0 % of a step"
+    assert "slow" not in said(Watched(going_on(run)).look())
 
 
 def test_a_run_that_stopped_is_silent(tmp_path: Path) -> None:
