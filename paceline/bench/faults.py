@@ -59,6 +59,9 @@ class Recovery:
         worst_seconds: The most.
         steps_repeated: Over all kills.
         goodput: Share of the time from the first step to the last in which steps were done for the first time.
+        stopped: Share in which none was, from the last before a kill to the next of any kind, less a usual step.
+        repeated: Share in which steps were done again.
+        slower: Share that the other steps took beyond a usual one, as with fewer ranks or beside one that starts.
     """
 
     system: str
@@ -68,6 +71,9 @@ class Recovery:
     worst_seconds: float
     steps_repeated: int
     goodput: float
+    stopped: float
+    repeated: float
+    slower: float
 
 
 def main(options: FaultsBench) -> list[Recovery]:
@@ -118,14 +124,21 @@ def recovery(system: str, steps: Sequence[tuple[int, float]], kills: Sequence[fl
     for kill in kills:
         (before, began), (after, ended) = next(pair for pair in itertools.pairwise(new) if pair[1][1] > kill)
         stalls.append(max(0.0, ended - began - usual * (after - before)))
+    whole, again = steps[-1][1] - steps[0][1], len(steps) - len(new)
+    gaps = {next(pair for pair in itertools.pairwise(steps) if pair[1][1] > kill) for kill in kills}
+    stopped = sum(max(0.0, ended - began - usual) for (_, began), (_, ended) in gaps) / whole
+    goodput, repeated = usual * (new[-1][0] - new[0][0]) / whole, usual * again / whole
     return Recovery(
         system,
         len(kills),
         statistics.median(stalls),
         half_spread(stalls),
         max(stalls),
-        len(steps) - len(new),
-        usual * (new[-1][0] - new[0][0]) / (steps[-1][1] - steps[0][1]),
+        again,
+        goodput,
+        stopped,
+        repeated,
+        1.0 - goodput - stopped - repeated,
     )
 
 
@@ -213,10 +226,10 @@ class _Training:
 
 
 def _print(rows: Sequence[Recovery]) -> None:
-    print(f"{'':<36} kills  stall, median        worst  steps repeated  goodput")
+    print(f"{'':<36} kills  stall, median        worst  steps repeated  goodput, and lost: stopped  repeated  slower")
     for row in rows:
         median = f"{row.median_seconds:6.2f} +- {row.spread_seconds:.2f} s"
         print(
             f"{row.system:<36} {row.kills:>5}  {median:>16}  {row.worst_seconds:5.2f} s  {row.steps_repeated:>14}"
-            f"  {row.goodput:7.1%}"
+            f"  {row.goodput:7.1%}{row.stopped:20.1%}{row.repeated:10.1%}{row.slower:8.1%}"
         )

@@ -11,7 +11,6 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -91,19 +90,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tensors: dict[str, Stored]
     values: dict[str, Any]
     ranks: tuple[dict[str, Any], ...]
-
-
-@dataclass
-class Contents:
-    """What one rank writes: put together, they make a manifest.
-
-    Attributes:
-        tensors: Dtype, shape and this rank's parts, by name.
-        values: What it has of its own, encoded.
-    """
-
-    tensors: dict[str, Stored] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 def merged(contents: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:

@@ -7,6 +7,7 @@ import operator
 import platform
 import secrets
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -38,11 +39,16 @@ class Saving:
     Attributes:
         path: Its folder.
         step: How many steps were done.
+        stall_seconds: How long the call took that began it, in which this rank did nothing else.
+        seconds: How long it took in all; None while it is written.
     """
 
     def __init__(self, path: Path, step: int) -> None:
         """Nothing is written yet."""
         self.path, self.step = path, step
+        self.stall_seconds = 0.0
+        self.seconds: float | None = None
+        self._began = time.perf_counter()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._is_seen = self._is_first = self._is_abandoned = False
@@ -101,6 +107,7 @@ class Saving:
             except Exception as error:
                 # Told by `wait`, on every rank.
                 self._error = error
+            self.seconds = time.perf_counter() - self._began
 
         if background:
             self._thread = threading.Thread(target=write, name="checkpoint")
@@ -108,6 +115,7 @@ class Saving:
         else:
             write()
             self.wait()
+        self.stall_seconds = time.perf_counter() - self._began
 
 
 _in_flight: tuple[World, Saving] | None = None
@@ -176,7 +184,7 @@ def save_beside(
 ) -> Saving:
     """As `save`; files that rank 0 writes beside it, such as a log, are on the disk before the checkpoint counts."""
     global _in_flight
-    engine, path = engine_of(model), Path(path).expanduser()
+    began, engine, path = time.perf_counter(), engine_of(model), Path(path).expanduser()
     world, part = engine.world, OwnPart(engine.world.rank)
     finish_earlier(world)
     refused: Exception | None = None
@@ -195,6 +203,7 @@ def save_beside(
     add_owed(part, engine)
     add_tensors(part, engine, ranges, states, keeps_copies=background)
     saving = Saving(path, step)
+    saving._began = began
     if background:
         _in_flight = world, saving
     saving._begin(part, world, asdict(engine.strategy), background, beside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -108,7 +109,7 @@ class Checkpoints:
         self._text, self.left_out = text, left_out
         # The latest, on every rank alike, though some end sooner.
         self._saving: Saving | None = None
-        self._is_told = False
+        self._is_told = self._is_logged = False
         self._last, self._last_step = time.monotonic(), first
 
     def asked(self) -> float:
@@ -166,6 +167,23 @@ class Checkpoints:
         elif self._world.rank == 0:
             prune(self.path, self._config.keep, self._config.keep_every)
 
+    def figures(self) -> dict[str, float | int]:
+        """Of the checkpoint that is under way, or has come to its end since this was last asked; on rank 0.
+
+        Its step, the bytes that all ranks have written so far, how long training stood still for it and, once it
+        counts, how long it took in all.
+        """
+        saving = self._saving
+        if saving is None or self._is_logged or self._world.rank:
+            return {}
+        found = {"checkpoint/step": saving.step, "checkpoint/stall_seconds": saving.stall_seconds}
+        self._is_logged = saving.done
+        if saving.done and saving.seconds is not None and saving.error is None:
+            found["checkpoint/seconds"] = max(saving.seconds, saving.stall_seconds)
+        with contextlib.suppress(OSError):
+            found["checkpoint/bytes"] = sum(file.stat().st_size for file in saving.path.iterdir())
+        return found
+
     def finish(self, say: Callable[[str], None]) -> None:
         """Waits for the checkpoint that is under way, and tells how it went. A collective call."""
         if self._saving is not None:
@@ -208,7 +226,7 @@ class Checkpoints:
         if self._config.check_replicas:
             pl.check_replicas(self._model, self._update.optimizer)
         self._last, self._last_step = time.monotonic(), step
-        self._is_told = False
+        self._is_told = self._is_logged = False
         self._saving = save_beside(
             [self.path.parent / name for name in LINES],
             step_folder(self.path, step),

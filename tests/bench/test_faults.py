@@ -17,6 +17,7 @@ def test_a_stall_is_what_a_usual_step_does_not_explain() -> None:
     found = recovery("", [(1, 1.0), (2, 2.0), (3, 3.0), (4, 6.5), (5, 7.5), (6, 8.5)], [3.5])
     assert (found.kills, found.median_seconds, found.worst_seconds, found.steps_repeated) == (1, 2.5, 2.5, 0)
     assert found.goodput == pytest.approx(5 / 7.5)
+    assert (found.stopped, found.repeated, found.slower) == pytest.approx((2.5 / 7.5, 0, 0))
 
 
 def test_steps_that_are_done_again_are_no_progress() -> None:
@@ -24,6 +25,14 @@ def test_steps_that_are_done_again_are_no_progress() -> None:
     found = recovery("", steps, [3.2])
     assert (found.median_seconds, found.steps_repeated) == (3.0, 2)
     assert found.goodput == pytest.approx(4 / 7)
+    assert (found.stopped, found.repeated, found.slower) == pytest.approx((1 / 7, 2 / 7, 0))
+
+
+def test_slower_steps_are_told_apart() -> None:
+    # With fewer ranks two steps take twice as long.
+    found = recovery("", [(1, 1.0), (2, 2.0), (3, 4.0), (4, 6.0), (5, 8.0), (6, 9.0), (7, 10.0), (8, 11.0)], [2.5])
+    assert found.goodput == pytest.approx(7 / 10)
+    assert (found.stopped, found.repeated, found.slower) == pytest.approx((1 / 10, 0, 2 / 10))
 
 
 @pytest.mark.full

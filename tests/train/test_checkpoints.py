@@ -18,7 +18,7 @@ from paceline.train import checkpoints
 from paceline.train.checkpoints import Checkpoints
 from paceline.train.run_folder import METRICS
 from paceline.train.sections import CheckpointConfig
-from tests.train.processes import called
+from tests.train.processes import called, metrics
 
 
 class Update:
@@ -71,3 +71,18 @@ def test_lines_up_to_a_checkpoints_step_are_on_the_disk_before_it_counts(
     assert called(tmp_path, "train", *nano, *flags)[0] == 0
     for step in (3, 6, 7):
         assert counts[f"step-{step:08d}"] >= step
+
+
+def test_what_checkpoints_take_is_among_the_figures(nano: list[str], tmp_path: Path) -> None:
+    flags = ["--steps", "7", "--log.every", "1", "--log.validate-every", "0", "--checkpoint.every", "3"]
+    assert called(tmp_path, "train", *nano, *flags, "--folder", "run")[0] == 0
+    told: dict[float, dict[str, float]] = {}
+    for line in metrics(tmp_path / "run"):
+        if "checkpoint/step" in line:
+            told.setdefault(line["checkpoint/step"], {}).update(line)
+    assert list(told) == [3, 6, 7]
+    for step, figures in told.items():
+        folder = tmp_path / "run" / "checkpoints" / f"step-{int(step):08d}"
+        assert 0 < figures["checkpoint/stall_seconds"] <= figures["checkpoint/seconds"] < 60
+        if folder.exists():
+            assert figures["checkpoint/bytes"] == sum(file.stat().st_size for file in folder.iterdir())
