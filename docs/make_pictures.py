@@ -4,7 +4,7 @@ Those of the strategies are simulated, from the schedules that the engine execut
 
 python docs/make_pictures.py
 
-The others show a real run:
+The others show a real run, its page by Debian's Chromium:
 
 paceline train --workers 2 --folder runs/readme > runs/readme.log
 paceline train --workers 2 --model.preset small --micro-batch 8 --strategy.bucket-mb 4 --steps 20 \\
@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +33,8 @@ from paceline.core.ops import Op
 from paceline.core.schedule import Schedule
 from paceline.core.simulate import simulate
 from paceline.core.strategy import Strategy
+from paceline.report.page import page, write_page
+from paceline.report.run import read_run
 from paceline.report.trace import write_trace
 
 IMAGES = Path(__file__).parent / "images"
@@ -176,6 +180,27 @@ def shorten(log: str) -> str:
     return "\n".join(["$ make train", *kept])
 
 
+def photograph(run: Path, out: Path) -> None:
+    """The upper part of a run's page, as Chromium shows it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.html"
+        write_page(page(read_run(run)), file)
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={folder}/own",
+        ]
+        flags += [
+            f"--user-data-dir={folder}/own",
+            "--disable-background-networking",
+            "--window-size=1280,1010",
+            f"--screenshot={out.resolve()}",
+        ]
+        subprocess.run(["chromium", *flags, file.as_uri()], check=True, capture_output=True)
+
+
 if __name__ == "__main__":
     for name, (chosen, micro_batches) in PICTURES.items():
         draw_schedules(chosen, micro_batches, IMAGES / name)
@@ -183,3 +208,4 @@ if __name__ == "__main__":
         log, run = map(Path, sys.argv[1:])
         draw_terminal(shorten(log.read_text()), IMAGES / "terminal.png")
         write_trace(run, None, IMAGES / "timeline.png")
+        photograph(run, IMAGES / "report.png")
