@@ -134,13 +134,10 @@ class _Control:
     def _arrived(self, sent: _Sent, label: str, silence: Silence) -> bool:
         """Waits a while; whether everything has arrived."""
         try:
-            sent.work.wait(timedelta(seconds=_LOOK_SECONDS))
+            return _is_done(sent.work)
         except RuntimeError as error:
-            if not sent.work.is_completed():
-                return False
             # What Gloo says is about its sockets. It has the same time limit.
             raise self._silent(label) if silence.left() <= _LOOK_SECONDS else _lost(label) from error
-        return True
 
     def _silent(self, label: str) -> CommunicationError:
         within = f" within {limit(self.world.timeout):g} s"
@@ -219,13 +216,14 @@ def broadcast(buffer: Tensor, source: int, label: str) -> None:
         return
     work, silence = _started(lambda: dist.broadcast(buffer, source, async_op=True), label), Silence(world.timeout)
     with _group_kept_after(work):
-        while True:
-            try:
-                work.wait(timedelta(seconds=_LOOK_SECONDS))
-                return
-            except RuntimeError as error:
-                if work.is_completed() or silence.left() <= 0:
-                    raise _lost(label) from error
+        try:
+            while not _is_done(work):
+                if silence.left() <= 0:
+                    raise _lost(label, f" within {limit(world.timeout):g} s")
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise _lost(label) from error
 
 
 def new_generation(label: str = "pl.reset") -> None:
@@ -269,6 +267,22 @@ def _started(start: Callable[[], dist.Work | None], label: str) -> dist.Work:
         raise _lost(label) from error
     assert work is not None
     return work
+
+
+def _is_done(work: dist.Work) -> bool:
+    """Waits a while; whether it is done.
+
+    Raises:
+        RuntimeError: It failed.
+    """
+    try:
+        work.wait(timedelta(seconds=_LOOK_SECONDS))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # It may have come to its end since the wait had.
+        work.wait(timedelta(seconds=_LOOK_SECONDS))
+    return True
 
 
 @contextmanager

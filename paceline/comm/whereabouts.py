@@ -141,7 +141,8 @@ def _places() -> dict[int, list[_Call]]:
     """The calls that each thread is in, innermost first.
 
     Written by `faulthandler`, which reads them without making frame objects: in CPython 3.11, to follow those of a
-    thread that goes on meanwhile (`sys._current_frames`, `f_back`) can end the process by a segmentation fault.
+    thread that goes on meanwhile (`sys._current_frames`, `f_back`) can end the process by a segmentation fault. It
+    tells of the 100 youngest threads.
     """
     try:
         file = os.memfd_create("paceline stacks")

@@ -106,7 +106,8 @@ def test_ctrl_c_ends_it(tmp_path: Path, in_a_terminal: bool) -> None:
     if in_a_terminal:
         pytest.importorskip("rich", reason="the live view needs the text extra")
         command = [sys.executable, __file__, *command]
-    with program(command, tmp_path, {"PYTHONUNBUFFERED": "1"}) as watching:
+    environment = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with program(command, tmp_path, environment) as watching:
         assert watching.process.stdout is not None
         text = ""
         while "10/110" not in text:
