@@ -35,6 +35,7 @@ FLAGS = ("--log.every", "1", "--log.validate-every", "0", "--log.validate-batche
 REWIND = (*FLAGS, "--optim.on-divergence", "rewind", "--steps", "24", "--checkpoint.every", "6")
 BATCH, BACK, LEFT_OUT = 8, 6, 12
 """Of batches 8 to 17 one sample each is poisonous: the run goes back from step 18 to the checkpoint of step 6."""
+POISONED = list(range(8, 18))
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def poisoned() -> Iterator[None]:
 
     def spoilt(tokens: Any, indices: Any, context: int) -> Any:
         samples = -(-(len(tokens) - 1) // context)
-        poison = {int(global_batch(0, batch, BATCH, samples)[batch % BATCH]) for batch in range(8, 18)}
+        poison = {int(global_batch(0, batch, BATCH, samples)[batch % BATCH]) for batch in POISONED}
         inputs, targets = gather(tokens, indices, context)
         inputs[[index in poison for index in indices.tolist()]] = 0
         return inputs, targets
@@ -105,6 +106,42 @@ def test_it_goes_on_as_if_the_samples_were_not_there(
     status, out, err = trained(ranks, 2, tmp_path, ["--resume", str(path)], poisoned)
     assert (status, err) == (0, "") and "going on after step 18" in out
     assert curve(run) == before
+
+
+@contextmanager
+def poisoned_twice() -> Iterator[None]:
+    """The losses of batches 8 to 17 and of 32 to 41 are not numbers, nor of a few others that have samples of these."""
+    with patch(f"{__name__}.POISONED", [*range(8, 18), *range(32, 42)]), poisoned():
+        yield
+
+
+@pytest.mark.full
+def test_it_may_go_back_twice_and_go_on_with_another_number_of_ranks(
+    ranks: RankPool, nano: list[str], tmp_path: Path
+) -> None:
+    flags = [*nano, *REWIND, "--steps", "36", "--checkpoint.keep", "5", "--log.samples", "--folder", "run"]
+    status, out, err = trained(ranks, 2, tmp_path, flags, poisoned_twice)
+    assert (status, err) == (0, ""), err
+    # After 12 batches were left out, batch 32 is that of step 21.
+    assert "on without the samples of steps 7 to 18" in out and "on without the samples of steps 19 to 30" in out
+    run, options = tmp_path / "run", dict(zip(nano[::2], nano[1::2], strict=True))
+    data = DataConfig((options["--data.path"],), vocabulary=300, validation=0.3, cache=options["--data.cache"])
+    count = sample_count(prepare(data).facts.train.tokens, 64)
+    order = [*range(6), *range(18, 30), *range(42, 60)]
+    expected = {step: global_batch(0, batch, BATCH, count).tolist() for step, batch in enumerate(order, 1)}
+    assert taken(run) == expected
+    assert {path.name for path in (run / "checkpoints" / "replaced").iterdir()} >= {"step-00000012", "step-00000024"}
+    before = curve(run)
+    for folder, went_back in (("step-00000018", 1), ("step-00000024", 2)):
+        path = run / "checkpoints" / folder
+        if path.exists():
+            status, out, err = trained(ranks, 1, tmp_path, ["--resume", str(path)], poisoned_twice)
+            assert (status, err) == (0, ""), err
+            assert taken(run) == expected, went_back
+            for step, figures in curve(run).items():
+                assert figures == (before[step] if None in before[step] else pytest.approx(before[step], rel=2e-3)), (
+                    step
+                )
 
 
 def never_finite_again() -> AbstractContextManager[None]:
