@@ -139,9 +139,8 @@ def test_it_may_go_back_twice_and_go_on_with_another_number_of_ranks(
             assert (status, err) == (0, ""), err
             assert taken(run) == expected, went_back
             for step, figures in curve(run).items():
-                assert figures == (before[step] if None in before[step] else pytest.approx(before[step], rel=2e-3)), (
-                    step
-                )
+                same = before[step] if None in before[step] else pytest.approx(before[step], rel=2e-3)
+                assert figures == same, step
 
 
 def never_finite_again() -> AbstractContextManager[None]:
