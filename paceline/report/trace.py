@@ -13,6 +13,7 @@ import msgspec
 from paceline.core.errors import UserError
 from paceline.core.events import Event
 from paceline.core.ops import STREAMS
+from paceline.core.strategy import Strategy
 from paceline.report.flows import flows
 from paceline.report.meetings import Groups, groups_of
 
@@ -103,7 +104,7 @@ def chrome_trace(events: Sequence[Event], groups: Groups | None = None) -> dict[
         if event.exposed > 0:
             entry["cname"] = "terrible"
         out.append(entry)
-    for number, flow in enumerate(flows(events, groups or groups_of(None, max(event.rank for event in events) + 1))):
+    for number, flow in enumerate(flows(events, groups or _groups(None, events))):
         arrow = {"cat": "waiting", "name": flow.name, "id": number}
         for phase, event, at in (("s", flow.source, flow.left), ("f", flow.target, flow.arrived)):
             place = {"pid": event.rank, "tid": streams.index(event.stream), "ts": (at - origin) * 1e6}
@@ -139,6 +140,15 @@ def groups_in(run: Path, events: Sequence[Event]) -> Groups | None:
 
     try:
         strategy = parse_train_arguments([str(run / CONFIG)]).strategy
-        return groups_of(strategy, max(event.rank for event in events) + 1)
+        return _groups(strategy, events)
     except (UserError, OSError):
         return None
+
+
+def _groups(strategy: Strategy | None, events: Sequence[Event]) -> Groups:
+    """Who meets whom; where numbers of ranks leave gaps, as in damaged files, all that are there."""
+    ranks = sorted({event.rank for event in events})
+    if strategy is not None and ranks == list(range(len(ranks))):
+        return groups_of(strategy, len(ranks))
+    everyone = tuple(ranks)
+    return lambda event: everyone
