@@ -1,0 +1,84 @@
+"""What a planner knows of the machines that a run is planned for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one rank's share of a CPU.
+
+    Attributes:
+        name: As users call it, such as "h100".
+        memory: Bytes that a process can use.
+        bandwidth: Bytes a second that its memory moves, as the datasheet says it.
+        peak: Dense floating-point operations a second of the datasheet, by dtype; MFU counts against it.
+        ceiling: What matrices multiply at most when measured, by dtype; where nobody measured it, a share of the peak.
+        watts: What it draws at most, for energy; 0 where unknown.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    peak: Mapping[str, float]
+    ceiling: Mapping[str, float]
+    watts: float = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects ranks.
+
+    Attributes:
+        latency: Seconds that each round of a collective takes beside its bytes.
+        bandwidth: Bytes a second that each rank sends, and receives at the same time.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How far real kernels stay below a device's figures. Few numbers with a physical meaning; `plan.kernels` uses them.
+
+    Attributes:
+        launch: Seconds that each operation takes at least.
+        memory_efficiency: Share of the memory's bandwidth that elementwise kernels reach.
+        matmul_efficiency: Share of the ceiling that large matmuls reach within a model.
+        half_flops: Floating-point operations of a matmul that reaches half of that share.
+        attention_efficiency: Share of the ceiling that fused attention reaches.
+        contention: How much longer computing takes while a collective runs beside it: 0.1 is a tenth.
+    """
+
+    launch: float
+    memory_efficiency: float
+    matmul_efficiency: float
+    half_flops: float
+    attention_efficiency: float
+    contention: float = 0.0
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Machines of one kind.
+
+    Attributes:
+        device: Each of their devices.
+        kernels: What computing takes on it.
+        devices_per_host: Neighbouring ranks that `within` connects.
+        within: Between ranks of one host.
+        between: Between hosts, for each rank.
+        framework: Bytes of a device that PyTorch, driver and communicators take outside of what the allocator counts.
+        source: Where the figures are from: a datasheet's name, or a file of measured costs.
+    """
+
+    device: Device
+    kernels: Kernels
+    devices_per_host: int
+    within: Link
+    between: Link
+    framework: int = 0
+    source: str = ""

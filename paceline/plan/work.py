@@ -1,0 +1,92 @@
+"""What a model computes in one micro-batch, unit by unit: operations with their shapes, and what is kept for backward.
+
+A trace of any module (`plan.trace`) and the formulas of a Transformer (`plan.transformer_work`) both give it; what it
+takes on a device is another matter (`plan.kernels`). Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+OperationKind = Literal["matmul", "attention", "memory"]
+"""What bounds an operation: multiplying matrices, attention that is one kernel, or moving bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel's work, or that of `count` alike.
+
+    Attributes:
+        kind: Which costs apply.
+        flops: Floating-point operations that one executes; two for each multiply-add. Of causal attention only the
+            half that kernels compute counts.
+        bytes: What one reads from and writes to the device's memory at least.
+        dtype: What it computes in, as in `Strategy.precision`.
+        shape: (batch, rows, inner, columns) of a matmul; (batch x heads, queries, keys, head width) of attention.
+        count: How many alike there are.
+    """
+
+    kind: OperationKind
+    flops: float
+    bytes: float
+    dtype: str
+    shape: tuple[int, int, int, int] = (0, 0, 0, 0)
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """What one unit computes and keeps in one micro-batch on one rank.
+
+    Attributes:
+        unit: Its name in the layout; "" is what the model does outside of its units.
+        forward: Operations of the forward pass.
+        backward: Operations of the backward pass, without what recomputing adds.
+        kept: Bytes of activations that live from the unit's forward to its backward, each storage once.
+        kept_input: Bytes of them that are left where the unit is recomputed: its inputs.
+        kept_attention: Bytes of them that are left with `recompute="keep_attention"`.
+        forward_peak: Bytes that the forward holds at its fullest beyond what it keeps.
+        backward_peak: Bytes that the backward holds at its fullest beyond what was kept, gradients of parameters
+            apart.
+    """
+
+    unit: str
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    kept: int
+    kept_input: int
+    kept_attention: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of forward and backward."""
+        return sum(each.flops * each.count for each in (*self.forward, *self.backward))
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch on one rank.
+
+    Attributes:
+        units: In the order in which they run.
+        samples: Sequences in the micro-batch.
+        tokens: Tokens of all of them; for models that are no language models, samples.
+        source: Where it comes from: "trace", "formula", or what a trace could not follow.
+        logits: Bytes of the output layer's results and what the loss makes of them, which are part of what the last
+            unit keeps.
+    """
+
+    units: tuple[UnitWork, ...]
+    samples: int
+    tokens: int
+    source: str = "formula"
+    logits: int = 0
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of forward and backward."""
+        return sum(unit.flops for unit in self.units)
