@@ -109,7 +109,9 @@ class Checkpoints:
         self._text, self.left_out = text, left_out
         # The latest, on every rank alike, though some end sooner.
         self._saving: Saving | None = None
-        self._is_told = self._is_logged = False
+        self._is_told = False
+        # Those whose end is not among the figures yet; on rank 0.
+        self._unlogged: list[Saving] = []
         self._last, self._last_step = time.monotonic(), first
 
     def asked(self) -> float:
@@ -167,22 +169,17 @@ class Checkpoints:
         elif self._world.rank == 0:
             prune(self.path, self._config.keep, self._config.keep_every)
 
-    def figures(self) -> dict[str, float | int]:
-        """Of the checkpoint that is under way, or has come to its end since this was last asked; on rank 0.
+    def figures(self) -> list[dict[str, float | int]]:
+        """Of each checkpoint that is under way, or has come to its end since this was last asked; on rank 0.
 
         Its step, the bytes that all ranks have written so far, how long training stood still for it and, once it
         counts, how long it took in all.
         """
-        saving = self._saving
-        if saving is None or self._is_logged or self._world.rank:
-            return {}
-        found = {"checkpoint/step": saving.step, "checkpoint/stall_seconds": saving.stall_seconds}
-        self._is_logged = saving.done
-        if saving.done and saving.seconds is not None and saving.error is None:
-            found["checkpoint/seconds"] = max(saving.seconds, saving.stall_seconds)
-        with contextlib.suppress(OSError):
-            found["checkpoint/bytes"] = sum(file.stat().st_size for file in saving.path.iterdir())
-        return found
+        # Which are done is asked once: one that ends meanwhile is told the next time.
+        done = [saving.done for saving in self._unlogged]
+        told = [_figures(*each) for each in zip(self._unlogged, done, strict=True)]
+        self._unlogged = [saving for saving, ended in zip(self._unlogged, done, strict=True) if not ended]
+        return told
 
     def finish(self, say: Callable[[str], None]) -> None:
         """Waits for the checkpoint that is under way, and tells how it went. A collective call."""
@@ -226,7 +223,7 @@ class Checkpoints:
         if self._config.check_replicas:
             pl.check_replicas(self._model, self._update.optimizer)
         self._last, self._last_step = time.monotonic(), step
-        self._is_told = self._is_logged = False
+        self._is_told = False
         self._saving = save_beside(
             [self.path.parent / name for name in LINES],
             step_folder(self.path, step),
@@ -236,6 +233,17 @@ class Checkpoints:
             extra=self.extra(),
             background=background,
         )
+        if self._world.rank == 0:
+            self._unlogged.append(self._saving)
+
+
+def _figures(saving: Saving, done: bool) -> dict[str, float | int]:
+    found = {"checkpoint/step": saving.step, "checkpoint/stall_seconds": saving.stall_seconds}
+    if done and saving.seconds is not None and saving.error is None:
+        found["checkpoint/seconds"] = max(saving.seconds, saving.stall_seconds)
+    with contextlib.suppress(OSError):
+        found["checkpoint/bytes"] = sum(file.stat().st_size for file in saving.path.iterdir())
+    return found
 
 
 def _failure(work: Callable[[], object]) -> UserError | None:

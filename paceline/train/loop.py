@@ -165,7 +165,7 @@ def _run(training: Training) -> int:
     with outputs.showing(SAVING):
         # Of a checkpoint that fails nothing is left, which makes room.
         checkpoint = training.checkpoints.save_at_end(step, outputs.say)
-        if figures := training.checkpoints.figures():
+        for figures in training.checkpoints.figures():
             outputs.log(figures, step)
         failure = outputs.save_at_end(model)
     for tracker in outputs.trackers:
@@ -239,7 +239,8 @@ def _steps(training: Training) -> tuple[int, int]:
                 if interval.crowded_fraction > CROWDED:
                     outputs.say_once("crowded", crowded(interval.crowded_fraction))
             scales = {"train/loss_scale": scale} if low else {}
-            outputs.log(interval.figures() | scales | checkpoints.figures(), step)
+            for each in (interval.figures() | scales, *checkpoints.figures()):
+                outputs.log(each, step)
             if log.events_every and outputs.folder is not None and (step >= events_due or last):
                 outputs.folder.append(EVENTS, events)
                 events_due = step + log.events_every
