@@ -42,7 +42,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Kernels:
-    """How far real kernels stay below a device's figures. Few numbers with a physical meaning; `plan.kernels` uses them.
+    """How far real kernels stay below a device's figures. Few numbers with a physical meaning.
 
     Attributes:
         launch: Seconds that each operation takes at least.
