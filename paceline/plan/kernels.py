@@ -1,0 +1,55 @@
+"""Seconds of operations on a device: a roofline whose roof for matmuls rises with their size. Pure.
+
+An operation takes the longest of three times: what its floating-point operations take at the rate that such a kernel
+reaches, what its bytes take at the rate that the device's memory reaches, and what it takes to launch anything at all
+(Williams et al. 2009, Roofline). Rates are measured ceilings times the shares of `Kernels`, never a datasheet's peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.core.errors import UserError
+from paceline.plan.hardware import Device, Hardware
+from paceline.plan.work import Operation
+
+
+def seconds(operation: Operation, hardware: Hardware) -> float:
+    """Seconds that one operation takes, all of its `count`.
+
+    Raises:
+        UserError: The device has no ceiling for what the operation computes in.
+    """
+    kernels, device = hardware.kernels, hardware.device
+    moving = operation.bytes / (device.bandwidth * kernels.memory_efficiency)
+    computing = 0.0
+    if operation.kind == "matmul" and operation.flops:
+        # A kernel that takes F / rate and, whatever its size, the time of `half_flops` at that rate beside it: filling
+        # and draining the multiprocessors, and the last wave of tiles that does not fill them.
+        rate = ceiling(device, operation.dtype) * kernels.matmul_efficiency
+        computing = (operation.flops + kernels.half_flops) / rate
+    elif operation.kind == "attention":
+        computing = operation.flops / (ceiling(device, attention_dtype(operation.dtype)) * kernels.attention_efficiency)
+    return max(computing, moving, kernels.launch) * operation.count
+
+
+def total(operations: Iterable[Operation], hardware: Hardware) -> float:
+    """Seconds of operations that run one after another."""
+    return sum(seconds(operation, hardware) for operation in operations)
+
+
+def ceiling(device: Device, dtype: str) -> float:
+    """Floating-point operations a second that matrices of a dtype multiply at most.
+
+    Raises:
+        UserError: The device is not known to compute in it.
+    """
+    if dtype in device.ceiling:
+        return device.ceiling[dtype]
+    known = ", ".join(device.ceiling) or "nothing"
+    raise UserError(f"{device.name}: expected a precision that it multiplies matrices in ({known}), got {dtype}")
+
+
+def attention_dtype(dtype: str) -> str:
+    """What attention computes in: bfloat16 where matmuls take 8 bits, as published kernels keep its products wider."""
+    return "bfloat16" if dtype == "float8" else dtype

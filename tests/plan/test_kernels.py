@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.errors import UserError
+from paceline.plan.hardware import Device, Hardware, Kernels, Link
+from paceline.plan.kernels import seconds
+from paceline.plan.work import Operation
+
+DEVICE = Device("made up", 80 << 30, 2e12, {"bfloat16": 3e14}, {"bfloat16": 2e14})
+HARDWARE = Hardware(DEVICE, Kernels(1e-5, 0.8, 0.9, 1e10, 0.5), 8, Link(0.0, 2e11), Link(0.0, 2e10))
+
+
+def matmul(rows: int, inner: int, columns: int) -> Operation:
+    flops = 2.0 * rows * inner * columns
+    moved = 2.0 * (rows * inner + inner * columns + rows * columns)
+    return Operation("matmul", flops, moved, "bfloat16", (1, rows, inner, columns))
+
+
+def test_a_large_matmul_runs_at_the_share_of_the_ceiling() -> None:
+    large = matmul(65536, 8192, 8192)
+    assert seconds(large, HARDWARE) == pytest.approx(large.flops / (0.9 * 2e14), rel=0.01)
+
+
+def test_one_of_half_flops_reaches_half_of_it() -> None:
+    work = Operation("matmul", 1e10, 0.0, "bfloat16", (1, 1, 1, 1))
+    assert seconds(work, HARDWARE) == pytest.approx(2 * 1e10 / (0.9 * 2e14))
+
+
+def test_a_narrow_one_is_bound_by_bytes_and_a_tiny_one_by_its_launch() -> None:
+    narrow = matmul(1, 100_000, 100_000)
+    assert seconds(narrow, HARDWARE) == pytest.approx(narrow.bytes / (0.8 * 2e12))
+    assert seconds(Operation("memory", 0.0, 8.0, "bfloat16", count=7), HARDWARE) == pytest.approx(7e-5)
+
+
+def test_a_precision_that_the_device_lacks_is_named() -> None:
+    with pytest.raises(UserError, match=r"made up: expected a precision .*bfloat16.*got float16"):
+        seconds(replace(matmul(64, 64, 64), dtype="float16"), HARDWARE)

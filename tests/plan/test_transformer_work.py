@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from paceline.models.config import ModelConfig
+from paceline.models.flops import flops_per_token
+from paceline.models.presets import PRESETS
+from paceline.plan.transformer_work import Software, transformer_work
+
+
+@pytest.mark.parametrize("name", ["gpt2-1.5b", "llama-8b", "llama-70b"])
+def test_without_the_causal_half_and_recomputed_scores_it_is_the_models_flops(name: str) -> None:
+    shape = PRESETS[name]
+    work = transformer_work(shape, 2, 1024, software=Software(fused_attention=False))
+    assert work.flops == pytest.approx(work.tokens * flops_per_token(shape, 1024))
+
+
+def test_a_fused_causal_kernel_computes_half_of_the_scores_and_once_more_in_backward() -> None:
+    shape = PRESETS["llama-8b"]
+    work = transformer_work(shape, 1, 8192)
+    scores = work.flops - 6 * 8192 * (flops_per_token(shape, 0) // 6)
+    # Seven products of 2 s^2 h a layer, half of each.
+    assert scores == pytest.approx(7 * 2 * 8192**2 * 4096 * 32 / 2)
+
+
+def test_tensor_ranks_divide_the_matmuls() -> None:
+    shape = ModelConfig(layers=4, width=1024, heads=16, context=512, vocabulary=50432)
+    whole, part = (transformer_work(shape, 4, 512, tensor=tensor) for tensor in (1, 8))
+    assert part.flops == pytest.approx(whole.flops / 8)
