@@ -34,8 +34,8 @@ from paceline.engine.program import Program
 from paceline.engine.recompute import recompute
 from paceline.engine.recovery import gives_up, reset, weights_replaced
 from paceline.engine.state import StepState
-from paceline.engine.units import find_blocks, find_units
 from paceline.engine.update import Update
+from paceline.models.units import find_blocks, find_units
 
 
 class _Handle(Protocol):

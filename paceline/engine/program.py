@@ -30,7 +30,7 @@ from paceline.engine.sharded_parameter import Owner
 from paceline.engine.statistics import Statistics, length
 from paceline.engine.structure import Structure
 from paceline.engine.tensors import Tensors
-from paceline.engine.units import parameter_specs
+from paceline.models.units import parameter_specs
 
 
 class Program:

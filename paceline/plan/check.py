@@ -13,7 +13,7 @@ from paceline.core.errors import UserError
 from paceline.core.layout import ROOT
 from paceline.core.strategy import Strategy
 from paceline.engine.statistics import length
-from paceline.engine.units import find_units, parameter_specs
+from paceline.models.units import find_units, parameter_specs
 
 
 def check(model: nn.Module, strategy: Strategy | None = None, *, devices: int, micro_batches: int = 1) -> Report:

@@ -15,7 +15,7 @@ from paceline.core.memory import Memory, memory
 from paceline.core.ops import COMPUTE
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
-from paceline.engine.units import find_units, parameter_specs
+from paceline.models.units import find_units, parameter_specs
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 """Kinds of collective that the stages use."""

@@ -70,8 +70,8 @@ def program_of(path: Path, config: TrainConfig, world_size: int) -> Program | No
     from paceline.core.layout import ROOT
     from paceline.data import Tokenizer
     from paceline.engine.statistics import length
-    from paceline.engine.units import find_units, parameter_specs
     from paceline.models.transformer import Transformer
+    from paceline.models.units import find_units, parameter_specs
     from paceline.train.run_folder import TOKENIZER
 
     try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import UserError
-from paceline.engine.units import find_units
+from paceline.models.units import find_units
 from paceline.verify.deviation import largest
 from paceline.verify.model_spec import Batch, Loss, ModelSpec, compute_loss, find_loss, make_model, share
 from paceline.verify.recipe import Recipe, make_optimizer

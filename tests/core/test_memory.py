@@ -10,9 +10,9 @@ from paceline.core.layout import ROOT, ParameterSpec
 from paceline.core.memory import Memory, memory
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
-from paceline.engine.units import find_units, parameter_specs
 from paceline.models.presets import PRESETS
 from paceline.models.transformer import Transformer
+from paceline.models.units import find_units, parameter_specs
 from tests.drawn import schedules, spec
 
 

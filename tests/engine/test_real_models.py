@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import paceline as pl
 from paceline.core.layout import ROOT
 from paceline.core.strategy import Strategy
-from paceline.engine.units import find_units, parameter_specs
+from paceline.models.units import find_units, parameter_specs
 from tests.engine.models import assert_same, snapshot
 from tests.engine.real_models import FAMILIES, SHAPES, Batch, Family, loss_of
 from tests.quick import diagonal, full

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 import paceline as pl
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
-from paceline.engine.units import ROOT, find_blocks, find_units, parameter_specs
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
+from paceline.models.units import ROOT, find_blocks, find_units, parameter_specs
 from tests.engine.models import WORLDS, Stack, assert_all_same, every_world, in_parallel, in_worlds, make, train
 
 
