@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from paceline.core.events import Event
-from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
+from paceline.core.ops import COMPUTE, PREVIOUS, STREAMS, Key, Op
 from paceline.core.schedule import Schedule
 
 Costs = Callable[[Op], float]
-"""Seconds that an op takes once it runs."""
+"""Seconds that an op takes once it runs; what computes, while nothing is communicated beside it."""
 
 
-def simulate(schedule: Schedule, costs: Costs, micro_batches: int = 1, steps: int = 1) -> list[Event]:
+@dataclass(frozen=True)
+class Timeline:
+    """When the ops of some steps run, one after another: the ops of the first step, then those of the second ...
+
+    Attributes:
+        ops: Of one step.
+        starts: Seconds from the start of the first step.
+        ends: The same.
+        exposed: Seconds of each that the compute stream stands still for it.
+    """
+
+    ops: Sequence[Op]
+    starts: Sequence[float]
+    ends: Sequence[float]
+    exposed: Sequence[float]
+
+    @property
+    def steps(self) -> int:
+        """How many steps."""
+        return len(self.starts) // len(self.ops)
+
+    def computed(self, step: int) -> float:
+        """When the compute ops of a step are over; 0 for the one before the first."""
+        first = step * len(self.ops)
+        return max((self.ends[first + i] for i, op in enumerate(self.ops) if op.kind in COMPUTE), default=0.0) * (
+            step >= 0
+        )
+
+    @property
+    def last_step(self) -> float:
+        """Seconds from the end of the last but one step's computing to that of the last's: a step among many."""
+        return self.computed(self.steps - 1) - self.computed(self.steps - 2)
+
+
+def simulate(
+    schedule: Schedule, costs: Costs, micro_batches: int = 1, steps: int = 1, contention: float = 0.0
+) -> list[Event]:
     """Predicts the events of a rank's optimizer steps.
 
     Ops of one stream run one after another in the order of the schedule; each starts when its stream is free, all
-    ops that it comes after are complete, and the compute ops of the step before are over. A collective is exposed for
+    ops that it comes after are complete, and the compute ops of the step before are over. How far ahead parameters are
+    gathered is bounded by the schedule's slots, as a gather comes after what held its slot. A collective is exposed for
     as long as the compute stream stands still for it. Pure: nothing is run.
 
     Args:
@@ -24,6 +62,8 @@ def simulate(schedule: Schedule, costs: Costs, micro_batches: int = 1, steps: in
         costs: Seconds of each op, such as `comm.plan.seconds` for collectives.
         micro_batches: Micro-batches of a step.
         steps: Number of steps; in the first, nothing is left over from a step before.
+        contention: By which share computing is slower while any collective is under way, as both take the memory's
+            bandwidth, and on CPUs cores: 0.1 makes 1 s of computing take 1.1 s where it is so throughout.
 
     Returns:
         One event per op, in the order of the schedule. Times are seconds from the start of the first step.
@@ -31,57 +71,98 @@ def simulate(schedule: Schedule, costs: Costs, micro_batches: int = 1, steps: in
     Raises:
         ValueError: An op comes after one that stands nowhere before it.
     """
-    events: list[Event] = []
-    free: dict[str, float] = {}
-    ops = schedule.step(micro_batches)
-    before: dict[Key, int] = {}
+    line = timeline(schedule.step(micro_batches), costs, micro_batches, steps, contention)
+    ops, rank = line.ops, schedule.rank
+    times = zip(line.starts, line.ends, line.exposed, strict=True)
+    return [
+        Event(
+            *(op.kind, op.target, op.micro_batch, op.phase, op.stream, op.bytes, op.sent, op.received),
+            *(index // len(ops), rank, start, end, exposed),
+        )
+        for index, (op, (start, end, exposed)) in enumerate(zip([*ops] * steps, times, strict=True))
+    ]
+
+
+def timeline(
+    ops: Sequence[Op], costs: Costs, micro_batches: int, steps: int = 1, contention: float = 0.0
+) -> Timeline:
+    """`simulate` without making events of it: `ops` are those of a step of so many micro-batches.
+
+    Raises:
+        ValueError: An op comes after one that stands nowhere before it.
+    """
+    seconds = [costs(op) for op in ops]
+    streams = [STREAMS.index(op.stream) for op in ops]
+    computes = [op.kind in COMPUTE for op in ops]
+    waits = _waits(ops, micro_batches)
+    count = len(ops)
+    starts, ends, exposed = [0.0] * (steps * count), [0.0] * (steps * count), [0.0] * (steps * count)
+    free = [0.0] * len(STREAMS)
     computed = 0.0
-    for step in range(steps):
-        done: dict[Key, int] = {}
-        for op in ops:
-            start = available = max(free.get(op.stream, 0.0), computed)
-            waits: list[int] = []
-            for key in op.after:
-                if key.micro_batch == PREVIOUS:
-                    index = before.get(key._replace(micro_batch=micro_batches - 1))
-                    if index is None and step == 0:
-                        continue
+    busy: list[tuple[float, float]] = []
+    for first in range(0, steps * count, count):
+        for index in range(count):
+            stream, at = streams[index], first + index
+            start = free[stream]
+            if start < computed:
+                start = computed
+            for other in waits[index]:
+                # Those of the step before have negative places.
+                other += first
+                if other < 0:
+                    continue
+                end = ends[other]
+                if end > start:
+                    if computes[index] and streams[other % count]:
+                        exposed[other] += end - start
+                    start = end
+            end = start + seconds[index]
+            if seconds[index] and contention:
+                if computes[index]:
+                    busy = [span for span in busy if span[1] > start]
+                    end = _beside(start, seconds[index], busy, contention)
                 else:
-                    index = done.get(key)
-                if index is None:
-                    raise ValueError(f"{op.key} comes after {key}, which no op before it is")
-                start = max(start, events[index].end)
-                if op.kind in COMPUTE and events[index].stream != "compute":
-                    waits.append(index)
-            _expose(events, waits, available)
-            free[op.stream] = start + costs(op)
-            done[op.key] = len(events)
-            events.append(
-                Event(
-                    op.kind,
-                    op.target,
-                    op.micro_batch,
-                    op.phase,
-                    op.stream,
-                    op.bytes,
-                    op.sent,
-                    op.received,
-                    step,
-                    schedule.rank,
-                    start,
-                    free[op.stream],
-                )
-            )
-        before = done
-        computed = free.get("compute", 0.0)
-    return events
+                    busy.append((start, end))
+            starts[at], ends[at] = start, end
+            free[stream] = end
+        computed = free[0]
+    return Timeline(ops, starts, ends, exposed)
 
 
-def _expose(events: list[Event], waits: list[int], now: float) -> None:
-    """Writes down which collectives the compute stream waits for from `now` on, and how long for each."""
-    for index in waits:
-        event = events[index]
-        if event.end > now:
-            exposed = event.exposed + event.end - now
-            events[index] = Event(**{**event.to_dict(), "exposed": exposed})
-            now = event.end
+def _waits(ops: Sequence[Op], micro_batches: int) -> list[list[int]]:
+    """Of each op the places of those that it comes after, counted from its step's first op."""
+    places: dict[Key, int] = {op.key: index - len(ops) for index, op in enumerate(ops)}
+    found: list[list[int]] = []
+    done: dict[Key, int] = {}
+    for index, op in enumerate(ops):
+        mine: list[int] = []
+        for key in op.after:
+            if key.micro_batch == PREVIOUS:
+                place = places.get(key._replace(micro_batch=micro_batches - 1))
+            else:
+                place = done.get(key)
+            if place is None:
+                raise ValueError(f"{op.key} comes after {key}, which no op before it is")
+            mine.append(place)
+        found.append(mine)
+        done[op.key] = index
+    return found
+
+
+def _beside(start: float, seconds: float, busy: Sequence[tuple[float, float]], contention: float) -> float:
+    """When computing is over that takes so many seconds alone, and is slower while one of `busy` is under way."""
+    now, left = start, seconds
+    for first, last in sorted(busy):
+        if last <= now:
+            continue
+        if first > now:
+            if left <= first - now:
+                break
+            left -= first - now
+            now = first
+        slowed = (last - now) / (1 + contention)
+        if left <= slowed:
+            return now + left * (1 + contention)
+        left -= slowed
+        now = last
+    return now + left

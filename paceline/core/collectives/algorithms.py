@@ -23,7 +23,15 @@ from paceline.core.collectives.patterns import (
     tree_broadcast,
     tree_scatter,
 )
-from paceline.core.collectives.rounds import Algorithm, Traffic, in_sequence, reverse, traffic_of, with_root
+from paceline.core.collectives.rounds import (
+    Algorithm,
+    Traffic,
+    chunk,
+    in_sequence,
+    reverse,
+    traffic_of,
+    with_root,
+)
 
 
 def _token(algorithm: Algorithm) -> Algorithm:
@@ -132,6 +140,14 @@ def find_algorithm(name: str, ranks_per_host: int = 0) -> Algorithm:
 def traffic(name: str, rank: int, world_size: int, numel: int) -> Traffic:
     """Elements that `rank` sends and receives in one collective over `numel` elements; see `find_algorithm`.
 
-    Those of `BANDWIDTH_OPTIMAL` move the same amounts as each other.
+    Those of `BANDWIDTH_OPTIMAL` move the same amounts as each other. Of the defaults that schedules use there is no
+    loop over ranks, so that a hundred thousand of them cost nothing to plan for.
     """
+    if name in BANDWIDTH_OPTIMAL:
+        first, stop = chunk(rank, world_size, numel)
+        own = stop - first
+        others, alike = numel - own, own * (world_size - 1)
+        if name == "all_gather":
+            return Traffic(alike, others)
+        return Traffic(others, alike) if name == "reduce_scatter" else Traffic(others + alike, alike + others)
     return traffic_of(find_algorithm(name), rank, world_size, numel)

@@ -135,6 +135,12 @@ def test_what_the_schedule_counts_does_not_depend_on_the_algorithm(n: int, k: in
             assert traffic_of(plan, n - 1, n, n * k) == traffic(collective, n - 1, n, n * k)
 
 
+@given(n=st.integers(1, 12), numel=st.integers(0, 40))
+def test_traffic_without_a_loop_over_ranks_is_that_of_the_rounds(n: int, numel: int) -> None:
+    for name, rank in itertools.product(("all_gather", "reduce_scatter", "all_reduce"), range(n)):
+        assert traffic(name, rank, n, numel) == traffic_of(find_algorithm(name), rank, n, numel)
+
+
 def test_hierarchical_sends_a_share_of_the_buffer_over_the_wire_where_direct_sends_it_for_each_rank() -> None:
     """2 hosts of 2: half a buffer a rank each way leaves the host, against a whole one."""
 
