@@ -83,9 +83,7 @@ def simulate(
     ]
 
 
-def timeline(
-    ops: Sequence[Op], costs: Costs, micro_batches: int, steps: int = 1, contention: float = 0.0
-) -> Timeline:
+def timeline(ops: Sequence[Op], costs: Costs, micro_batches: int, steps: int = 1, contention: float = 0.0) -> Timeline:
     """`simulate` without making events of it: `ops` are those of a step of so many micro-batches.
 
     Raises:

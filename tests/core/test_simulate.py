@@ -11,7 +11,7 @@ from paceline.core.build_layout import build_layout
 from paceline.core.events import Event
 from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
 from paceline.core.schedule import Schedule
-from paceline.core.simulate import simulate
+from paceline.core.simulate import simulate, timeline
 from paceline.core.strategy import SYSTEMS, Strategy
 from tests.drawn import schedules, spec
 
@@ -143,6 +143,39 @@ def test_accumulation_saves_the_reductions_of_all_but_the_last_micro_batch() -> 
     deferred = simulate(schedule(ONE_BUCKET_EACH), seconds, micro_batches=3)
     each = simulate(schedule(replace(ONE_BUCKET_EACH, accumulation="each")), seconds, micro_batches=3)
     assert (finish(deferred), finish(each)) == (2 * 8 + 4 + 1 + 40, 4 + 1 + 3 * 40)
+
+
+def test_computing_is_slower_beside_communication() -> None:
+    """Backward of u2 begins with the reduction of 3 s: 1.5 times as slow, 2 s of it take 3, as of u1."""
+    seconds = costs(forward=1, backward=2, all_reduce=3, update=1)
+    events = simulate(schedule(ONE_BUCKET_EACH), seconds, contention=0.5)
+    assert spans(events, "backward") == {"u3": (4, 6), "u2": (6, 9), "u1": (9, 12), "u0": (12, 15)}
+    assert finish(events) == 18 + 1, "the last reduction, and the update beside nothing"
+
+
+def test_only_what_runs_beside_communication_is_slower() -> None:
+    """A reduction of 1 s beside 2 s of computing: 1 s does two thirds of a second's work, the rest runs alone."""
+    events = simulate(schedule(ONE_BUCKET_EACH), costs(backward=2, all_reduce=1), contention=0.5)
+    starts, ends = zip(*spans(events, "backward").values(), strict=True)
+    assert [end - start for start, end in zip(starts, ends, strict=True)] == pytest.approx(
+        [2, 2 + 1 / 3] + [2 + 1 / 3] * 2
+    )
+
+
+@given(schedules(), st.integers(1, 2), st.floats(0, 2))
+def test_contention_makes_no_step_shorter_and_none_longer_than_all_of_it(plan, micro_batches, contention) -> None:
+    def lasts(contention: float) -> float:
+        return finish(simulate(plan, lambda op: 1 + len(op.target) % 3, micro_batches, 2, contention))
+
+    assert lasts(0) - 1e-9 <= lasts(contention) <= (1 + contention) * lasts(0) + 1e-9
+
+
+def test_a_step_among_many_is_the_last_of_some() -> None:
+    plan = schedule(replace(ONE_BUCKET_EACH, zero=1))
+    line = timeline(plan.step(1), costs(forward=2, backward=1, all_gather=1, update=1), 1, steps=3)
+    assert line.steps == 3
+    assert line.computed(0) == 13, "nothing to wait for in the first"
+    assert line.last_step == 14, "the first unit's gather is waited for"
 
 
 # ---- what holds of every schedule

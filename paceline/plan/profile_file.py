@@ -1,0 +1,138 @@
+"""Hardware in a file: written by calibration, checked by whoever reads one that a user made or changed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.core.errors import UserError
+from paceline.plan.hardware import Hardware
+
+KIND = "paceline planner hardware"
+VERSION = 1
+UNITS = "bytes, seconds, bytes a second, floating-point operations a second, watts"
+"""What the numbers of a file are in. Files say so, and none in other units is believed."""
+
+_LARGEST_FILE = 1_000_000
+
+# Ranges wide enough for a watch and for a wafer; what lies outside of them is in other units or a slip.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "device.memory": (1e8, 1e14, "bytes"),
+    "device.bandwidth": (1e8, 1e15, "bytes a second"),
+    "device.peak": (1e8, 1e18, "floating-point operations a second"),
+    "device.ceiling": (1e8, 1e18, "floating-point operations a second"),
+    "device.watts": (0.0, 1e5, "watts"),
+    "kernels.launch": (0.0, 0.1, "seconds"),
+    "kernels.memory_efficiency": (0.01, 2.0, "a share of 1"),
+    "kernels.matmul_efficiency": (0.01, 2.0, "a share of 1"),
+    "kernels.attention_efficiency": (0.001, 2.0, "a share of 1"),
+    "kernels.half_flops": (0.0, 1e15, "floating-point operations"),
+    "kernels.contention": (0.0, 20.0, "a share of 1"),
+    "kernels.straggling": (0.0, 1.0, "a share of 1"),
+    "devices_per_host": (1, 1e5, "devices"),
+    "within.latency": (0.0, 1.0, "seconds"),
+    "within.bandwidth": (1e5, 1e14, "bytes a second"),
+    "between.latency": (0.0, 10.0, "seconds"),
+    "between.bandwidth": (1e4, 1e14, "bytes a second"),
+    "framework": (0, 1e12, "bytes"),
+}
+
+
+def write(path: str | Path, hardware: Hardware) -> None:
+    """Writes hardware that `read` reads.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    values = {"kind": KIND, "version": VERSION, "units": UNITS, **asdict(hardware)}
+    Path(path).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: str | Path) -> Hardware:
+    """Reads hardware, and checks that it is whole and in the units that it should be.
+
+    Raises:
+        UserError: The file cannot be read, is no such profile, lacks something, or holds a number that no machine has.
+    """
+    values = _values(path)
+    kind = values.pop("kind", None)
+    if kind != KIND:
+        other = (
+            " (`paceline bench comm` made it: it knows of links alone)" if kind == "paceline hardware profile" else ""
+        )
+        raise UserError(
+            f"{path}: expected a planner's hardware (kind {KIND!r}), got kind {kind!r}{other}; `paceline plan --here` "
+            "makes one of this machine"
+        )
+    version = values.pop("version", None)
+    if version != VERSION:
+        raise UserError(
+            f"{path}: expected version {VERSION}, got {version!r}; make it anew with `paceline plan --here`"
+        )
+    units = values.pop("units", UNITS)
+    if units != UNITS:
+        raise UserError(f"{path}: units: expected {UNITS!r}, got {units!r}; convert the numbers, then change this line")
+    try:
+        found: Hardware = msgspec.convert(values, Hardware, strict=True)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: {_place(str(error))}; `paceline plan --here` makes a whole one") from None
+    for name, value in _numbers(asdict(found)):
+        _check(path, name, value)
+    if not found.device.ceiling:
+        raise UserError(f"{path}: device.ceiling: expected a number for at least one of float32, bfloat16, float16")
+    return found
+
+
+def _values(path: str | Path) -> dict[str, Any]:
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_LARGEST_FILE + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"hardware profile {path}: cannot be read: {reason}") from None
+    try:
+        if len(text) > _LARGEST_FILE:
+            raise ValueError("it is longer than a profile is")
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"hardware profile {path}: is damaged: not JSON ({error}); make it anew with `paceline plan --here`"
+        ) from None
+    if not isinstance(values, dict):
+        raise UserError(f"hardware profile {path}: expected an object of JSON, got {type(values).__name__}")
+    return values
+
+
+def _place(message: str) -> str:
+    """Msgspec's words, with the path of the value first."""
+    said, _, where = message.partition(" - at `$.")
+    return f"{where.rstrip('`')}: {said}" if where else said
+
+
+def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif not isinstance(value, str):
+            yield f"{prefix}{key}", value
+
+
+def _check(path: str | Path, name: str, value: float) -> None:
+    least, most, unit = _RANGES.get(name) or _RANGES[name.rpartition(".")[0]]
+    if math.isfinite(value) and least <= value <= most:
+        return
+    prefixes = _PERCENT if unit.startswith("a share") else _PREFIXES
+    likely = [word for factor, word in prefixes.items() if least <= value * factor <= most]
+    hint = f"; is it in {likely[0]}?" if likely and value > 0 else ""
+    raise UserError(f"{path}: {name}: expected {unit}, from {least:g} to {most:g}, got {value:g}{hint}")
+
+
+_PREFIXES = {1e9: "billions (GB)", 1e12: "trillions (TFLOP/s)", 1e-3: "milliseconds", 1e-6: "microseconds"}
+"""Units that people write numbers in, the likeliest first."""
+_PERCENT = {1e-2: "percent"}

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import UserError
+from paceline.plan import profile_file, profiles
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.json"
+    profile_file.write(path, profiles.hardware("h100"))
+    return path
+
+
+def changed(file: Path, *keys: str, value: object) -> None:
+    values = json.loads(file.read_text())
+    place = values
+    for key in keys[:-1]:
+        place = place[key]
+    if value is None:
+        del place[keys[-1]]
+    else:
+        place[keys[-1]] = value
+    file.write_text(json.dumps(values))
+
+
+def test_what_is_written_is_read_and_named_like_a_profile(file: Path) -> None:
+    assert profile_file.read(file) == profiles.hardware(str(file)) == profiles.hardware("h100")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "words"),
+    [
+        (("device", "memory"), 80, "device.memory: expected bytes, from 1e.08 to 1e.14, got 80; is it in billions"),
+        (("device", "bandwidth"), 3350, "expected bytes a second.*got 3350; is it in billions"),
+        (("device", "peak", "bfloat16"), 989.4, "device.peak.bfloat16: expected floating-point operations a second"),
+        (("device", "ceiling", "bfloat16"), -1, "device.ceiling.bfloat16.*got -1"),
+        (("device", "ceiling"), {}, "at least one of float32"),
+        (("device", "watts"), "700", "device.watts: Expected `float`, got `str`"),
+        (("within", "latency"), 2.5, "within.latency: expected seconds, from 0 to 1, got 2.5; is it in milliseconds"),
+        (("between", "bandwidth"), 400e18, "between.bandwidth: expected bytes a second"),
+        (("kernels", "memory_efficiency"), 80, "expected a share of 1.*is it in .*percent"),
+        (("devices_per_host",), 0, "devices_per_host: expected devices"),
+        (("kernels",), None, "missing required field `kernels`"),
+        (("kind",), "paceline hardware profile", "got kind 'paceline hardware profile' .*bench comm"),
+        (("kind",), None, "got kind None"),
+        (("version",), 2, "expected version 1, got 2"),
+        (("units",), "GB, ms", "units: expected 'bytes, .*got 'GB, ms'; convert the numbers"),
+    ],
+)
+def test_a_mistake_in_a_file_says_where_and_what_was_expected(file: Path, keys, value, words: str) -> None:
+    changed(file, *keys, value=value)
+    with pytest.raises(UserError, match=words) as told:
+        profile_file.read(file)
+    assert str(file) in str(told.value) and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "nonsense", '{"kind": "paceline planner hardware"' * 2, "[" * 100_000]
+)
+def test_a_damaged_file_is_refused(file: Path, text: str) -> None:
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"damaged: not JSON|expected an object"):
+        profile_file.read(file)
+
+
+def test_a_file_that_was_cut_anywhere_is_refused(file: Path) -> None:
+    whole = file.read_bytes()
+    for length in range(0, len(whole) - 2, 97):
+        file.write_bytes(whole[:length])
+        with pytest.raises(UserError):
+            profile_file.read(file)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        profile_file.read(tmp_path)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        profile_file.read(tmp_path / "binary.json")
+    not_finite = tmp_path / "nan.json"
+    profile_file.write(not_finite, profiles.hardware("h100"))
+    changed(not_finite, "device", "bandwidth", value=float("nan"))
+    with pytest.raises(UserError, match="got nan"):
+        profile_file.read(not_finite)
