@@ -33,19 +33,20 @@ class CudaStream:
     def submit(self, work: Callable[[], Traffic], label: str, after: Sequence[Pending] = ()) -> Pending:
         """Enqueues `work` behind everything on the current stream."""
         pending = Pending(label)
-        self._stream.wait_stream(torch.cuda.current_stream())
+        # Of this rank's GPU, whichever one the program has made the current one since.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for other in after:
             self._stream.wait_event(other.end)
         with torch.cuda.stream(self._stream):
             if self.is_timed:
-                pending.start = _record(timed=True)
+                pending.start = _record(self._stream, timed=True)
             pending.traffic = work()
-            pending.end = _record(self.is_timed)
+            pending.end = _record(self._stream, self.is_timed)
         return pending
 
     def wait(self, pending: Pending) -> None:
         """Lets the current stream, not the host, wait."""
-        torch.cuda.current_stream().wait_event(pending.end)
+        torch.cuda.current_stream(self._device).wait_event(pending.end)
 
     def close(self) -> bool:
         """Waits until the GPU has finished what was submitted."""
@@ -82,9 +83,9 @@ def let_end(seconds: float) -> bool:
     return True
 
 
-def _record(timed: bool) -> torch.cuda.Event:
+def _record(stream: torch.cuda.Stream, timed: bool) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=timed)
-    event.record()
+    event.record(stream)
     return event
 
 
@@ -103,7 +104,7 @@ class CudaClock:
 
     def refresh(self) -> None:
         """Ties them anew, which takes a synchronisation: times are fp32 milliseconds since, so they must stay short."""
-        self._anchor = _record(timed=True)
+        self._anchor = _record(torch.cuda.current_stream(self._device), timed=True)
         self._anchor.synchronize()
         self._anchor_seconds = time.perf_counter()
 
@@ -115,7 +116,7 @@ class CudaClock:
     def now(self, timed: bool = True) -> Mark:
         """A mark on the current stream, which follows what was computed before; None where nobody will read it."""
         self.follow()
-        return _record(timed=True) if timed else None
+        return _record(self._latest, timed=True) if timed else None
 
     def follow(self) -> None:
         """What is enqueued on the current stream from now on runs behind what was computed on the one before.

@@ -88,13 +88,18 @@ class Statistics:
         for place, check in enumerate(checks):
             numbers[_USER_VALUES + 2 + 2 * place : _USER_VALUES + 4 + 2 * place] = [float(check), float(check) ** 2]
         self._carries = carries
-        if not self.buffer.is_cuda and not any(isinstance(number, Tensor) for number in numbers):
-            self.buffer[own:] = torch.tensor(numbers, dtype=torch.float64)
-            return
-        self.buffer[own:].zero_()
-        for place, number in enumerate(numbers):
-            if isinstance(number, Tensor) or number:
-                self.buffer[own + place] = number
+        on_device = {
+            own + place: number
+            for place, number in enumerate(numbers)
+            if isinstance(number, Tensor) and number.device.type != "cpu"
+        }
+        # What the host knows goes in one piece, from memory that a GPU reads by itself: a host that assigns a number to
+        # an element of a GPU's tensor waits for the GPU.
+        known = [0.0 if own + place in on_device else float(number) for place, number in enumerate(numbers)]
+        host = torch.tensor(known, dtype=torch.float64, pin_memory=self.buffer.is_cuda)
+        self.buffer[own:].copy_(host, non_blocking=True)
+        for place, value in on_device.items():
+            self.buffer[place].copy_(value)
 
     def require_alike(self) -> None:
         """Refuses a step that ranks see differently; on a GPU when the next one is about to be published.

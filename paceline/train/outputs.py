@@ -13,6 +13,7 @@ from typing import Self
 from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.data import Corpus
+from paceline.engine.api import full_state_dict
 from paceline.launch.screen import columns, show
 from paceline.launch.status_line import StatusLine, Text
 from paceline.models.safetensors_file import save_weights
@@ -113,13 +114,13 @@ class Outputs:
 
     def save(self, model: Transformer) -> None:
         """Saves the weights; a failure is warned about. A collective call where they are sharded."""
-        state = model.state_dict()
+        state = full_state_dict(model)
         if self.folder is not None:
             self.folder.write(WEIGHTS, lambda path: save_weights(state, path, model.config))
 
     def save_at_end(self, model: Transformer) -> UserError | None:
         """Saves the weights, as `save` does, but gives a failure back, to be raised when all else is told."""
-        state = model.state_dict()
+        state = full_state_dict(model)
         if self.folder is None:
             return None
         path = self.folder.path / WEIGHTS

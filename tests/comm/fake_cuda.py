@@ -59,9 +59,10 @@ class FakeEvent:
         self._cuda, self._timed, self.stream = cuda, enable_timing, -1
         cuda.events.append(enable_timing)
 
-    def record(self) -> None:
-        self.stream, self._at = self._cuda.current.cuda_stream, time.perf_counter()
-        self.clock = self._cuda.current.advance()
+    def record(self, stream: FakeStream | None = None) -> None:
+        on = self._cuda.current if stream is None else stream
+        self.stream, self._at = on.cuda_stream, time.perf_counter()
+        self.clock = on.advance()
 
     def synchronize(self) -> None:
         self._cuda.synchronised += 1
@@ -113,8 +114,9 @@ def fake_cuda() -> Iterator[FakeCuda]:
     cuda = FakeCuda()
     with ExitStack() as stack:
         for name, value in {
-            "torch.cuda.current_stream": lambda device=None: cuda.current,
-            "torch.cuda.default_stream": lambda device=None: cuda.default,
+            # Without a device they are those of the one that the program made current, which need not be the rank's.
+            "torch.cuda.current_stream": lambda device: cuda.current,
+            "torch.cuda.default_stream": lambda device: cuda.default,
             "torch.cuda.Stream": lambda device=None, priority=0: cuda.stream(),
             "torch.cuda.stream": cuda.on,
             "torch.cuda.Event": lambda enable_timing=False: FakeEvent(cuda, enable_timing),
