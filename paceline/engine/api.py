@@ -270,6 +270,10 @@ def release(model: nn.Module) -> Any:
     Returns:
         The same model, with whole parameters. Where they were sharded it is a collective call.
 
+    Raises:
+        EngineError: Several ranks hold a GPU each, an exception is on its way, and parameters are not whole: the other
+            ranks are elsewhere.
+
     Example:
         >>> model = pl.parallelize(torch.nn.Linear(4, 2), pl.Strategy(zero=3))
         >>> pl.release(model).weight.shape

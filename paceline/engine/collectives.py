@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -100,6 +101,15 @@ class Collectives:
         for name, transport in self.transports.items():
             if name != besides:
                 transport.abort(explain(error))
+
+    def note_exception(self) -> None:
+        """Between GPUs gives up where an exception is on its way, such as in a loop's `finally`: others do not follow.
+
+        They are elsewhere, and nobody wakes who waits for them on a GPU.
+        """
+        error = sys.exc_info()[1]
+        if error is not None and self._world.backend == "nccl":
+            self.give_up(error)
 
     def owed(self) -> dict[str, list[tuple[Any, Tensor]]]:
         """See `Transport.owed`, by stream."""

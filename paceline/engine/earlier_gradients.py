@@ -61,8 +61,12 @@ class EarlierGradients:
         self.filled.clear()
         self.carried.clear()
         flat.adds.clear()
-        held = [index for index in flat.trainable if self._all[index].grad is not None]
-        flat.release_dropped(held)
+        gradients = {index: gradient for index in flat.trainable if (gradient := self._all[index].grad) is not None}
+        held = list(gradients)
+        if flat.release(gradients.values()):
+            for bucket in flat.buckets:
+                self._wait(bucket)
+            flat.take_other_memory()
         if flat.each:
             own = [i for i in held if reduced or isinstance(self._all[i].grad, GradientShard)]
             # Of which this rank has no part, it cannot tell whether the loop dropped them: others can.

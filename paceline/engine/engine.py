@@ -201,8 +201,10 @@ class Engine:
     def close(self) -> None:
         """Ends the engine: hooks, threads and connections. The model is then a plain one on this rank."""
         collectives = self.program.collectives
-        if collectives is not None and collectives.has_given_up and self.program.parameters.flat.managed:
-            collectives.require_reopens("pl.release")
+        if collectives is not None:
+            collectives.note_exception()
+            if collectives.has_given_up and self.program.parameters.flat.managed:
+                collectives.require_reopens("pl.release")
         leave_optimizers(self)
         if self.strategy.low:
             cast_singular_vectors(self.module, torch.float32)

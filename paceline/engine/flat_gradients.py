@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from paceline.core.buffers import Buffers
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
-from paceline.engine.handed_out import HandedOut
+from paceline.engine.handed_out import HandedOut, storage_of
 from paceline.engine.tensors import Tensors, parameter_in
 
 
@@ -156,10 +157,28 @@ class FlatGradients:
         bucket = self.bucket_of[index]
         return self._handed_out.view(f"{bucket.name}, reduced", self.reduced(bucket), place)
 
-    def release_dropped(self, held: Iterable[int]) -> None:
-        """Buckets are about to be written again; what a loop keeps of those that it dropped `p.grad` of stays."""
-        added_to = {self.bucket_of[index].name for index in held}
+    def release(self, held: Iterable[Tensor]) -> bool:
+        """Buckets are about to be written again; what a loop keeps of those that it dropped `p.grad` of stays.
+
+        Args:
+            held: What is `p.grad` now, and is added to.
+
+        Returns:
+            Whether that takes other memory for the buffers: see `take_other_memory`.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            known = Counter(map(storage_of, held))
+        stays = False
         for bucket in self.buckets:
-            if bucket.name not in added_to:
-                self._handed_out.release(f"{bucket.name}, whole")
-                self._handed_out.release(f"{bucket.name}, reduced")
+            for what in ("whole", "reduced"):
+                stays |= self._handed_out.release(f"{bucket.name}, {what}", known)
+        return stays
+
+    def take_other_memory(self) -> None:
+        """Leaves the buffers' memory, in which nothing is under way, to who has views of it.
+
+        What `p.grad` holds is from now on as if a loop had made it.
+        """
+        self._handed_out = HandedOut()
+        self._tensors.allocate(self._buffers, "gradients", "slots", "reduced")
+        self._view()

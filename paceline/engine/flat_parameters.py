@@ -179,7 +179,7 @@ class FlatParameters:
 
     @property
     def has_aliases(self) -> bool:
-        """Whether a loop has tensors in the memory of parameters, reading which nobody is asked: on CPUs.
+        """Whether a loop has tensors in the memory of parameters, reading which nobody is asked.
 
         To be asked where parameters rest.
         """

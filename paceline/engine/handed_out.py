@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 Memory = dict[str, tuple[Tensor, Tensor, int]]
 
@@ -12,9 +15,10 @@ class HandedOut:
     """Views of buffers that are written again and again, given to a loop that may keep them.
 
     Plain PyTorch makes new gradients in each step, so a loop that keeps `p.grad` over `zero_grad()` keeps its values.
-    Here they lie in buffers that are reused. On CPUs the views that a loop gets share a storage of their own over a
-    buffer's memory. If any of them is left when the buffer is about to be written, that storage moves elsewhere with
-    its values, and every view of it follows. GPU memory cannot be moved so: there a loop clones what it keeps.
+    Here they lie in buffers that are reused. The views that a loop gets share a storage of their own over a buffer's
+    memory, so they can be counted. If any of them is left when the buffer is about to be written, that storage moves
+    elsewhere with its values on CPUs, and every view of it follows. A GPU's storage does not move: the loop is left the
+    memory, and the buffer takes other.
     """
 
     def __init__(self) -> None:
@@ -29,12 +33,11 @@ class HandedOut:
             buffer: Contiguous and one-dimensional.
             part: A view of it.
         """
-        if buffer.device.type != "cpu" or not buffer.numel():
+        if not buffer.numel():
             return part.view_as(part)
         found = self._memory.get(name)
         if found is None or found[0].data_ptr() != buffer.data_ptr() or found[0].numel() != buffer.numel():
-            # By way of numpy, whose array keeps the buffer alive, torch makes another storage over the same memory.
-            shown = torch.from_numpy(buffer.detach().view(torch.uint8).numpy()).view(buffer.dtype)
+            shown = _another_over(buffer)
             found = self._memory[name] = (shown, buffer, _uses(shown))
         offset = int(part.storage_offset()) - int(buffer.storage_offset())
         return found[0].as_strided(part.shape, part.stride(), offset)
@@ -44,14 +47,43 @@ class HandedOut:
         found = self._memory.get(name)
         return _uses(found[0]) - found[2] if found is not None else 0
 
-    def release(self, name: str) -> None:
-        """A buffer is about to be written: what a loop still has of it moves elsewhere."""
+    def release(self, name: str, known: Mapping[int, int]) -> bool:
+        """A buffer is about to be written: what a loop still has of it moves elsewhere.
+
+        Args:
+            name: Of the buffer.
+            known: How many tensors, by their `storage_of`, will be taken from where they are before it is written.
+
+        Returns:
+            Whether it has some that cannot move: the buffer is to take other memory before it is written.
+        """
         found = self._memory.get(name)
-        if found is not None and _uses(found[0]) > found[2]:
-            found[0].untyped_storage().share_memory_()
-            del self._memory[name]
+        if found is None or _uses(found[0]) <= found[2] + known.get(storage_of(found[0]), 0):
+            return False
+        del self._memory[name]
+        if not _can_move(found[0]):
+            return True
+        found[0].untyped_storage().share_memory_()
+        return False
+
+
+def _can_move(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _another_over(buffer: Tensor) -> Tensor:
+    """A tensor on another storage over the same memory, which it keeps alive."""
+    if _can_move(buffer):
+        # By way of numpy, as what DLPack gives is no memory that a storage moves away from.
+        return torch.from_numpy(buffer.detach().view(torch.uint8).numpy()).view(buffer.dtype)
+    return from_dlpack(torch._C._to_dlpack(buffer.detach()))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells a tensor's storage from others."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _uses(tensor: Tensor) -> int:
     """How many tensors and others refer to the storage of one."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return int(torch._C._storage_Use_Count(storage_of(tensor)))

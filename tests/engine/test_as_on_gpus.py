@@ -114,6 +114,29 @@ def test_a_failed_step_cannot_be_taken_back(ranks, name: str) -> None:
         assert len(said) == (2 if name == "zero 3" else 1)
 
 
+def released_in_passing(strategy: Strategy) -> tuple[str, int, int]:
+    """What a loop's `finally` raises in its place, where it has raised itself; how often it waited."""
+    said = ""
+    with as_on_gpus() as calls:
+        model = pl.parallelize(make(), strategy)
+        loss_on(model, 0).backward()
+        try:
+            try:
+                raise ValueError("a broken loop")
+            finally:
+                pl.release(model)
+        except (ValueError, EngineError) as error:
+            said = str(error)
+        return said, calls.waited, calls.ended
+
+
+@pytest.mark.parametrize("name", ["zero 0", "zero 3"])
+def test_a_loop_that_raises_is_left_without_the_other_ranks(ranks, name: str) -> None:
+    for said, waited, ended in ranks(2, released_in_passing, STAGES[name]):
+        assert said.startswith("pl.release: between GPUs" if name == "zero 3" else "a broken loop")
+        assert (waited, ended) == (0, 0)
+
+
 def reset_alone() -> bool:
     model = pl.parallelize(make())
     with pytest.raises(RuntimeError):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import paceline as pl
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
+from paceline.engine.flat_gradients import FlatGradients
 from paceline.engine.handed_out import HandedOut
+from tests.engine.as_on_gpus import as_on_gpus
+from tests.quick import some
 from tests.ranks import RankPool
 
 STRATEGIES = {
@@ -83,15 +88,101 @@ def test_kept_gradients_stay_and_others_take_their_place(ranks: RankPool, name: 
         torch.testing.assert_close(state, expected, atol=1e-12, rtol=0)
 
 
+# ---- where a storage does not move, as on GPUs
+
+
+@contextmanager
+def gpu_memory() -> Iterator[None]:
+    """Inside, models that are made parallel take their buffers for a GPU's."""
+    with as_on_gpus(), patch("paceline.engine.handed_out._can_move", lambda tensor: False):
+        yield
+
+
+def trained_in_gpu_memory(strategy: Strategy, keep: str) -> dict[str, Tensor]:
+    with gpu_memory():
+        return trained(strategy, keep)
+
+
+ON_GPUS = {name: strategy for name, strategy in STRATEGIES.items() if not strategy.share_parameters}
+
+
+@pytest.mark.parametrize("keep", some(KEEPS, ["itself"]))
+@pytest.mark.parametrize("name", some(ON_GPUS, ["zero 0", "zero 1, each"]))
+def test_kept_gradients_stay_in_memory_that_does_not_move(ranks: RankPool, name: str, keep: str) -> None:
+    expected = train(build(), KEEPS["itself"])
+    for state in ranks(2, trained_in_gpu_memory, ON_GPUS[name], keep):
+        torch.testing.assert_close(state, expected, atol=1e-12, rtol=0)
+
+
+def keeping_one(model: nn.Module, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
+    """Each step adds up two losses' gradients, but for one parameter, whose first is kept and added at the end."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    one = next(iter(model.parameters()))
+    for step in range(3):
+        loss_of(model, step, rank, ranks).backward()
+        kept, one.grad = one.grad, None
+        loss_of(model, step + 50, rank, ranks).backward()
+        if one.grad is not None and kept is not None:
+            one.grad = one.grad * 0.25 + kept
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def one_kept(strategy: Strategy, on_gpus: bool) -> dict[str, Tensor]:
+    with gpu_memory() if on_gpus else nullcontext():
+        world = pl.init()
+        model = pl.parallelize(build(), strategy)
+        state = keeping_one(model, world.rank, world.world_size)
+        pl.release(model)
+    return state
+
+
+@pytest.mark.parametrize("on_gpus", [False, True], ids=["moves", "stays"])
+@pytest.mark.parametrize("name", some(ON_GPUS, ["zero 0", "zero 2"]))
+def test_others_gradients_are_added_to_where_one_is_kept(ranks: RankPool, name: str, on_gpus: bool) -> None:
+    expected = keeping_one(build())
+    for state in ranks(2, one_kept, ON_GPUS[name], on_gpus):
+        torch.testing.assert_close(state, expected, atol=1e-12, rtol=0)
+
+
+def taken(strategy: Strategy) -> tuple[int, bool]:
+    """How often other memory is taken where a loop keeps nothing, and whether it waits for weights."""
+    found: list[None] = []
+    with gpu_memory(), patch.object(FlatGradients, "take_other_memory", lambda self: found.append(None)):
+        ordinary(strategy)
+        return len(found), waits(strategy)
+
+
+@pytest.mark.parametrize("name", some(ON_GPUS, ["zero 1, each"]))
+def test_no_other_memory_is_taken_for_a_loop_that_keeps_nothing(ranks: RankPool, name: str) -> None:
+    assert ranks(2, taken, ON_GPUS[name]) == [(0, False)] * 2
+
+
+def averaged_in_gpu_memory(strategy: Strategy) -> tuple[Tensor, Tensor]:
+    with gpu_memory():
+        return averaged(strategy)
+
+
+@pytest.mark.parametrize("name", some(ON_GPUS, ["zero 1"]))
+def test_weights_kept_from_before_a_step_are_read_after_it_there_too(ranks: RankPool, name: str) -> None:
+    if ON_GPUS[name].gathers:
+        pytest.skip("weights that are let go are not kept")
+    expected = averaged(None)
+    for found in ranks(2, averaged_in_gpu_memory, replace(ON_GPUS[name], bucket_mb=0.02)):
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
 def ordinary(strategy: Strategy) -> int:
     """How often memory that a loop kept is moved, where it keeps none."""
     moved = []
     forget = HandedOut.release
 
-    def watched(self: HandedOut, name: str) -> None:
+    def watched(self: HandedOut, name: str, known: Mapping[int, int]) -> bool:
         before = name in self._memory
-        forget(self, name)
+        stays = forget(self, name, known)
         moved.append(before and name not in self._memory)
+        return stays
 
     HandedOut.release = watched  # type: ignore[method-assign]
     try:
