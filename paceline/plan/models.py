@@ -8,15 +8,17 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.core.errors import UserError
 from paceline.models.presets import PRESETS
 from paceline.models.transformer import Transformer
+from paceline.plan.example_inputs import Inputs
 
 
 def meta_model(name: str) -> nn.Module:
@@ -24,16 +26,23 @@ def meta_model(name: str) -> nn.Module:
 
     Args:
         name: A preset (`paceline.models.presets`), the path of a Hugging Face config.json, or `module:function`,
-            where the function takes nothing and returns an nn.Module.
+            where the function takes nothing and returns an nn.Module, or one and what it is called with.
 
     Raises:
         UserError: `name` is none of these, what it names builds no model, or transformers is not installed.
     """
+    return meta_model_and_inputs(name)[0]
+
+
+def meta_model_and_inputs(name: str) -> tuple[nn.Module, Inputs | None]:
+    """As `meta_model`, with what the model is called with if its function returned that, too: a tensor, a tuple of
+    arguments, or a dictionary of named ones.
+    """
     with torch.device("meta"), _Undrawn():
-        model = _build(name)
+        model, inputs = _build(name)
     if not any(True for _ in model.parameters()):
         raise UserError(f"--model {name}: {type(model).__name__} has no parameters")
-    return model
+    return model, inputs
 
 
 _META: dict[str, Any] = {"device": torch.device("meta")}
@@ -65,12 +74,12 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _build(name: str) -> nn.Module:
+def _build(name: str) -> tuple[nn.Module, Inputs | None]:
     if name in PRESETS:
-        return Transformer(PRESETS[name])
+        return Transformer(PRESETS[name]), None
     path = Path(name)
     if path.suffix == ".json" or path.exists():
-        return _hugging_face(path / "config.json" if path.is_dir() else path)
+        return _hugging_face(path / "config.json" if path.is_dir() else path), None
     if ":" in name:
         return _function(name)
     near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
@@ -109,7 +118,7 @@ def _hugging_face(path: Path) -> nn.Module:
     return model
 
 
-def _function(name: str) -> nn.Module:
+def _function(name: str) -> tuple[nn.Module, Inputs | None]:
     module_name, _, function_name = name.partition(":")
     # The modules of the folder that the user stands in, as with python -m.
     if os.getcwd() not in sys.path:
@@ -125,7 +134,17 @@ def _function(name: str) -> nn.Module:
     function: Any = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"--model {name}: {module_name} has no function {function_name!r} that returns an nn.Module")
-    model = function()
-    if not isinstance(model, nn.Module):
-        raise UserError(f"--model {name}: expected the function to return an nn.Module, got {type(model).__name__}")
-    return model
+    built = function()
+    pair = isinstance(built, tuple) and len(built) == 2
+    model, inputs = built if pair else (built, None)
+    if not isinstance(model, nn.Module) or not isinstance(inputs, (Tensor, tuple, Mapping, NoneType)):
+        raise UserError(
+            f"--model {name}: expected the function to return an nn.Module, or one and what it is called with (a "
+            f"tensor, a tuple of arguments or a dict of named ones), got {_named(built)}"
+        )
+    return model, inputs
+
+
+def _named(built: Any) -> str:
+    """Its class; of a tuple those of its items."""
+    return f"({', '.join(map(_named, built))})" if isinstance(built, tuple) else type(built).__name__

@@ -151,7 +151,7 @@ def test_what_has_memory_is_drawn_as_ever(mine: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("{}:number", "expected the function to return an nn.Module, got int"),
+        ("{}:number", "expected the function to return an nn.Module, or one and what it is called with"),
         ("{}:missing", "has no function 'missing'"),
         ("{}:shape", "has no function 'shape'"),
         ("{}:empty", "ReLU has no parameters"),

@@ -1,0 +1,100 @@
+"""What a model is called with in a micro-batch: token ids for language models, else what is given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.core.errors import UserError
+from paceline.models.transformer import Transformer
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""What a model is called with: one tensor, arguments, or named arguments."""
+
+
+_WITH_LOSS = ("CausalLM", "LMHead", "MaskedLM", "ForConditionalGeneration")
+"""Parts of the names of transformers' classes that compute a loss of `labels` of the inputs' shape."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One micro-batch.
+
+    Attributes:
+        arguments: Positional ones and named ones; of tensors the shapes and dtypes count.
+        samples: In the micro-batch.
+        tokens: Of all of them; for models that are no language models, samples.
+        vocabulary: How many columns logits have; 0 where that is not known.
+    """
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    samples: int
+    tokens: int
+    vocabulary: int = 0
+
+
+def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inputs | None = None) -> Example:
+    """The micro-batch that a model is traced with.
+
+    Args:
+        model: The reference Transformer and transformers' language models get token ids and targets.
+        samples: Samples in it.
+        length: Tokens of a sequence; 0: as many as the model takes, of transformers' models 1,024 at most.
+        inputs: What to call the model with instead; first dimensions that are those of the first tensor are made
+            `samples` long.
+
+    Raises:
+        UserError: What to call the model with is not known.
+    """
+    if inputs is not None:
+        return _given(inputs, samples)
+    if isinstance(model, Transformer):
+        length = length or model.config.context
+        ids = _ids(samples, length)
+        return Example(((ids, ids), {}), samples, samples * length, model.config.vocabulary)
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if isinstance(vocabulary, int):
+        length = length or min(1024, getattr(config, "max_position_embeddings", None) or 1024)
+        accepted = inspect.signature(model.forward).parameters
+        ids = _ids(samples, length)
+        named: dict[str, Any] = {"input_ids": ids}
+        if "labels" in accepted and any(word in type(model).__name__ for word in _WITH_LOSS):
+            named["labels"] = ids
+        if "use_cache" in accepted:
+            named["use_cache"] = False
+        return Example(((), named), samples, samples * length, vocabulary)
+    raise UserError(
+        f"{type(model).__name__}: what it is called with is not known, so it cannot be traced; let the function that "
+        "builds it return (model, example), where example is a tensor, a tuple of arguments or a dict of named ones"
+    )
+
+
+def _ids(samples: int, length: int) -> Tensor:
+    return torch.empty(samples, length, dtype=torch.int64, device="meta")
+
+
+def _given(inputs: Inputs, samples: int) -> Example:
+    first = next((each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.dim()), None)
+    if first is None:
+        raise UserError("the example that a model is called with holds no tensor with a first dimension, of samples")
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != first.shape[0]:
+            return value
+        return torch.empty((samples, *value.shape[1:]), dtype=value.dtype, device="meta")
+
+    made: Any = tree_map(resized, inputs)
+    if isinstance(made, Mapping):
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(made))
+    else:
+        arguments = (made if isinstance(made, tuple) else (made,)), {}
+    # Integers in two dimensions are taken for token ids.
+    ids = not first.is_floating_point() and first.dim() == 2
+    return Example(arguments, samples, samples * first.shape[1] if ids else samples)

@@ -1,0 +1,84 @@
+"""The kernels that a device has for attention and norms, in place of those of the machine that plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+aten = torch.ops.aten
+
+
+class FusedKernels(TorchFunctionMode):
+    """Calls the operators that a GPU would run: attention without a matrix of scores, RMSNorm as one kernel.
+
+    On CPUs what torch chooses for this machine's is right, and nothing is changed.
+    """
+
+    def __init__(self, device: str) -> None:
+        """Takes the type of the device that is planned for."""
+        super().__init__()
+        self._cuda = device == "cuda"
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._cuda and func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if self._cuda and func is F.rms_norm:
+            return _rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What `F.scaled_dot_product_attention` runs on a GPU: FlashAttention in half precision without a mask, else the
+    memory-efficient kernel, which takes masks and fp32, but as many heads of keys as of queries.
+    """
+    if query.dim() != 4:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and attn_mask is None and query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]:
+        result: Tensor = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return result
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    needed = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    result = aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needed, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    result: Tensor = aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    return result

@@ -1,0 +1,218 @@
+"""Watches a forward and a backward, operator by operator: what each unit computes, how long its results live."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from paceline.plan.counting import operation, uncounted
+from paceline.plan.work import Operation
+
+ATTENTION = "_scaled_dot_product_"
+"""How the names of fused attention's operators begin."""
+
+
+class ObservedPass(TorchDispatchMode):
+    """Counts operations and follows every storage while a model runs, on tensors with or without memory.
+
+    Backward operations belong to the unit whose forward made the node of the graph that autograd executes.
+
+    Attributes:
+        forward: Operations of each unit's forward pass.
+        backward: Operations of each unit's backward pass.
+        failed: The operator that raised, with its unit.
+        unknown: Operators that look as if they multiplied matrices, but whose cost is not known.
+        changed: Whether something wrote to memory that was there before the current unit began.
+        paused: Whether operations are not counted, as they stand in for others.
+    """
+
+    def __init__(self, permanent: Iterable[Tensor], shared: Iterable[Tensor] = ()) -> None:
+        """Sees nothing yet.
+
+        Args:
+            permanent: Tensors that are not activations: parameters, buffers and the model's inputs.
+            shared: Those parameters that are used more than once, whose gradients come in parts.
+        """
+        super().__init__()
+        self.forward: dict[str, list[Operation]] = defaultdict(list)
+        self.backward: dict[str, list[Operation]] = defaultdict(list)
+        self.failed: tuple[str, str] | None = None
+        self.unknown: set[str] = set()
+        self.changed = self.paused = False
+        self.phase, self.unit = "forward", ""
+        self.order: list[str] = []
+        self._begun: list[int] = []
+        self._entered: list[tuple[int, str]] = [(0, "")]
+        self._first_of_unit = 0
+        self._permanent = {_key(each) for each in permanent}
+        self._shared = {shape for each in shared for shape in (tuple(each.shape), tuple(each.shape)[::-1])}
+        self._serials: dict[int, int] = {}
+        self._watches: dict[int, weakref.ref[Any]] = {}
+        self._sizes: list[int] = []
+        self._columns: list[int] = []
+        self._makers: list[str] = []
+        self._savers: dict[int, str] = {}
+        self._changes: list[tuple[str, str, int, int]] = []
+        self._gradients: set[int] = set()
+        self._alive_between: set[int] = set()
+        self._inputs: dict[str, set[int]] = defaultdict(set)
+        self._attention: dict[str, set[int]] = defaultdict(set)
+
+    # ---- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if self.phase == "backward":
+            self._follow_autograd()
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            if self.failed is None:
+                self.failed = str(func._schema.name).replace("::", "."), self.unit
+            raise
+        self._see(func, args, result)
+        if not self.paused:
+            counted = operation(func, args, kwargs, result)
+            if uncounted(func, counted):
+                self.unknown.add(func._schema.name.partition("::")[2])
+            if counted is not None:
+                (self.forward if self.phase == "forward" else self.backward)[self.unit].append(counted)
+        return result
+
+    def _follow_autograd(self) -> None:
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else None
+        # What accumulates gradients has no number of its own: it belongs to the node before.
+        if number is not None and number < 2**63:
+            self.unit = self._entered[bisect_right(self._entered, number, key=lambda each: each[0]) - 1][1]
+
+    def _see(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        for tensor in outputs:
+            serial = self._register(tensor)
+            if serial is not None and self.phase == "backward" and tuple(tensor.shape) in self._shared:
+                self._gradients.add(serial)
+            if serial is not None and func._schema.name.startswith(f"aten::{ATTENTION}") and self.phase == "forward":
+                self._attention[self.unit].add(serial)
+        if func._schema.is_mutable and self.phase == "forward":
+            written = next((each for each in args if isinstance(each, Tensor)), None)
+            if written is not None and self._serials.get(_key(written), -1) < self._first_of_unit:
+                self.changed = True
+
+    # ---- storages
+
+    def _register(self, tensor: Tensor) -> int | None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._permanent:
+            return None
+        if key in self._serials:
+            return self._serials[key]
+        serial = len(self._sizes)
+        self._serials[key] = serial
+        self._sizes.append(storage.nbytes())
+        self._columns.append(tensor.shape[-1] if tensor.dim() else 0)
+        self._makers.append(self.unit)
+        self._changes.append((self.phase, self.unit, serial, storage.nbytes()))
+        self._watches[serial] = weakref.ref(storage, lambda _: self._freed(key, serial))
+        return serial
+
+    def _freed(self, key: int, serial: int) -> None:
+        del self._serials[key], self._watches[serial]
+        self._changes.append((self.phase, self.unit, serial, -self._sizes[serial]))
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """Notes that autograd keeps a tensor; for `torch.autograd.graph.saved_tensors_hooks`."""
+        serial = self._register(tensor)
+        if serial is not None and self.phase == "forward":
+            self._savers.setdefault(serial, self.unit)
+        return tensor
+
+    def is_gradient(self, parameter: Tensor) -> None:
+        """Notes that a parameter's gradient is complete."""
+        if parameter.grad is not None and (serial := self._register(parameter.grad)) is not None:
+            self._gradients.add(serial)
+
+    # ---- units
+
+    @contextmanager
+    def inside(self, unit: str, inputs: Iterable[Tensor]) -> Iterator[None]:
+        """While a unit's forward runs."""
+        self.enter(unit, inputs)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, unit: str, inputs: Iterable[Tensor]) -> None:
+        """A unit's forward begins, in the forward pass."""
+        self.unit = unit
+        self._entered.append((torch._C._autograd._get_sequence_nr(), unit))
+        self._first_of_unit = len(self._sizes)
+        self.changed = False
+        if unit not in self.order:
+            self.order.append(unit)
+        for tensor in inputs:
+            if (serial := self._register(tensor)) is not None:
+                self._inputs[unit].add(serial)
+
+    def leave(self) -> None:
+        """A unit's forward is over."""
+        self.unit = ""
+        self._entered.append((torch._C._autograd._get_sequence_nr(), ""))
+
+    def turn(self) -> None:
+        """The forward pass is over."""
+        self.phase, self._alive_between = "backward", set(self._watches)
+
+    # ---- what units keep
+
+    def kept(self) -> dict[str, int]:
+        """Bytes that each unit keeps for backward: what is left of forward, by who saves it, else by who made it."""
+        return self._sums({serial: self._savers.get(serial, self._makers[serial]) for serial in self._alive_between})
+
+    def kept_where_recomputed(self, attention: bool) -> dict[str, int]:
+        """Bytes that would be left if each unit kept its inputs alone, or these and its attention's results."""
+        owners: dict[int, str] = {}
+        for unit in self.order:
+            for serial in (*self._inputs[unit], *(self._attention[unit] if attention else ())):
+                owners.setdefault(serial, unit)
+        return self._sums(owners)
+
+    def wide(self, columns: int) -> int:
+        """Bytes kept for backward of storages that are `columns` elements wide, as the output layer's results are."""
+        return sum(self._sizes[serial] for serial in self._alive_between if self._columns[serial] == columns)
+
+    def peaks(self) -> dict[tuple[str, str], int]:
+        """Bytes that are there at most, gradients of parameters apart, by phase and unit."""
+        alive, found = 0, dict[tuple[str, str], int]()
+        for phase, unit, serial, change in self._changes:
+            if serial not in self._gradients:
+                # A unit that allocates nothing has at least what is there as it begins.
+                alive += change
+                found[phase, unit] = max(found.get((phase, unit), 0), alive)
+        return found
+
+    def _sums(self, owners: Mapping[int, str]) -> dict[str, int]:
+        found: dict[str, int] = defaultdict(int)
+        for serial, unit in owners.items():
+            found[unit] += self._sizes[serial]
+        return found
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key

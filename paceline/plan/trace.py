@@ -1,0 +1,312 @@
+"""The work of any model, from a forward and a backward pass on tensors without memory.
+
+The model itself runs, so what it computes is what is counted: each operator with its shapes, each storage that autograd
+keeps. Blocks that are alike run once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from paceline.core.errors import UserError
+from paceline.models.units import find_units
+from paceline.plan.alike import Alike, arguments, knows_its_place
+from paceline.plan.example_inputs import Inputs, example_inputs
+from paceline.plan.fused import FusedKernels
+from paceline.plan.observed_pass import ObservedPass
+from paceline.plan.rough_work import rough_work
+from paceline.plan.without_memory import cast, fake, without_memory
+from paceline.plan.work import Operation, UnitWork, Work
+
+_TRACED = 2
+"""So many of the blocks that are alike run, and the last: the first alone saves what all of them share."""
+
+_TRACED_WITH_PLACE = 8
+"""So many where blocks know their place, by which some choose what to compute."""
+
+
+def trace(
+    model: nn.Module,
+    samples: int = 1,
+    *,
+    length: int = 0,
+    inputs: Inputs | None = None,
+    precision: str = "float32",
+    device: Literal["cpu", "cuda"] = "cuda",
+    units: Sequence[str] = (),
+) -> Work:
+    """Runs one micro-batch of a model without memory and writes down what it computes and keeps.
+
+    Args:
+        model: Any module, on any device; it is left as it was.
+        samples: Sequences, or other samples, of the micro-batch.
+        length: Tokens of a sequence; 0: the model's longest.
+        inputs: What the model is called with: a tensor, a tuple of arguments or a dictionary of named ones, whose
+            first dimensions are made `samples` long. None: what is known of language models (see `example_inputs`).
+        precision: What parameters and inputs are computed in, as `Strategy.precision`; "float32" leaves them as they
+            are.
+        device: Which kernels attention has: those of a GPU, or of a CPU.
+        units: As `Strategy.units`.
+
+    Raises:
+        UserError: What the model is called with is not known, or it cannot run without memory: the message names the
+            operator and its unit.
+    """
+    given = example_inputs(model, samples, length, inputs)
+    try:
+        return _Trace(model, given, precision, device, units, skips=True).run()
+    except _Unalike:
+        return _Trace(model, given, precision, device, units, skips=False).run()
+
+
+def traced_or_rough(
+    model: nn.Module,
+    samples: int = 1,
+    *,
+    length: int = 0,
+    inputs: Inputs | None = None,
+    precision: str = "float32",
+    device: Literal["cpu", "cuda"] = "cuda",
+    units: Sequence[str] = (),
+) -> Work:
+    """As `trace`; of a model that cannot be traced what its matrices alone tell, with the reason as a warning."""
+    try:
+        return trace(model, samples, length=length, inputs=inputs, precision=precision, device=device, units=units)
+    except UserError as error:
+        return replace(rough_work(model, samples * max(1, length), samples, precision, units), warnings=(str(error),))
+
+
+class _Unalike(Exception):
+    """Blocks that seemed alike are not."""
+
+
+class _Result(NamedTuple):
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    """Tensors of shapes alone, and what else the block returned."""
+
+
+class _Trace:
+    def __init__(
+        self, model: nn.Module, given: Any, precision: str, device: str, patterns: Sequence[str], skips: bool
+    ) -> None:
+        self.model, self.given, self.device, self.skips = model, given, device, skips
+        self.dtype = None if precision == "float32" else getattr(torch, precision)
+        self.units = find_units(model, patterns)
+        alike = Alike(model)
+        self.signature = {name: alike.module(name, unit) for name, unit in self.units.items()} if skips else {}
+        self.last = {signature: name for name, signature in self.signature.items()}
+        self.ran: dict[Hashable, list[str]] = defaultdict(list)
+        self.results: dict[Hashable, _Result] = {}
+        self.skipped: dict[str, Hashable] = {}
+
+    def run(self) -> Work:
+        """The work of one pass.
+
+        Raises:
+            UserError: An operator cannot run without memory.
+            _Unalike: Blocks that are alike computed different things.
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            parameters = stack.enter_context(without_memory(self.model, self.units, self.dtype))
+            args, kwargs = tree_map(lambda each: fake(each, self.dtype), self.given.arguments)
+            self.seen = seen = ObservedPass([*parameters, *_tensors((args, kwargs))], _shared(self.model))
+            for parameter in parameters:
+                if parameter.requires_grad and parameter.is_leaf:
+                    parameter.register_post_accumulate_grad_hook(seen.is_gradient)
+            for name, unit in self.units.items():
+                stack.enter_context(_replaced(unit, self._forward_of(name, unit)))
+            stack.enter_context(FusedKernels(self.device))
+            stack.enter_context(torch.enable_grad())
+            with _told(seen, self.model), seen:
+                with saved_tensors_hooks(seen.saved, lambda each: each):
+                    output = self.model(*args, **kwargs)
+                    roots = _roots(output)
+                seen.turn()
+                if roots:
+                    torch.autograd.backward(roots, [torch.empty_like(each) for each in roots])
+            del output, roots
+        return self._work()
+
+    # ---- blocks that are alike
+
+    def _forward_of(self, name: str, unit: nn.Module) -> Callable[..., Any]:
+        own = unit.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map(lambda each: cast(each, self.dtype), (args, kwargs))
+            inputs = _tensors((args, kwargs))
+            if self.seen.phase != "forward" or self.seen.unit:
+                # Recomputed by the model's own checkpointing, or called by another unit.
+                return own(*args, **kwargs)
+            key = (self.signature[name], arguments(args, kwargs)) if self.skips else None
+            enough = _TRACED_WITH_PLACE if self.skips and knows_its_place(name, unit) else _TRACED
+            with self.seen.inside(name, inputs):
+                if key in self.results and len(self.ran[key]) >= enough and self.last[self.signature[name]] != name:
+                    self.skipped[name] = key
+                    return self._stand_in(self.results[key], unit, inputs)
+                result = own(*args, **kwargs)
+            self.ran[key].append(name)
+            leaves, spec = tree_flatten(result)
+            storages = {each.untyped_storage()._cdata for each in inputs}
+            aliases = any(each.untyped_storage()._cdata in storages for each in leaves if isinstance(each, Tensor))
+            if self.skips and not self.seen.changed and not aliases:
+                self.results[key] = _Result(spec, tuple(map(_shape, leaves)))
+            return result
+
+        return forward
+
+    def _stand_in(self, result: _Result, unit: nn.Module, inputs: Sequence[Tensor]) -> Any:
+        """Tensors as the block would return them, and gradients as it would pass on, computed by nothing."""
+        self.seen.paused = True
+        try:
+            needs = [each for each in (*inputs, *unit.parameters()) if each.requires_grad]
+            made = iter(_StandIn.apply(self.seen, [each for each in result.leaves if type(each) is _Shape], *needs))
+            return tree_unflatten([next(made) if type(each) is _Shape else each for each in result.leaves], result.spec)
+        finally:
+            self.seen.paused = False
+
+    # ---- what was seen
+
+    def _work(self) -> Work:
+        seen = self.seen
+        for key, names in self.ran.items():
+            if any(self.skipped[name] == key for name in self.skipped) and any(
+                (seen.forward[name], seen.backward[name]) != (seen.forward[names[1]], seen.backward[names[1]])
+                for name in names[1:-1] or names[1:]
+            ):
+                raise _Unalike
+        kept, inputs, attention = seen.kept(), seen.kept_where_recomputed(False), seen.kept_where_recomputed(True)
+        peaks, before, found = seen.peaks(), 0, dict[str, UnitWork]()
+        for name in (*seen.order, ""):
+            if name in self.skipped:
+                continue
+            before += kept.get(name, 0)
+            found[name] = UnitWork(
+                name,
+                _grouped(seen.forward[name]),
+                _grouped(seen.backward[name]),
+                kept.get(name, 0),
+                inputs.get(name, 0),
+                attention.get(name, 0),
+                max(0, peaks.get(("forward", name), 0) - before),
+                max(0, peaks.get(("backward", name), 0) - before),
+            )
+        for name, key in self.skipped.items():
+            found[name] = replace(found[self.ran[key][1]], unit=name)
+        order = [*seen.order, *([""] if seen.forward[""] or seen.backward[""] or kept.get("", 0) else [])]
+        warnings = tuple(f"the operations of {name} are not known and not counted" for name in sorted(seen.unknown))
+        return Work(
+            tuple(found[name] for name in order),
+            self.given.samples,
+            self.given.tokens,
+            "trace",
+            seen.wide(self.given.vocabulary) if self.given.vocabulary else 0,
+            warnings,
+        )
+
+
+class _Shape(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def _shape(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _Shape(tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad)
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, seen: ObservedPass, shapes: Sequence[_Shape], *needs: Tensor) -> tuple[Tensor, ...]:
+        ctx.seen = seen
+        ctx.shapes = [None if each.is_leaf else _shape(each) for each in needs]
+        made = tuple(torch.empty_strided(each.shape, each.stride, dtype=each.dtype) for each in shapes)
+        ctx.mark_non_differentiable(*(t for t, each in zip(made, shapes, strict=True) if not each.requires_grad))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.seen.paused = True
+        made = [each and torch.empty_strided(each.shape, each.stride, dtype=each.dtype) for each in ctx.shapes]
+        ctx.seen.paused = False
+        return None, None, *made
+
+
+def _grouped(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    counts: dict[Operation, int] = defaultdict(int)
+    for each in operations:
+        counts[replace(each, count=1)] += each.count
+    return tuple(replace(each, count=count) for each, count in counts.items())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _shared(model: nn.Module) -> list[Tensor]:
+    """Parameters that go by several names."""
+    uses = Counter(map(id, (each for _, each in model.named_parameters(remove_duplicate=False))))
+    return [each for each in model.parameters() if uses[id(each)] > 1]
+
+
+def _roots(output: Any) -> list[Tensor]:
+    """What backward begins from: the loss if the model returns one, else every result that has a gradient."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = [loss] if isinstance(loss, Tensor) else _tensors(dict(output) if isinstance(output, Mapping) else output)
+    return [each for each in found if each.requires_grad]
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+@contextmanager
+def _told(seen: ObservedPass, model: nn.Module) -> Iterator[None]:
+    """Says which operator of which unit could not run.
+
+    Raises:
+        UserError: What was raised inside, told.
+    """
+    # torch writes a traceback of its own to the screen.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        name = type(model).__name__
+        if seen.failed is None:
+            raise UserError(f"{name} cannot be traced: it raised {type(error).__name__}: {said}") from error
+        operator, unit = seen.failed
+        raise UserError(
+            f"{name} cannot be traced: {operator} in {unit or 'the model itself'} depends on values, which a model "
+            f"without memory does not have, or is not known to torch's shape rules ({type(error).__name__}: {said})"
+        ) from error
+    finally:
+        log.disabled = was

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.plan.observed_pass import ObservedPass
+from paceline.plan.work import Operation
+
+
+def counted(compute: Callable[[], Tensor]) -> list[Operation]:
+    """Of forward and backward, on tensors that are real."""
+    with ObservedPass([]) as seen:
+        result = compute()
+        seen.turn()
+        if result.requires_grad:
+            result.backward(torch.ones_like(result))
+    return [*seen.forward[""], *seen.backward[""]]
+
+
+def weight(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: F.linear(weight(3, 5, 8), weight(6, 8), weight(6)),
+        lambda: weight(4, 3, 5) @ weight(4, 5, 7),
+        lambda: torch.baddbmm(weight(4, 3, 7), weight(4, 3, 5), weight(4, 5, 7)),
+        lambda: F.conv2d(weight(2, 3, 9, 9), weight(5, 3, 3, 3), stride=2),
+        lambda: F.conv1d(weight(2, 3, 9), weight(5, 3, 4)),
+        lambda: F.conv_transpose2d(weight(2, 3, 5, 5), weight(3, 4, 3, 3)),
+    ],
+)
+def test_products_count_as_in_torchs_own_counter(compute: Any) -> None:
+    with FlopCounterMode(display=False) as torchs:
+        result = compute()
+        result.backward(torch.ones_like(result))
+    assert sum(each.flops * each.count for each in counted(compute)) == torchs.get_total_flops() > 0
+
+
+def test_a_grouped_convolution_multiplies_within_groups() -> None:
+    given, kernel = weight(2, 6, 8), weight(6, 2, 3)
+    (forward, backward) = [
+        each for each in counted(lambda: F.conv1d(given, kernel, padding=1, groups=3)) if each.kind == "matmul"
+    ]
+    assert forward.shape == (3, 16, 6, 2) and forward.flops == 2 * 2 * 8 * 6 * (2 * 3)
+    assert (backward.flops, backward.count) == (forward.flops, 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_counts_what_kernels_compute(causal: bool) -> None:
+    q, k, v = (weight(2, 4, 16, 8) for _ in range(3))
+    found = [
+        each
+        for each in counted(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
+        if each.kind == "attention"
+    ]
+    whole = 4.0 * 2 * 4 * 16 * 16 * 8
+    assert [each.flops for each in found] == [share * whole / (2 if causal else 1) for share in (1.0, 2.5)]
+    assert found[0].shape == (8, 16, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("compute", "moved"),
+    [
+        (lambda: torch.ones(1000).view(10, 100).t(), 4000),
+        (lambda: torch.ones(1000) + 1, 4000 + 8000),
+        (lambda: torch.ones(10).expand(100, 10) + 1, 40 + 40 + 4000),
+        (lambda: F.embedding(torch.zeros(5, dtype=torch.int64), torch.ones(1000, 8)), 40 + 32000 + 2 * 160 + 40),
+        (lambda: torch.ones(100).add_(1), 400 + 800),
+    ],
+)
+def test_memory_operations_move_what_they_read_and_write(compute: Any, moved: int) -> None:
+    """Views move nothing, expanded tensors what is there, tables the rows that are looked up."""
+    assert sum(each.bytes * each.count for each in counted(compute)) == moved

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from paceline.core.errors import UserError
+from paceline.models.config import ModelConfig
+from paceline.models.transformer import Transformer
+from paceline.plan.models import meta_model
+from paceline.plan.trace import trace, traced_or_rough
+from paceline.plan.transformer_work import transformer_work
+from paceline.plan.work import Work
+
+GATED = ModelConfig(
+    layers=5, width=64, heads=4, kv_heads=2, ff=96, context=32, vocabulary=320,
+    norm="rmsnorm", position="rotary", activation="swiglu", bias=False, tied=False,
+)  # fmt: skip
+
+
+def flops(work: Work, kind: str, backward: bool = False) -> float:
+    return sum(
+        each.flops * each.count
+        for unit in work.units
+        for each in (unit.backward if backward else unit.forward)
+        if each.kind == kind
+    )
+
+
+@pytest.mark.parametrize("name", ["nano", "llama-70b", "gated"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_transformers_operations_are_those_of_the_formula(name: str, device: Any) -> None:
+    with torch.device("meta"):
+        model = Transformer(GATED) if name == "gated" else meta_model(name)
+    assert isinstance(model, Transformer)
+    traced = trace(model, 2, precision="bfloat16", device=device)
+    formula = transformer_work(model.config, 2, dtype="bfloat16")
+    for kind in ("matmul", "attention"):
+        for backward in (False, True):
+            assert flops(traced, kind, backward) == flops(formula, kind, backward)
+    assert {unit.unit for unit in formula.units} <= {unit.unit for unit in traced.units}
+    assert (traced.source, traced.warnings, traced.tokens) == ("trace", (), formula.tokens)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        stages = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6))
+        self.stages, self.head = nn.Sequential(*stages), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.stages(x).mean((2, 3)))
+        return y
+
+
+class Encoder(nn.TransformerEncoder):
+    """Attention through a module that does without `scaled_dot_product_attention` where dropout is on."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 6, enable_nested_tensor=False)
+
+
+class Keeper(nn.Module):
+    """Keeps a tensor where no hook of autograd sees it, and a result that nothing needs for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = []
+        for layer in self.layers:
+            x = layer(x).tanh()
+            self.seen.append(x + 1)
+        return x
+
+
+def real_peak(model: nn.Module, args: tuple[Any, ...]) -> int:
+    """Bytes that the allocator of the CPU gave at most in a forward and a backward."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        output = model(*args)
+        (output if output.dim() == 0 else output.sum()).backward()
+    now = peak = 0
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def traced_peak(model: nn.Module, work: Work) -> int:
+    """The same of a trace, with gradients that stay as their unit's backward begins."""
+    names = [unit.unit for unit in work.units]
+    gradients = dict.fromkeys([*names, ""], 0)
+    for name, parameter in model.named_parameters():
+        gradients[next((each for each in names if each and name.startswith(f"{each}.")), "")] += parameter.nbytes
+    alive = peak = 0
+    for unit in work.units:
+        alive += unit.kept
+        peak = max(peak, alive + unit.forward_peak)
+    held = 0
+    for unit in reversed(work.units):
+        held += gradients[unit.unit]
+        peak = max(peak, alive + unit.backward_peak + held)
+        alive -= unit.kept
+    return peak
+
+
+def test_what_a_transformer_holds_is_what_a_real_pass_takes_from_the_allocator() -> None:
+    tokens = torch.zeros(4, 32, dtype=torch.int64)
+    model = Transformer(GATED)
+    assert traced_peak(model, trace(model, 4, device="cpu")) == pytest.approx(
+        real_peak(model, (tokens, tokens)), rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "off"),
+    [(Keeper, (64, 128), 0.1), (Encoder, (16, 50, 64), 0.03), (Convolutions, (16, 8, 64, 64), 0.1)],
+)
+def test_what_other_models_hold_is_near_what_a_real_pass_takes(build: Any, shape: tuple[int, ...], off: float) -> None:
+    # Kernels of convolutions on CPUs take memory for other layouts, which no trace sees; and gradients are counted from
+    # the beginning of their unit's backward, which shows where they are large beside activations.
+    model, x = build(), torch.randn(shape)
+    assert traced_peak(model, trace(model, shape[0], inputs=x, device="cpu")) == pytest.approx(
+        real_peak(model, (x,)), rel=off
+    )
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model = Transformer(GATED)
+    before = dict(model.named_parameters())
+    state = torch.get_rng_state()
+    trace(model, 2, precision="bfloat16")
+    assert all(each is before[name] for name, each in model.named_parameters())
+    assert all("forward" not in part.__dict__ and not part._forward_pre_hooks for part in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(each.grad is None for each in model.parameters())
+
+
+class Blocks(nn.Module):
+    """Blocks whose work depends on what `choose` gives each."""
+
+    def __init__(self, idx: list[int], attribute: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Chooses(index, attribute) for index in idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Chooses(nn.Module):
+    def __init__(self, index: int, attribute: str) -> None:
+        super().__init__()
+        setattr(self, attribute, index)
+        self.attribute = attribute
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if getattr(self, self.attribute) % 3 == 2:
+            y = self.linear(y)
+        return y
+
+
+@pytest.mark.parametrize("attribute", ["layer_idx", "every"])
+def test_blocks_that_differ_by_a_number_of_their_own_are_traced_each(attribute: str) -> None:
+    """Whether it is their place among their like or any other."""
+    work = trace(Blocks(list(range(20)), attribute), 4, inputs=torch.empty(4, 16))
+    counts = [sum(each.count for each in unit.forward if each.kind == "matmul") for unit in work.units[:20]]
+    assert counts == [2 if index % 3 == 2 else 1 for index in range(20)]
+
+
+def test_blocks_alike_run_once_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    own = Chooses.forward
+
+    def counted(self: Chooses, x: Tensor) -> Tensor:
+        ran.append(1)
+        return own(self, x)
+
+    monkeypatch.setattr(Chooses, "forward", counted)
+    many, few = Blocks([0] * 40, "every"), Blocks([0] * 3, "every")
+    long = trace(many, 4, inputs=torch.empty(4, 16))
+    # The first, whose input has no gradient, two that have, and the last.
+    assert len(ran) == 4
+    short = trace(few, 4, inputs=torch.empty(4, 16))
+    assert [unit.flops for unit in long.units[1:40]] == [short.units[1].flops] * 39
+    assert [unit.kept for unit in long.units[:2]] == [unit.kept for unit in short.units[:2]]
+
+
+class Selects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x)[x[:, 0] > 0])
+        return y
+
+
+def test_an_operator_that_depends_on_values_is_named_and_the_matrices_are_counted_instead() -> None:
+    with pytest.raises(UserError, match=r"Selects cannot be traced: aten\.(nonzero|index)"):
+        trace(Selects(), 2, inputs=torch.empty(3, 8))
+    work = traced_or_rough(Selects(), 2, inputs=torch.empty(3, 8))
+    assert work.source == "rough" and "cannot be traced" in work.warnings[0]
+    assert work.flops == 6 * 2 * (8 * 4 + 4 * 2)
+
+
+def test_a_model_whose_inputs_are_not_known_asks_for_them() -> None:
+    with pytest.raises(UserError, match=r"return \(model, example\)"):
+        trace(nn.Linear(3, 3), 2)
+
+
+@pytest.mark.parametrize("how", ["unit", "keep_attention"])
+def test_what_recomputed_units_keep_is_what_the_engine_keeps(how: Any) -> None:
+    from paceline.engine.recompute import recompute
+    from paceline.models.units import find_blocks
+
+    model = Transformer(GATED)
+    work = trace(model, 4, device="cpu")
+    tokens = torch.zeros(4, 32, dtype=torch.int64)
+    recompute([model.get_submodule(name) for name in find_blocks(model)], how, 1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss = model(tokens, tokens)
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    real = sum(e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")
+    kept = sum(
+        (unit.kept_attention if how == "keep_attention" else unit.kept_input)
+        if unit.unit.startswith("blocks.")
+        else unit.kept
+        for unit in work.units
+    )
+    # Each checkpoint holds the state of the random numbers, too.
+    assert kept + GATED.layers * torch.get_rng_state().nbytes == pytest.approx(real, rel=0.001)
+    del loss
