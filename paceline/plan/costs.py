@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.core.layout import ROOT
 from paceline.core.ops import COMPUTE, Op
 from paceline.core.schedule import Schedule
 from paceline.core.simulate import Costs
 from paceline.plan.hardware import Hardware
-from paceline.plan.kernels import total
+from paceline.plan.kernels import moving, total
 from paceline.plan.network import Spread, seconds, spread
 from paceline.plan.work import Operation, UnitWork, Work
 
@@ -63,7 +64,7 @@ def _recomputed(work: Work, recompute: str, every: int) -> Iterator[tuple[str, t
     if recompute == "none":
         return
     for index, unit in enumerate(repeated_units(work)):
-        if index % every == 0:
+        if (index + 1) % every == 0:
             kept = recompute == "keep_attention"
             yield unit.unit, tuple(op for op in unit.forward if not (kept and op.kind == "attention"))
 
@@ -87,7 +88,6 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
     """
     strategy = schedule.strategy
     units = unit_seconds(work, hardware, strategy.recompute, strategy.recompute_every)
-    moves = hardware.device.bandwidth * hardware.kernels.memory_efficiency
     sizes = {
         "": Spread(1, 1),
         "world": spread(schedule.world_size, hardware.devices_per_host),
@@ -95,6 +95,11 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
         "replicate": spread(schedule.world_size // schedule.shards, hardware.devices_per_host, schedule.shards),
     }
     none = UnitSeconds(0.0, 0.0)
+    if ROOT in units and ROOT not in schedule.computed_units and schedule.computed_units:
+        # What the model does outside of its units, such as the loss, happens where its last one ends.
+        last = schedule.computed_units[-1]
+        outside, own = units[ROOT], units.get(last, none)
+        units[last] = UnitSeconds(own.forward + outside.forward, own.backward + outside.backward, own.recompute)
 
     def spans(op: Op) -> int:
         return sum(span.stop - span.start for span in op.writes)
@@ -102,6 +107,9 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
     def costs(op: Op) -> float:
         if op.kind not in COMPUTE:
             return seconds(op.kind, op.bytes, sizes[op.group], hardware)
+        return hardware.hooks + computing(op)
+
+    def computing(op: Op) -> float:
         if op.kind == "forward":
             return units.get(op.target, none).forward
         if op.kind == "backward":
@@ -109,11 +117,11 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
             return unit.backward + unit.recompute
         if op.kind == "copy_in":
             # Gradients come in the computed precision and lie in the bucket's.
-            return spans(op) * (2 + 4) / moves
+            return moving("copy_in", spans(op) * (2 + 4), hardware)
         if op.kind == "update":
-            return spans(op) * OPTIMIZER_BYTES / moves
+            return moving("update", spans(op) * OPTIMIZER_BYTES, hardware)
         if op.kind == "cast":
-            return spans(op) * (4 + 2) / moves
+            return moving("cast", spans(op) * (4 + 2), hardware)
         return 0.0
 
     return costs

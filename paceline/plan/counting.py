@@ -48,11 +48,11 @@ def operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     known = _matmul(name, args, outputs) or _attention(name, args, kwargs)
     if known is not None:
         kind, flops, shape, count = known
-        return Operation(kind, flops, moved / count, dtype, shape, count)
+        return Operation(kind, flops, moved / count, dtype, shape, count, name)
     if func.overloadpacket in flop_registry:
         flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
-        return Operation("matmul", flops, moved, dtype)
-    return Operation("memory", 0.0, moved, dtype)
+        return Operation("matmul", flops, moved, dtype, name=name)
+    return Operation("memory", 0.0, moved, dtype, name=name)
 
 
 def uncounted(func: Any, counted: Operation | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,25 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What one operator takes on a machine where it was measured: a time of its own, and one for each unit of its work.
+
+    Attributes:
+        fixed: Seconds of the smallest call.
+        per_flop: Seconds for each floating-point operation.
+        per_byte: Seconds for each byte.
+    """
+
+    fixed: float = 0.0
+    per_flop: float = 0.0
+    per_byte: float = 0.0
+
+    def seconds(self, flops: float, size: float) -> float:
+        """Of a call of so many floating-point operations over so many bytes."""
+        return self.fixed + self.per_flop * flops + self.per_byte * size
+
+
+@dataclass(frozen=True)
 class Kernels:
     """How far real kernels stay below a device's figures. Few numbers with a physical meaning.
 
@@ -73,6 +92,10 @@ class Hardware:
         between: Between hosts, for each rank.
         framework: Bytes of a device that PyTorch, driver and communicators take outside of what the allocator counts.
         source: Where the figures are from: a datasheet's name, or a file of measured costs.
+        hooks: Seconds of the host for each op of a schedule, where nothing hides them: what the engine's hooks take.
+        measured: Where this very machine was measured, what operators and collectives take on it, instead of what
+            `kernels` and links make of them. Keys are such as "gelu float32", "matmul bfloat16" for all of a kind that
+            have no own, "update", "copy_in" and "cast" of an engine, and "all_reduce 2" between two ranks of a host.
     """
 
     device: Device
@@ -82,3 +105,5 @@ class Hardware:
     between: Link
     framework: int = 0
     source: str = ""
+    hooks: float = 0.0
+    measured: Mapping[str, Rates] = field(default_factory=dict)

@@ -21,6 +21,12 @@ def seconds(operation: Operation, hardware: Hardware) -> float:
         UserError: The device has no ceiling for what the operation computes in.
     """
     kernels, device = hardware.kernels, hardware.device
+    measured = hardware.measured.get(f"{operation.name} {operation.dtype}") or hardware.measured.get(
+        f"{operation.kind} {operation.dtype}"
+    )
+    if measured is not None:
+        # On CPUs, where the host that launches is what computes.
+        return (measured.seconds(operation.flops, operation.bytes) + kernels.launch) * operation.count
     moving = operation.bytes / (device.bandwidth * kernels.memory_efficiency)
     computing = 0.0
     if operation.kind == "matmul" and operation.flops:
@@ -36,6 +42,13 @@ def seconds(operation: Operation, hardware: Hardware) -> float:
 def total(operations: Iterable[Operation], hardware: Hardware) -> float:
     """Seconds of operations that run one after another."""
     return sum(seconds(operation, hardware) for operation in operations)
+
+
+def moving(name: str, size: float, hardware: Hardware) -> float:
+    """Seconds of an op of the engine, such as "copy_in", that reads and writes `size` bytes."""
+    if name in hardware.measured:
+        return hardware.measured[name].seconds(0.0, size)
+    return size / (hardware.device.bandwidth * hardware.kernels.memory_efficiency)
 
 
 def ceiling(device: Device, dtype: str) -> float:

@@ -56,6 +56,8 @@ def seconds(collective: Collective | str, size: float, group: Spread, hardware: 
     n, hosts = group.ranks, group.hosts
     if n <= 1:
         return 0.0
+    if hosts == 1 and (measured := hardware.measured.get(f"{collective} {n}")) is not None:
+        return measured.seconds(0.0, size)
     within, between = hardware.within, hardware.between
     if collective == "point_to_point":
         link = between if hosts > 1 else within

@@ -41,6 +41,10 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "between.latency": (0.0, 10.0, "seconds"),
     "between.bandwidth": (1e4, 1e14, "bytes a second"),
     "framework": (0, 1e12, "bytes"),
+    "hooks": (0.0, 0.1, "seconds"),
+    "measured.fixed": (0.0, 10.0, "seconds"),
+    "measured.per_flop": (0.0, 1e-6, "seconds"),
+    "measured.per_byte": (0.0, 1e-3, "seconds"),
 }
 
 
@@ -124,7 +128,9 @@ def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
 
 
 def _check(path: str | Path, name: str, value: float) -> None:
-    least, most, unit = _RANGES.get(name) or _RANGES[name.rpartition(".")[0]]
+    # Of what goes by names, the range is that of all of them.
+    known = f"measured.{name.rpartition('.')[2]}" if name.startswith("measured.") else name
+    least, most, unit = _RANGES.get(known) or _RANGES[name.rpartition(".")[0]]
     if math.isfinite(value) and least <= value <= most:
         return
     prefixes = _PERCENT if unit.startswith("a share") else _PREFIXES

@@ -25,6 +25,7 @@ class Operation:
         dtype: What it computes in, as in `Strategy.precision`.
         shape: (batch, rows, inner, columns) of a matmul; (batch x heads, queries, keys, head width) of attention.
         count: How many alike there are.
+        name: The operator, such as "gelu", where it is known.
     """
 
     kind: OperationKind
@@ -33,6 +34,7 @@ class Operation:
     dtype: str
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
     count: int = 1
+    name: str = ""
 
 
 @dataclass(frozen=True)

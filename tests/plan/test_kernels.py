@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.errors import UserError
-from paceline.plan.hardware import Device, Hardware, Kernels, Link
+from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
 from paceline.plan.kernels import seconds
 from paceline.plan.work import Operation
 
@@ -38,3 +38,14 @@ def test_a_narrow_one_is_bound_by_bytes_and_a_tiny_one_by_its_launch() -> None:
 def test_a_precision_that_the_device_lacks_is_named() -> None:
     with pytest.raises(UserError, match=r"made up: expected a precision .*bfloat16.*got float16"):
         seconds(replace(matmul(64, 64, 64), dtype="float16"), HARDWARE)
+
+
+def test_an_operator_that_was_measured_takes_what_it_took_and_others_what_their_kind_does() -> None:
+    rates = {"gelu float32": Rates(1e-6, per_byte=1e-9), "matmul float32": Rates(2e-6, 1e-11)}
+    here = replace(HARDWARE, measured=rates)
+    gelu = Operation("memory", 0.0, 1e6, "float32", count=3, name="gelu")
+    assert seconds(gelu, here) == pytest.approx(3 * (1e-6 + 1e-3 + here.kernels.launch))
+    product = Operation("matmul", 1e8, 1e6, "float32", (1, 2, 3, 4), name="addmm")
+    assert seconds(product, here) == pytest.approx(2e-6 + 1e-3 + here.kernels.launch)
+    other = Operation("memory", 0.0, 1e6, "bfloat16", name="gelu")
+    assert seconds(other, here) == seconds(other, replace(here, measured={}))

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import UserError
 from paceline.plan import profile_file, profiles
+from paceline.plan.hardware import Rates
 
 
 @pytest.fixture
@@ -30,6 +32,15 @@ def changed(file: Path, *keys: str, value: object) -> None:
 
 def test_what_is_written_is_read_and_named_like_a_profile(file: Path) -> None:
     assert profile_file.read(file) == profiles.hardware(str(file)) == profiles.hardware("h100")
+
+
+def test_what_was_measured_is_written_too_and_its_numbers_are_checked(file: Path) -> None:
+    here = replace(profiles.hardware("h100"), hooks=1e-5, measured={"gelu float32": Rates(1e-6, 1e-12, 1e-10)})
+    profile_file.write(file, here)
+    assert profile_file.read(file) == here
+    changed(file, "measured", "gelu float32", "per_byte", value=3.0)
+    with pytest.raises(UserError, match=r"measured.gelu float32.per_byte: expected seconds"):
+        profile_file.read(file)
 
 
 @pytest.mark.parametrize(
