@@ -64,12 +64,16 @@ class Kernels:
     """How far real kernels stay below a device's figures. Few numbers with a physical meaning.
 
     Attributes:
-        launch: Seconds that each operation takes at least.
+        launch: Seconds that the host takes to launch one operation; a unit takes at least those of all of its own.
         memory_efficiency: Share of the memory's bandwidth that elementwise kernels reach.
         matmul_efficiency: Share of the ceiling that large matmuls reach within a model.
         half_flops: Floating-point operations of a matmul that reaches half of that share.
         attention_efficiency: Share of the ceiling that fused attention reaches.
         contention: How much longer computing takes while a collective runs beside it: 0.1 is a tenth.
+        straggling: How much longer a step takes with each doubling of hosts, as all wait for the slowest: 0.01 is a
+            hundredth.
+        matmul_passes: How many times a matmul's matrices pass through memory beside its computing: tiles are fetched
+            more than once, and neither a kernel's start nor its end overlaps with anything.
     """
 
     launch: float
@@ -78,6 +82,8 @@ class Kernels:
     half_flops: float
     attention_efficiency: float
     contention: float = 0.0
+    straggling: float = 0.0
+    matmul_passes: float = 0.0
 
 
 @dataclass(frozen=True)

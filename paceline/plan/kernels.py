@@ -1,8 +1,8 @@
 """Seconds of operations on a device: a roofline whose roof for matmuls rises with their size. Pure.
 
-An operation takes the longest of three times: what its floating-point operations take at the rate that such a kernel
-reaches, what its bytes take at the rate that the device's memory reaches, and what it takes to launch anything at all
-(Williams et al. 2009, Roofline). Rates are measured ceilings times the shares of `Kernels`, never a datasheet's peak.
+An operation takes the longer of two times: what its floating-point operations take at the rate that such a kernel
+reaches, and what its bytes take at the rate that the device's memory reaches (Williams et al. 2009, Roofline). Rates
+are measured ceilings times the shares of `Kernels`, never a datasheet's peak.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.plan.work import Operation
 
 
 def seconds(operation: Operation, hardware: Hardware) -> float:
-    """Seconds that one operation takes, all of its `count`.
+    """Seconds that a device takes for one operation, all of its `count`, when the host is ahead of it.
 
     Raises:
         UserError: The device has no ceiling for what the operation computes in.
@@ -30,18 +30,23 @@ def seconds(operation: Operation, hardware: Hardware) -> float:
     moving = operation.bytes / (device.bandwidth * kernels.memory_efficiency)
     computing = 0.0
     if operation.kind == "matmul" and operation.flops:
-        # A kernel that takes F / rate and, whatever its size, the time of `half_flops` at that rate beside it: filling
-        # and draining the multiprocessors, and the last wave of tiles that does not fill them.
+        # A kernel takes F / rate, beside it whatever its size the time of `half_flops` at that rate, and the time of
+        # moving its matrices so often: the narrower they are, the more of them there is for each operation.
         rate = ceiling(device, operation.dtype) * kernels.matmul_efficiency
-        computing = (operation.flops + kernels.half_flops) / rate
+        computing = (operation.flops + kernels.half_flops) / rate + kernels.matmul_passes * moving
     elif operation.kind == "attention":
         computing = operation.flops / (ceiling(device, attention_dtype(operation.dtype)) * kernels.attention_efficiency)
-    return max(computing, moving, kernels.launch) * operation.count
+    return max(computing, moving) * operation.count
 
 
 def total(operations: Iterable[Operation], hardware: Hardware) -> float:
-    """Seconds of operations that run one after another."""
-    return sum(seconds(operation, hardware) for operation in operations)
+    """Seconds of operations that run one after another: the device's, or its host's that launches them if more.
+
+    The host runs ahead of the device, so it is a unit's sums that compare, not each operation's times.
+    """
+    listed = tuple(operations)
+    launches = sum(operation.count for operation in listed) * hardware.kernels.launch
+    return max(sum(seconds(operation, hardware) for operation in listed), launches)
 
 
 def moving(name: str, size: float, hardware: Hardware) -> float:

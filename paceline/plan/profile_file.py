@@ -33,6 +33,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "kernels.matmul_efficiency": (0.01, 2.0, "a share of 1"),
     "kernels.attention_efficiency": (0.001, 2.0, "a share of 1"),
     "kernels.half_flops": (0.0, 1e15, "floating-point operations"),
+    "kernels.matmul_passes": (0.0, 100.0, "a number"),
     "kernels.contention": (0.0, 20.0, "a share of 1"),
     "kernels.straggling": (0.0, 1.0, "a share of 1"),
     "devices_per_host": (1, 1e5, "devices"),

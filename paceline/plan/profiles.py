@@ -10,8 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from paceline.core.errors import UserError
-from paceline.plan import profile_file
-from paceline.plan.hardware import Device, Hardware, Kernels, Link
+from paceline.plan import fitted, profile_file
+from paceline.plan.hardware import Device, Hardware, Link
 
 TYPICAL_CEILING = 0.8
 """Share of a datasheet's peak that matmuls reach at most where nobody published a measurement: H100's is 0.80, B200's
@@ -23,15 +23,8 @@ WITHIN_LATENCY, BETWEEN_LATENCY = 2e-6, 8e-6
 FRAMEWORK = int(1.5 * 2**30)
 """Bytes that a CUDA context (0.5 to 0.9 GiB) and what NCCL takes for its first collectives take of a device
 (stas00/ml-engineering), which PyTorch's allocator does not count."""
-TYPICAL = Kernels(
-    launch=4e-6,
-    memory_efficiency=0.8,
-    matmul_efficiency=0.9,
-    half_flops=5e9,
-    attention_efficiency=0.5,
-    contention=0.05,
-)
-"""What kernels of a device reach for which nothing was fitted."""
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
+"""Columns of peaks, by dtype."""
 
 
 def hardware(name: str) -> Hardware:
@@ -84,7 +77,7 @@ def _rows() -> tuple[dict[str, str], ...]:
 
 
 def _hardware(row: Mapping[str, str]) -> Hardware:
-    columns = {"bfloat16": "bf16_tflops", "float16": "fp16_tflops", "float32": "fp32_tflops"}
+    columns = {dtype: f"{short}_tflops" for dtype, short in _SHORT.items()}
     peak = {dtype: float(row[column]) * 1e12 for dtype, column in columns.items() if row[column]}
     measured = float(row["mamf_bf16_tflops"] or 0) * 1e12
     share = measured / peak["bfloat16"] if measured else TYPICAL_CEILING
@@ -99,7 +92,7 @@ def _hardware(row: Mapping[str, str]) -> Hardware:
     )
     return Hardware(
         device=device,
-        kernels=TYPICAL,
+        kernels=fitted.kernels(row["names"].split()[0]),
         devices_per_host=int(row["devices_per_host"]),
         within=Link(WITHIN_LATENCY, float(row["within_gb_s"]) * 1e9 * LINK_EFFICIENCY),
         between=Link(BETWEEN_LATENCY, float(row["between_gb_s"]) * 1e9 * LINK_EFFICIENCY),

@@ -52,6 +52,7 @@ def transformer_work(
     software: Software = EAGER,
     tensor: int = 1,
     sequence_parallel: bool = False,
+    context_ranks: int = 1,
     causal: bool = True,
 ) -> Work:
     """One micro-batch of a Transformer on one rank.
@@ -66,15 +67,16 @@ def transformer_work(
         software: How the program computes it.
         tensor: Ranks that share each matmul.
         sequence_parallel: Whether they also share norms and residuals by tokens.
+        context_ranks: Ranks that share each sequence.
         causal: Whether attention skips what lies ahead.
     """
     context = context or config.context
-    sizes = _Sizes(config, samples, context, dtype, software, tensor, sequence_parallel, causal)
+    sizes = _Sizes(config, samples, context, dtype, software, tensor, sequence_parallel, context_ranks, causal)
     block = _block(sizes)
     blocks = tuple(replace(block, unit=f"blocks.{index}") for index in range(config.layers))
     head = _head(sizes)
     units = (_embedding(sizes), *blocks, _norm_unit(sizes), head)
-    return Work(units, samples, samples * context, "formula", logits=sizes.logits_kept)
+    return Work(units, samples, sizes.tokens, "formula", logits=sizes.logits_kept)
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,12 @@ class _Sizes:
     software: Software
     tensor: int
     sequence_parallel: bool
+    context_ranks: int
     causal: bool
 
     @property
     def tokens(self) -> int:
-        return self.samples * self.context
+        return self.samples * self.context // self.context_ranks
 
     @property
     def item(self) -> int:
@@ -164,15 +167,17 @@ def _attention(sizes: _Sizes) -> tuple[list[Operation], list[Operation]]:
     io = sizes.tokens * sizes.qkv * sizes.item / sizes.tensor
     if software.fused_attention:
         share = 0.5 if sizes.causal else 1.0
-        products = 2.0 * sizes.samples * heads * s * s * w * share
-        shape = (sizes.samples * heads, s, s, w)
+        queries = s // sizes.context_ranks
+        products = 2.0 * sizes.samples * heads * queries * s * w * share
+        shape = (sizes.samples * heads, queries, s, w)
         forward = [Operation("attention", 2 * products, io * 4 / 3, wide, shape)]
         # Scores are computed again, then four products give the gradients of both factors of both products.
         backward = [Operation("attention", 5 * products, io * 8 / 3, wide, shape)]
         return forward, backward
     batch = sizes.samples * heads
-    scores = float(batch * s * s * sizes.item)
-    product = (matmul(s, w, s, wide, batch), matmul(s, s, w, wide, batch))
+    queries = s // sizes.context_ranks
+    scores = float(batch * queries * s * sizes.item)
+    product = (matmul(queries, w, s, wide, batch), matmul(queries, s, w, wide, batch))
     passes = software.scores_passes
     forward = [*product, memory(scores * passes, wide)]
     backward = [replace(each, count=2) for each in product] + [memory(2 * scores * passes, wide)]

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.core.errors import UserError
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
-from paceline.plan.kernels import seconds
+from paceline.plan.kernels import seconds, total
 from paceline.plan.work import Operation
 
 DEVICE = Device("made up", 80 << 30, 2e12, {"bfloat16": 3e14}, {"bfloat16": 2e14})
@@ -32,7 +32,17 @@ def test_one_of_half_flops_reaches_half_of_it() -> None:
 def test_a_narrow_one_is_bound_by_bytes_and_a_tiny_one_by_its_launch() -> None:
     narrow = matmul(1, 100_000, 100_000)
     assert seconds(narrow, HARDWARE) == pytest.approx(narrow.bytes / (0.8 * 2e12))
-    assert seconds(Operation("memory", 0.0, 8.0, "bfloat16", count=7), HARDWARE) == pytest.approx(7e-5)
+    tiny = Operation("memory", 0.0, 8.0, "bfloat16", count=7)
+    assert total([tiny], HARDWARE) == pytest.approx(7e-5)
+    # A host that is ahead of the device hides its launches behind what computes longer.
+    assert total([tiny, narrow], HARDWARE) == pytest.approx(seconds(narrow, HARDWARE))
+
+
+def test_matrices_that_pass_memory_beside_computing_make_narrow_matmuls_slower() -> None:
+    passing = replace(HARDWARE, kernels=replace(HARDWARE.kernels, half_flops=0.0, matmul_passes=2.0))
+    for work in (matmul(8192, 8192, 8192), matmul(8192, 1024, 1024)):
+        beside = 2 * work.bytes / (0.8 * 2e12)
+        assert seconds(work, passing) == pytest.approx(work.flops / (0.9 * 2e14) + beside)
 
 
 def test_a_precision_that_the_device_lacks_is_named() -> None:

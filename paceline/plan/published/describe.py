@@ -1,0 +1,222 @@
+"""From a row of a published table to the run that it describes and what was measured of it, or the reason why not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from paceline.core.errors import UserError
+from paceline.plan.published.settings import precision, recompute, sharding
+from paceline.plan.published.shapes import shape
+from paceline.plan.published.table import Row
+from paceline.plan.run import Run
+
+DEVICES_PER_HOST = 8
+"""Of every machine of the published tables but those that say otherwise."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """A row that a step can be predicted for.
+
+    Attributes:
+        run: What was run.
+        gpu: On which devices, in the row's words.
+        network: Bytes a second of each device between hosts, where the row says it.
+        stack: Whose kernels it ran with: a key of `stacks.STACKS`.
+        devices_per_host: Where the row says it.
+        compiled: Whether kernels are fused, where the row says it.
+        fused_attention: Whether attention is one kernel, where the row says it.
+        assumed: What the row leaves out and was assumed, in words.
+    """
+
+    run: Run
+    gpu: str
+    network: float | None
+    stack: str
+    devices_per_host: int | None
+    compiled: bool | None
+    fused_attention: bool | None
+    assumed: tuple[str, ...]
+
+
+def describe(row: Row) -> Described:
+    """What a row says was run.
+
+    Raises:
+        UserError: It leaves out what a prediction needs, contradicts itself, or is of a kind that is not predicted.
+    """
+    if row.fault:
+        raise UserError(row.fault)
+    config, noted = shape(row)
+    assumed = [noted] if noted else []
+    gpu = row.text("gpu") or _gpu_in(row)
+    if not gpu:
+        raise UserError("gpu: expected the device's name, got none")
+    per_host = row.whole("devices_per_host") or DEVICES_PER_HOST
+    stack = stack_of(row)
+    named = _parallelism(row)
+
+    def ranks(name: str) -> int:
+        return row.whole(name) or named.get(name, 1)
+
+    tensor, pipeline, context_ranks = ranks("tp"), ranks("pp"), ranks("cp")
+    devices = _devices(row, tensor * pipeline * context_ranks, per_host)
+    data = devices // (tensor * pipeline * context_ranks)
+    if devices % (tensor * pipeline * context_ranks):
+        raise UserError(
+            f"expected n_gpus that tp x pp x cp divides, got {devices} and {tensor * pipeline * context_ranks}"
+        )
+    if (stated := row.whole("dp")) is not None and stated != data and row.whole("ep") in (None, 1):
+        raise UserError(f"expected dp = n_gpus / (tp x pp x cp) = {data}, got {stated}")
+    samples, micro_batches, batch_assumed = _batch(row, data, config.context)
+    assumed += batch_assumed
+    zero, shard = sharding(row, stack, devices, per_host)
+    if shard > 1 and data % shard:
+        raise UserError(f"expected {data} data-parallel ranks that groups of {shard} divide")
+    again, share = recompute(row, stack, config.layers)
+    dtype, gathered, reduced = precision(row, stack)
+    chunks = row.whole("chunks") or 1
+    if (layers := row.whole("layers_per_chunk")) and pipeline > 1:
+        chunks = max(1, config.layers // pipeline // layers)
+    run = Run(
+        config=config,
+        devices=devices,
+        samples=samples,
+        micro_batches=micro_batches,
+        tensor=tensor,
+        pipeline=pipeline,
+        chunks=chunks if pipeline > 1 else 1,
+        context_ranks=context_ranks,
+        zero=zero,
+        shard=shard if shard != data else 0,
+        recompute=again,
+        recompute_share=share,
+        dtype=dtype,
+        gathered=gathered,
+        reduced=reduced,
+        overlap=_overlaps(row, stack),
+        overlap_tensor=bool(row.flag("async_tp")) or "async" in row.text("parallelism") or stack == "nemo",
+        sequence_parallel=_shares_tokens(row, stack),
+    )
+    if tensor * pipeline * context_ranks > 1:
+        assumed.append("tensor, pipeline and context ranks by formula")
+    return Described(
+        run=run,
+        gpu=gpu,
+        network=_network(row, per_host),
+        stack=stack,
+        devices_per_host=row.whole("devices_per_host"),
+        compiled=_compiled(row),
+        fused_attention=_fused_attention(row),
+        assumed=tuple(assumed),
+    )
+
+
+def stack_of(row: Row) -> str:
+    """Whose program a row was measured with, as far as it tells: a key of `stacks.STACKS`."""
+    text = " ".join(row.text(name) for name in ("source", "table", "label"))
+    if "vtrain" in text:
+        return "megatron_deepspeed"
+    if re.search(r"llm-foundry|mosaicml|composer", text):
+        return "composer"
+    if "nemo" in text:
+        return "nemo"
+    if "torchtitan" in text:
+        return "torchtitan"
+    if "nanotron" in text or "ultrascale" in text or "ultra-scale" in text:
+        return "nanotron"
+    if "fms" in text or "foundation-model-stack" in text:
+        return "fms"
+    if "megatron" in text or "narayanan" in text:
+        return "megatron_2021" if re.search(r"2021|2104\.04473|narayanan", text) else "megatron"
+    return "fsdp"
+
+
+def _gpu_in(row: Row) -> str:
+    """A device's name in the words of the table."""
+    found = re.search(r"\b(gb200|gh200|[ahbv]\d00|l40s|mi300x)\b", row.text("table") + " " + row.text("source"))
+    return found[1] if found else ""
+
+
+_WORDS = {"tp": "tp", "tensor": "tp", "pp": "pp", "pipeline": "pp", "cp": "cp", "context": "cp", "dp": "dp"}
+
+
+def _parallelism(row: Row) -> dict[str, int]:
+    """Sizes in words such as "FSDP 8, TP 4" or "dp=8 tp=2 pp=1"."""
+    found: dict[str, int] = {}
+    text = row.text("parallelism")
+    for word, size in re.findall(r"(tp|pp|cp|tensor|pipeline|context)[ _:=x-]*(\d+)", text):
+        found[_WORDS[word]] = int(size)
+    for word, size in re.findall(r"(fsdp|hsdp|zero|ddp)[ _:=x-]*(\d+)", text):
+        found[word] = int(size)
+    return found
+
+
+def _devices(row: Row, cut: int, per_host: int) -> int:
+    devices, hosts = row.whole("devices"), row.whole("hosts")
+    if devices is None and hosts is not None:
+        devices = hosts * per_host
+    data = row.whole("dp")
+    if data is None and (row.whole("dp_shard") or row.whole("dp_replicate")):
+        data = (row.whole("dp_shard") or 1) * (row.whole("dp_replicate") or 1)
+    if devices is None and data is not None:
+        devices = data * cut
+    if devices is None:
+        raise UserError("n_gpus: expected the number of devices, got none")
+    return devices
+
+
+def _batch(row: Row, data: int, context: int) -> tuple[int, int, list[str]]:
+    """Sequences of a micro-batch and micro-batches of a step: two of three numbers tell the third."""
+    samples, micro_batches, batch = row.whole("samples"), row.whole("micro_batches"), row.whole("global_batch")
+    if batch is None and (tokens := row.number("global_batch_tokens")):
+        batch = round(tokens / context)
+    if samples is not None and batch is not None:
+        if batch % (samples * data):
+            # torchtitan's local batch is split further by pipeline stages; nothing else explains a remainder.
+            raise UserError(f"expected a global batch that {data} ranks x {samples} samples divide, got {batch}")
+        return samples, batch // (samples * data), []
+    if batch is not None:
+        micro_batches = micro_batches or 1
+        if batch % (micro_batches * data):
+            raise UserError(f"expected a global batch that {data} ranks x {micro_batches} divide, got {batch}")
+        each = batch // (micro_batches * data)
+        if row.whole("micro_batches") is None and each > 1:
+            return 1, each, ["micro-batches of 1 sequence"]
+        return each, micro_batches, []
+    if samples is not None:
+        stages = row.whole("pp") or 1
+        if micro_batches is None and stages > 1 and samples % stages == 0:
+            return 1, samples, ["a local batch cut into micro-batches of 1 sequence"]
+        return samples, micro_batches or 1, [] if micro_batches else ["one micro-batch a step"]
+    raise UserError("expected a micro-batch or a global batch, got neither")
+
+
+def _overlaps(row: Row, stack: str) -> bool:
+    if row.flag("overlap_grad") is not None:
+        return bool(row.flag("overlap_grad"))
+    return stack not in ("megatron_deepspeed", "megatron_2021")
+
+
+def _shares_tokens(row: Row, stack: str) -> bool:
+    said = row.flag("seq_parallel")
+    return said if said is not None else stack in ("nemo", "nanotron", "torchtitan")
+
+
+def _compiled(row: Row) -> bool | None:
+    return True if "compile" in row.text("parallelism") else row.flag("compile")
+
+
+def _fused_attention(row: Row) -> bool | None:
+    text = row.text("attention")
+    return None if not text else text not in ("unfused", "torch", "eager", "local", "math", "false", "no")
+
+
+def _network(row: Row, per_host: int) -> float | None:
+    """Bytes a second of each device, of a host's "1600 Gb/s" or a device's "400 Gb/s"."""
+    found = re.search(r"(\d+(?:\.\d+)?)\s*g(?:b|bit|bps)", row.text("network"))
+    if not found:
+        return None
+    gigabits = float(found[1])
+    return gigabits * 1e9 / 8 / (per_host if gigabits > 800 else 1)

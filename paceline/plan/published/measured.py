@@ -1,0 +1,48 @@
+"""What a row measured: seconds of a step, whichever column tells them."""
+
+from __future__ import annotations
+
+from paceline.core.errors import UserError
+from paceline.models.flops import flops_per_token
+from paceline.plan.published.describe import Described
+from paceline.plan.published.table import Row
+
+
+def measured_seconds(row: Row, described: Described, peak: float) -> tuple[float, str]:
+    """Seconds of a step that a row tells, and by which column.
+
+    Args:
+        row: The row.
+        described: What it says was run.
+        peak: The device's datasheet peak in FLOP/s, by which figures of utilisation are made seconds.
+
+    Raises:
+        UserError: No column tells it.
+    """
+    run = described.run
+    model = flops_per_token(run.config, run.config.context) * run.tokens / run.devices
+    again = 4 / 3 if run.recompute == "unit" else 1.0
+    ways = (
+        ("seconds", lambda value: value),
+        ("tokens_per_second_device", lambda value: run.tokens / run.devices / value),
+        ("tokens_per_second", lambda value: run.tokens / value),
+        ("samples_per_second", lambda value: run.tokens / run.config.context / value),
+        ("model_flops", lambda value: model * (again if described.stack == "megatron_2021" else 1.0) / value),
+        ("hardware_flops", lambda value: model * again / value),
+        ("mfu", lambda value: model / (value * peak)),
+        ("hfu", lambda value: model * again / (value * peak)),
+    )
+    for name, seconds in ways:
+        value = row.number(name)
+        if value is None:
+            continue
+        if value <= 0:
+            raise UserError(f"{name}: expected a number above 0, got {row.values[name]!r}")
+        return seconds(value), name
+    raise UserError("expected a measured step time, throughput, FLOP/s or MFU, got none of them")
+
+
+def measures_time(row: Row) -> bool:
+    """Whether any column tells how long a step took."""
+    names = ("seconds", "tokens_per_second_device", "tokens_per_second", "samples_per_second", "model_flops")
+    return any(name in row.values for name in (*names, "hardware_flops", "mfu", "hfu"))

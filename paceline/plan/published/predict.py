@@ -1,0 +1,123 @@
+"""Predicts the step of a described row, with the costs of every other forecast."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from paceline.core.errors import UserError
+from paceline.plan import profiles
+from paceline.plan.fitted import FITTED, Constants, kernels
+from paceline.plan.hardware import Hardware, Link
+from paceline.plan.published.describe import Described, describe
+from paceline.plan.published.measured import measured_seconds
+from paceline.plan.published.stacks import STACKS, software
+from paceline.plan.published.table import Row
+from paceline.plan.step import StepTime, step_time
+
+HIERARCHY = re.compile(r"(gb200|gh200|b200|h200|h100|a100|v100|mi300x|l40s|4090)")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row's step as measured and as predicted.
+
+    Attributes:
+        described: What was run.
+        measured: Seconds.
+        column: What they were told by.
+        step: The forecast, by where its seconds go.
+    """
+
+    described: Described
+    measured: float
+    column: str
+    step: StepTime
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.step.total / self.measured - 1
+
+
+def predict(row: Row, constants: Constants = FITTED) -> Prediction:
+    """Predicts a row.
+
+    Raises:
+        UserError: It cannot be; the message is the reason.
+    """
+    described = describe(row)
+    hardware = machines(described, constants)
+    peaks = hardware.device.peak
+    peak = peaks.get(described.run.dtype) or peaks.get("bfloat16") or next(iter(peaks.values()))
+    measured, column = measured_seconds(row, described, peak)
+    return Prediction(described, measured, column, step_of(described, constants))
+
+
+def step_of(described: Described, constants: Constants = FITTED) -> StepTime:
+    """The forecast of what a row describes.
+
+    Raises:
+        UserError: The device does not compute in its precision.
+    """
+    stack = STACKS[described.stack]
+    how = software(stack, constants.eager_passes, constants.fused_passes, constants.scores_passes)
+    if described.compiled is not None:
+        how = replace(
+            how,
+            compiled=described.compiled,
+            elementwise_passes=constants.fused_passes if described.compiled else how.elementwise_passes,
+        )
+    if described.fused_attention is not None:
+        how = replace(how, fused_attention=described.fused_attention)
+    return step_time(replace(described.run, software=how), machines(described, constants))
+
+
+def machines(described: Described, constants: Constants = FITTED) -> Hardware:
+    """The machines of a row: a packaged profile, with the row's network and its program's kernels.
+
+    Raises:
+        UserError: Its device is not known.
+    """
+    stack = STACKS[described.stack]
+    found = profile(described.gpu, described.stack)
+    device = found.device.name
+    made = kernels(device, stack.attention or "flash2", constants)
+    within, between = found.within, found.between
+    if stack.own_launch:
+        made = replace(made, launch=constants.launch)
+        within = replace(within, latency=constants.exchange_latency)
+        between = replace(between, latency=constants.exchange_latency)
+    if described.network is not None:
+        between = Link(between.latency, described.network * profiles.LINK_EFFICIENCY)
+    return replace(
+        found,
+        kernels=made,
+        devices_per_host=described.devices_per_host or found.devices_per_host,
+        within=within,
+        between=between,
+    )
+
+
+@lru_cache
+def profile(gpu: str, stack: str) -> Hardware:
+    """The packaged profile of a device as tables name it: "h100_80gb", "NVIDIA A100-SXM4-40GB".
+
+    Raises:
+        UserError: There is none; the message names the nearest.
+    """
+    text = gpu.lower().replace("_", "-")
+    found = HIERARCHY.search(text)
+    name = found[1] if found else text
+    if name == "a100" and re.search(r"40 ?-?g", text):
+        name = "a100-40gb"
+    if name == "h100" and ("pcie" in text or "pci-e" in text):
+        name = "h100-pcie"
+    # torchtitan's tables were measured on machines with 96 GB of HBM2e and 500 W, which they call H100.
+    if name == "h100" and ("96" in text or "500" in text or stack == "torchtitan"):
+        name = "h100-96gb"
+    try:
+        return profiles.hardware(name)
+    except UserError as error:
+        raise UserError(f"gpu: {str(error).removeprefix('--hardware ')}") from None

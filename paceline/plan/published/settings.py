@@ -1,0 +1,79 @@
+"""How a row's run shares and computes: sharding, recomputation and precision in the words of several programs. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from paceline.core.errors import UserError
+from paceline.plan.published.table import Row
+from paceline.plan.run import Recompute
+
+
+def sharding(row: Row, stack: str, devices: int, per_host: int) -> tuple[int, int]:
+    """What data-parallel ranks divide, and how many hold one copy; 0 for all."""
+    text = " ".join((row.text("sharding"), row.text("parallelism")))
+    replicas = row.whole("dp_replicate") or 1
+    shard = row.whole("dp_shard") or 0
+    if "no_shard" in text or re.search(r"\bddp\b", text):
+        return 0, 0
+    if "hybrid" in text or "hsdp" in text or replicas > 1:
+        return 3, shard or min(per_host, devices)
+    if "grad_op" in text or re.search(r"zero[ _-]?2|\b2\b", row.text("sharding")):
+        return 2, shard
+    if "full_shard" in text or "fsdp" in text or re.search(r"zero[ _-]?3|\b3\b", row.text("sharding")):
+        return 3, shard
+    if re.search(r"zero[ _-]?1|\b1\b", row.text("sharding")) or row.flag("dist_opt"):
+        return 1, shard
+    if re.search(r"zero[ _-]?0|\b0\b", row.text("sharding")):
+        return 0, 0
+    default = {"composer": 3, "torchtitan": 3, "fsdp": 3, "fms": 3, "nanotron": 1, "nemo": 1, "megatron": 1}
+    return default.get(stack, 0), shard
+
+
+def recompute(row: Row, stack: str, layers: int) -> tuple[Recompute, float]:
+    """What a row's run computes again in backward, and in which share of the blocks."""
+    text = row.text("recompute")
+    if not text:
+        # The 2021 paper recomputes in every run, torchtitan's tables by operations.
+        return ("unit", 1.0) if stack == "megatron_2021" else ("none", 1.0)
+    if text in ("false", "no", "none", "off", "0", "0.0", "-", "disabled"):
+        return "none", 1.0
+    fraction = re.search(r"(?:(\d+)\s*/\s*(\d+))|(0?\.\d+)", text)
+    if fraction:
+        share = float(fraction[3]) if fraction[3] else int(fraction[1]) / int(fraction[2])
+        return "unit", min(1.0, share)
+    if "selective" in text and "op" not in text and stack in ("megatron", "nemo", "nanotron"):
+        return "attention", 1.0
+    if "selective" in text or text in ("op", "sac"):
+        # torchtitan's "selective, op" keeps every other matmul: with blocks alike, half of them.
+        every = re.search(r"(?:layer|every)[ _-]*(\d+)|(\d+)[ _-]*layer", text)
+        return "unit", 1 / int(every[1] or every[2]) if every else 0.5
+    if row.text("recompute_method") == "block" and (number := row.whole("recompute_layers")):
+        return "unit", min(1.0, number / layers)
+    return "unit", 1.0
+
+
+def precision(row: Row, stack: str) -> tuple[str, int, int]:
+    """What matmuls compute in, and bytes of parameters gathered and of gradients reduced."""
+    text = " ".join((row.text("precision"), row.text("mode")))
+    eight = row.text("fp8") not in ("", "false", "none", "no", "off", "0") or re.search(
+        r"fp8|float8|mxfp8", text + " " + row.text("parallelism")
+    )
+    if re.search(r"fp4", text):
+        raise UserError(f"precision: expected 8 bits or more, got {row.values.get('precision')!r}")
+    dtype = "float16" if row.flag("fp16") or re.search(r"fp16|float16", text.replace("bfloat16", "")) else "bfloat16"
+    if eight:
+        dtype = "float8"
+    if re.fullmatch(r"\s*(fp32|float32|tf32)\s*", text):
+        dtype = "tf32" if "tf32" in text else "float32"
+    wide = 4 if dtype in ("float32", "tf32") else 2
+    if stack == "composer" or "pure" in text:
+        return dtype, wide, 2 if "pure" in text else COMPOSER_REDUCED
+    if stack in ("megatron_deepspeed", "megatron_2021"):
+        return dtype, wide, 2
+    return dtype, wide, 4
+
+
+COMPOSER_REDUCED = 4
+"""Bytes of a gradient as Composer's mode DEFAULT reduces it: gathers in 16 bits, reductions in 32. The mode meant three
+things in its versions, and reductions in 16 bits would fit as well."""

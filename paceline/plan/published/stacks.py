@@ -1,0 +1,52 @@
+"""What published programs do differently where that changes a step's time: a few facts about each, none about a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.plan.transformer_work import Software
+
+AttentionKernel = Literal["triton", "flash2", "flash3"]
+"""FlashAttention's first algorithm in Triton, its second version, and its third or cuDNN's on GPUs from H100 on."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A program that tables were measured with.
+
+    Attributes:
+        name: As readers know it.
+        compiled: Whether it runs norms, residuals and activations as few fused kernels.
+        attention: Its fused attention kernel; None where scores are written and read.
+        own_launch: Whether it is slower to launch than PyTorch's operations alone, by what was fitted.
+    """
+
+    name: str
+    compiled: bool = False
+    attention: AttentionKernel | None = "flash2"
+    own_launch: bool = False
+
+
+STACKS: dict[str, Stack] = {
+    "composer": Stack("LLM-Foundry (Composer, FSDP1)", attention="triton"),
+    "fsdp": Stack("PyTorch FSDP"),
+    "fms": Stack("IBM fms-fsdp (FSDP1, torch.compile)", compiled=True),
+    "torchtitan": Stack("torchtitan (FSDP2)"),
+    "nanotron": Stack("nanotron", compiled=True),
+    "megatron": Stack("Megatron-LM", compiled=True, attention="flash3"),
+    "nemo": Stack("NeMo", compiled=True, attention="flash3"),
+    "megatron_2021": Stack("Megatron-LM of 2021", compiled=True, attention=None),
+    "megatron_deepspeed": Stack("Megatron-DeepSpeed of 2022", compiled=True, attention=None, own_launch=True),
+}
+"""By the names that `describe.stack_of` finds."""
+
+
+def software(stack: Stack, eager_passes: float, fused_passes: float, scores_passes: float) -> Software:
+    """How a stack computes a Transformer, with constants as they were fitted."""
+    return Software(
+        fused_attention=stack.attention is not None,
+        scores_passes=scores_passes,
+        elementwise_passes=fused_passes if stack.compiled else eager_passes,
+        compiled=stack.compiled,
+    )

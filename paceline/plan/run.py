@@ -1,0 +1,79 @@
+"""A training run as published tables describe it: model, batch, and how ranks share them, tensor and pipeline too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.core.errors import UserError
+from paceline.models.config import ModelConfig
+from paceline.plan.transformer_work import EAGER, Software
+
+Recompute = Literal["none", "unit", "attention"]
+"""What is computed again in backward: nothing, whole blocks, or only what lies between attention's two products."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What has to be known to predict a step of any published run.
+
+    Attributes:
+        config: The model; its context is the run's.
+        devices: How many.
+        samples: Sequences of a micro-batch.
+        micro_batches: Of a step, on each rank.
+        tensor: Ranks that share each matmul.
+        pipeline: Stages of blocks.
+        chunks: Pieces of the model on each stage, taken in turn (interleaved schedule).
+        context_ranks: Ranks that share a sequence.
+        zero: What data-parallel ranks divide, as `Strategy.zero`; 2 here keeps parameters from forward to backward.
+        shard: Data-parallel ranks that hold one copy between them; 0: all.
+        recompute: What is computed again.
+        recompute_share: Share of the blocks that this is done to.
+        dtype: What matmuls compute in.
+        gathered: Bytes of a parameter when it is gathered.
+        reduced: Bytes of a gradient when it is reduced.
+        overlap: Whether gradients and parameters move while blocks compute.
+        overlap_tensor: Whether what tensor ranks exchange does.
+        sequence_parallel: Whether tensor ranks share norms and residuals.
+        software: How the program computes.
+    """
+
+    config: ModelConfig
+    devices: int
+    samples: int
+    micro_batches: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    context_ranks: int = 1
+    zero: int = 0
+    shard: int = 0
+    recompute: Recompute = "none"
+    recompute_share: float = 1.0
+    dtype: str = "bfloat16"
+    gathered: int = 2
+    reduced: int = 4
+    overlap: bool = True
+    overlap_tensor: bool = False
+    sequence_parallel: bool = False
+    software: Software = EAGER
+
+    def __post_init__(self) -> None:
+        cut = self.tensor * self.pipeline * self.context_ranks
+        if self.devices % cut:
+            raise UserError(f"expected devices that tp x pp x cp = {cut} divides, got {self.devices}")
+        if self.config.layers % self.pipeline and self.config.layers < self.pipeline:
+            raise UserError(f"expected at least a layer for each of {self.pipeline} stages, got {self.config.layers}")
+        if self.config.heads % self.tensor:
+            raise UserError(f"expected heads that tp = {self.tensor} divides, got {self.config.heads}")
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks: copies that see different samples."""
+        return self.devices // (self.tensor * self.pipeline * self.context_ranks)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on all devices."""
+        return self.samples * self.micro_batches * self.data * self.config.context

@@ -1,0 +1,251 @@
+"""A step's time in closed form, for runs that the engine's schedule does not describe: other programs', and those with
+tensor or pipeline ranks. The seconds of operations and collectives are those of every other forecast. Pure.
+
+Blocks are alike, so a step is sums and maxima of a few numbers: with sharded parameters a block takes what it computes
+or what is moved beside it, whichever is longer, with the first gather and the last reduction on their own (one unit is
+prefetched); with pipeline stages m micro-batches take m times the slowest stage and the others once, to fill and to
+drain (Narayanan et al. 2021); tensor ranks exchange the residual stream twice in each pass of a block (Shoeybi et al.
+2019).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.models.flops import parameter_count
+from paceline.plan import network
+from paceline.plan.costs import OPTIMIZER_BYTES
+from paceline.plan.hardware import Hardware
+from paceline.plan.kernels import seconds, total
+from paceline.plan.run import Run
+from paceline.plan.transformer_work import ITEMSIZE, transformer_work
+from paceline.plan.work import Operation, UnitWork
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where a step's seconds go.
+
+    Attributes:
+        compute: Forward and backward, with what is computed again.
+        gather: Waiting for parameters.
+        reduce: Waiting for gradients to be reduced.
+        tensor: Exchanging activations between tensor ranks.
+        send: Sending activations from stage to stage.
+        bubble: Stages that wait for others.
+        optimizer: The update.
+        straggling: Waiting for the slowest of many ranks.
+    """
+
+    compute: float
+    gather: float = 0.0
+    reduce: float = 0.0
+    tensor: float = 0.0
+    send: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    straggling: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return (
+            self.compute
+            + self.gather
+            + self.reduce
+            + self.tensor
+            + self.send
+            + self.bubble
+            + self.optimizer
+            + self.straggling
+        )
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Seconds of one block in one micro-batch."""
+
+    forward: float
+    backward: float
+    tensor_forward: float
+    tensor_backward: float
+
+
+def step_time(run: Run, hardware: Hardware) -> StepTime:
+    """Seconds of a step of a run, by where they go.
+
+    Raises:
+        UserError: The device does not compute in the run's precision.
+    """
+    config = run.config
+    work = transformer_work(
+        config,
+        run.samples,
+        dtype=run.dtype,
+        software=run.software,
+        tensor=run.tensor,
+        sequence_parallel=run.sequence_parallel,
+        context_ranks=run.context_ranks,
+    )
+    units = {unit.unit: unit for unit in work.units}
+    block = _block(run, units["blocks.0"], hardware)
+    ends = {
+        name: (total(unit.forward, hardware), total(unit.backward, hardware))
+        for name, unit in units.items()
+        if not name.startswith("blocks.")
+    }
+    first, last = sum(ends["embedding"]), sum(ends["norm"]) + sum(ends["head"])
+    layers = config.layers / run.pipeline
+    each = layers * (block.forward + block.backward)
+    m = run.micro_batches
+    tensor = layers * (block.tensor_forward + block.tensor_backward)
+    sent = _sent(run, hardware)
+    mean = each + (first + last) / run.pipeline
+    compute = m * mean
+    stage = each + tensor + sent
+    slowest = stage + (max(first, last) if run.pipeline > 1 else first + last)
+    others = (run.pipeline - 1) * stage + (min(first, last) if run.pipeline > 1 else 0.0)
+    whole = m * slowest + others / run.chunks
+    moved = _sharded(run, block, hardware) if run.zero >= 2 else _replicated(run, block, hardware)
+    gather, reduce = moved
+    optimizer = _optimizer(run, hardware)
+    plain = whole + gather + reduce + optimizer
+    hosts = math.ceil(run.devices / hardware.devices_per_host)
+    straggling = plain * hardware.kernels.straggling * math.log2(hosts)
+    bubble = whole - compute - m * (tensor + sent)
+    return StepTime(compute, gather, reduce, m * tensor, m * sent, bubble, optimizer, straggling)
+
+
+def _block(run: Run, unit: UnitWork, hardware: Hardware) -> _Block:
+    moved = _exchanged(run, hardware)
+    forward, tensor_forward = _pass(run, unit.forward, moved, hardware)
+    backward, tensor_backward = _pass(run, unit.backward, moved, hardware)
+    again = tensor_again = 0.0
+    if run.recompute == "unit":
+        again, tensor_again = forward * run.recompute_share, tensor_forward * run.recompute_share
+    elif run.recompute == "attention":
+        again = sum(seconds(op, hardware) for op in unit.forward if op.kind == "attention" or op.shape[0] > 1)
+    return _Block(forward, backward + again, tensor_forward, tensor_backward + tensor_again)
+
+
+def _pass(run: Run, operations: tuple[Operation, ...], moved: float, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of a block's pass, and those that exchanging `moved` seconds' worth of activations adds to them."""
+    computing = total(operations, hardware)
+    if run.overlap_tensor:
+        # In pieces of one rank's part each: the first has nothing to hide behind.
+        matmuls = sum(seconds(op, hardware) for op in operations if op.kind == "matmul")
+        moved = moved / run.tensor + max(0.0, moved - matmuls)
+    # Where the host is behind, the device exchanges while it would wait for work.
+    return computing, max(0.0, sum(seconds(op, hardware) for op in operations) + moved - computing)
+
+
+def _exchanged(run: Run, hardware: Hardware) -> float:
+    """Seconds of exchanges in a block's forward: tensor ranks the stream, twice; context ranks keys and values."""
+    config = run.config
+    tokens = run.samples * config.context // run.context_ranks
+    stream = tokens * config.width * ITEMSIZE[run.dtype]
+    group = network.spread(run.tensor, hardware.devices_per_host)
+    tensor = 2 * network.seconds("all_reduce", stream, group, hardware)
+    if run.context_ranks > 1:
+        ring = network.spread(run.context_ranks, hardware.devices_per_host, run.tensor)
+        both = 2 * config.key_value_heads * config.head_width / run.tensor * ITEMSIZE[run.dtype]
+        tensor += network.seconds("all_gather", tokens * run.context_ranks * both, ring, hardware)
+    return tensor
+
+
+def _sent(run: Run, hardware: Hardware) -> float:
+    """Seconds in which a stage sends a micro-batch on and its gradient back."""
+    if run.pipeline == 1:
+        return 0.0
+    tokens = run.samples * run.config.context // run.context_ranks
+    size = tokens * run.config.width * ITEMSIZE[run.dtype] / (run.tensor if run.sequence_parallel else 1)
+    apart = run.devices // run.pipeline >= hardware.devices_per_host
+    hop = network.Spread(1, 2) if apart else network.Spread(2, 1)
+    return 2 * run.chunks * network.seconds("point_to_point", size, hop, hardware)
+
+
+def _parameters(run: Run) -> float:
+    """Parameters on one rank before data-parallel ranks divide them."""
+    return parameter_count(run.config) / (run.tensor * run.pipeline)
+
+
+def _optimizer(run: Run, hardware: Hardware) -> float:
+    updated = _parameters(run) / ((run.shard or run.data) if run.zero else 1)
+    return updated * OPTIMIZER_BYTES / (hardware.device.bandwidth * hardware.kernels.memory_efficiency)
+
+
+def _groups(run: Run, hardware: Hardware) -> tuple[network.Spread, network.Spread]:
+    """Where the ranks are that hold a copy between them, and those that hold the same shards."""
+    shards = (run.shard or run.data) if run.zero else 1
+    near = run.tensor * run.context_ranks
+    return (
+        network.spread(shards, hardware.devices_per_host, near),
+        network.spread(run.data // shards, hardware.devices_per_host, near * shards),
+    )
+
+
+def _sharded(run: Run, block: _Block, hardware: Hardware) -> tuple[float, float]:
+    """Seconds in which computing waits for sharded parameters, and for gradients."""
+    shards, replicas = _groups(run, hardware)
+    layers = run.config.layers / run.pipeline
+    parameters = _parameters(run)
+    per_block = _block_parameters(run) / run.tensor
+    rest = max(0.0, parameters - layers * per_block)
+
+    def gathered(count: float) -> float:
+        return network.seconds("all_gather", count * run.gathered, shards, hardware)
+
+    def reduced(count: float) -> float:
+        scattered = network.seconds("reduce_scatter", count * run.reduced, shards, hardware)
+        between = network.seconds("all_reduce", count * run.reduced / shards.ranks, replicas, hardware)
+        return scattered + between / run.micro_batches
+
+    gather, reduce = gathered(per_block), reduced(per_block)
+    forward, backward = block.forward + block.tensor_forward, block.backward + block.tensor_backward
+    contention = hardware.kernels.contention
+    again = gather if run.zero == 3 else 0.0
+    if not run.overlap:
+        return run.micro_batches * layers * (gather + again), run.micro_batches * layers * reduce
+
+    def waits(computing: float, moving: float) -> float:
+        slowed = computing + contention * min(computing, moving)
+        return max(slowed, moving) - computing
+
+    waited_forward = layers * waits(forward, gather)
+    beside = layers * waits(backward, again + reduce)
+    share = again / (again + reduce) if again + reduce else 0.0
+    # Embedding and output layer are gathered with nothing before them, and reduced with nothing after.
+    waited_gather = run.micro_batches * (waited_forward + beside * share + gather + gathered(rest))
+    return waited_gather, run.micro_batches * (beside * (1 - share) + reduced(rest))
+
+
+def _block_parameters(run: Run) -> float:
+    config = run.config
+    embeddings = config.vocabulary * config.width * (1 if config.tied else 2)
+    positions = config.context * config.width if config.position == "learned" else 0
+    return (parameter_count(config) - embeddings - positions) / config.layers
+
+
+def _replicated(run: Run, block: _Block, hardware: Hardware) -> tuple[float, float]:
+    """The same where every rank holds its parameters whole, and gradients are reduced once a step."""
+    shards, replicas = _groups(run, hardware)
+    parameters = _parameters(run)
+    if run.zero:
+        gather = network.seconds("all_gather", parameters * run.gathered, shards, hardware)
+        reduce = network.seconds("reduce_scatter", parameters * run.reduced, shards, hardware)
+        reduce += network.seconds("all_reduce", parameters * run.reduced / shards.ranks, replicas, hardware)
+    else:
+        gather = 0.0
+        reduce = network.seconds("all_reduce", parameters * run.reduced, replicas, hardware)
+    if not run.overlap:
+        return gather, reduce
+    layers = run.config.layers / run.pipeline
+    contention = hardware.kernels.contention
+
+    def waited(moving: float, computing: float) -> float:
+        # What the first block needs, or the last one gives, has nothing to hide behind.
+        hidden = moving * (1 - 1 / layers)
+        return moving / layers + max(0.0, hidden - computing) + contention * min(hidden, computing)
+
+    return waited(gather, layers * block.forward), waited(reduce, layers * block.backward)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import UserError
+from paceline.models.flops import flops_per_token, parameter_count
+from paceline.plan.published.describe import Described, describe
+from paceline.plan.published.measured import measured_seconds
+from paceline.plan.published.shapes import FAMILIES
+from paceline.plan.published.table import Row, read
+
+
+def row(tmp_path: Path, **cells: object) -> Row:
+    file = tmp_path / "row.csv"
+    file.write_text(",".join(cells) + "\n" + ",".join(f'"{cell}"' for cell in cells.values()) + "\n", encoding="utf-8")
+    return read(file).rows[0]
+
+
+MPT = {"source": "mosaicml/llm-foundry", "model": "7b", "n_gpus": 16, "gpu": "a100_40gb", "seq_len": 2048}
+
+
+def test_named_models_have_the_published_parameters() -> None:
+    for family, size, parameters in (
+        ("llama2", "7b", 6.74e9),
+        ("llama2", "13b", 13.0e9),
+        ("llama2", "34b", 33.7e9),
+        ("llama2", "70b", 69.0e9),
+        ("llama3", "1b", 1.24e9),
+        ("llama3", "3b", 3.21e9),
+        ("llama3", "8b", 8.03e9),
+        ("llama3", "70b", 70.6e9),
+        ("llama3", "405b", 405.9e9),
+        ("llama1", "65b", 65.3e9),
+        ("llama1", "30b", 32.5e9),
+        ("mpt", "7b", 6.66e9),
+        ("mpt", "70b", 64.9e9),
+        ("gpt", "175b", 174.6e9),
+        ("gpt", "1t", 1008e9),
+        ("mistral", "7b", 7.24e9),
+        ("nemotron", "15b", 15.6e9),
+    ):
+        assert parameter_count(FAMILIES[family][size]) == pytest.approx(parameters, rel=0.02), (family, size)
+
+
+def test_a_row_of_llm_foundry(tmp_path: Path) -> None:
+    cells = {**MPT, "microbatch_size": 6, "global_batch": 192, "sharding": "SHARD_GRAD_OP", "precision": "bf16"}
+    described = describe(row(tmp_path, **cells, mp_mode="PURE", activation_checkpointing=True))
+    run = described.run
+    assert (run.samples, run.micro_batches, run.data, run.zero, run.recompute) == (6, 2, 16, 2, "unit")
+    assert (run.gathered, run.reduced, described.stack) == (2, 2, "composer")
+
+
+def test_a_row_of_torchtitan_names_its_model_alone(tmp_path: Path) -> None:
+    cells = {"source": "pytorch/torchtitan", "model": "Llama 3.1 8B", "n_gpus": 128, "gpu": "h100", "seq_len": 8192}
+    one = describe(
+        row(tmp_path, **cells, local_batch_size=2, parallelism="FSDP 16, TP 8", compile="yes", float8="True")
+    )
+    assert (one.run.config.kv_heads, one.run.tensor, one.run.data) == (8, 8, 16)
+    assert (one.run.dtype, one.compiled, one.run.zero, one.run.sequence_parallel) == ("float8", True, 3, True)
+    hybrid = describe(row(tmp_path, **cells, local_batch_size=1, dp_shard=8, dp_replicate=16))
+    assert (hybrid.run.zero, hybrid.run.shard, hybrid.run.samples) == (3, 8, 1)
+
+
+def test_groups_of_tensor_and_pipeline_ranks_are_marked(tmp_path: Path) -> None:
+    cells = {"d_model": 12288, "n_layers": 96, "n_heads": 96, "seq_len": 2048, "gpu": "a100", "vocab": 51200}
+    described = describe(row(tmp_path, **cells, n_gpus=64, tp=8, pp=4, microbatch=1, global_batch=64, recompute="full"))
+    assert (described.run.data, described.run.micro_batches) == (2, 32)
+    assert any("formula" in each for each in described.assumed)
+
+
+def test_throughputs_utilisation_and_flops_tell_the_same_step(tmp_path: Path) -> None:
+    def of(**cells: object) -> float:
+        one = row(tmp_path, **MPT, microbatch_size=6, global_batch=96, **cells)
+        return measured_seconds(one, describe(one), 312e12)[0]
+
+    config = FAMILIES["mpt"]["7b"]
+    flops = flops_per_token(config, 2048) * 6 * 2048
+    seconds = flops / 0.5 / 312e12
+    assert of(mfu_pct=50) == pytest.approx(seconds)
+    assert of(model_tflops_per_gpu=156) == pytest.approx(seconds)
+    assert of(tokens_per_s_per_gpu=6 * 2048 / seconds) == pytest.approx(seconds)
+    assert of(tokens_per_s=16 * 6 * 2048 / seconds) == pytest.approx(seconds)
+    assert of(samples_per_s=96 / seconds) == pytest.approx(seconds)
+    assert of(iter_time_ms=1e3 * seconds) == pytest.approx(seconds)
+    assert of(hfu_pct=50, activation_checkpointing="full") == pytest.approx(seconds * 4 / 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_gpus": ""}, "n_gpus: expected the number of devices"),
+        ({"gpu": ""}, "gpu: expected the device's name"),
+        ({"global_batch": 100}, "expected a global batch that 16 ranks x 6 samples divide, got 100"),
+        ({"global_batch": "", "microbatch_size": ""}, "expected a micro-batch or a global batch"),
+        ({"tp": 3}, "divides"),
+        ({"dp": 4}, "expected dp = n_gpus"),
+        ({"model": "Mixtral 8x7b"}, "only dense Transformers"),
+        ({"experts": 8}, "only dense Transformers"),
+        ({"model": "mystery", "source": ""}, "model 'mystery' is not known"),
+        ({"n_heads": 7}, "multiple of heads"),
+        ({"precision": "fp4"}, "8 bits or more"),
+        ({"n_gpus": "-8"}, "whole number of at least 1"),
+    ],
+)
+def test_what_a_row_lacks_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        describe(row(tmp_path, **{**MPT, "microbatch_size": 6, "global_batch": 192, **change}))
+
+
+def test_a_row_without_a_measurement_says_so(tmp_path: Path) -> None:
+    one = row(tmp_path, **MPT, microbatch_size=6)
+    described: Described = describe(one)
+    with pytest.raises(UserError, match="expected a measured step time"):
+        measured_seconds(one, described, 312e12)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import UserError
+from paceline.plan.published.columns import SYNONYMS, resolve
+from paceline.plan.published.table import read
+
+
+def write(path: Path, text: str) -> Path:
+    file = path / "rows.csv"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_columns_by_any_name_and_in_any_unit(tmp_path: Path) -> None:
+    table = read(
+        write(tmp_path, 'Num GPUs,Step time (ms),MFU %,memory_gib,colour,n_params_b\n"1,024",250,41.5,70.5,red,8\n')
+    )
+    (row,) = table.rows
+    assert table.unknown == ("colour",)
+    assert row.whole("devices") == 1024
+    assert row.number("seconds") == pytest.approx(0.25)
+    assert row.number("mfu") == pytest.approx(0.415)
+    assert row.number("peak_bytes") == pytest.approx(70.5 * 2**30)
+    assert row.number("n_params") == 8e9
+    assert row.line == 2 and row.raw["colour"] == "red"
+
+
+def test_no_two_things_share_a_name() -> None:
+    names = [name for each in SYNONYMS.values() for name in each.split()]
+    assert len(names) == len(set(names))
+
+
+@given(st.text(max_size=30))
+def test_any_name_of_a_column_is_known_or_not(header: str) -> None:
+    found = resolve(header)
+    assert found is None or found[0] in {*SYNONYMS, "memory_share"}
+
+
+def test_a_line_of_another_length_is_kept_with_its_fault(tmp_path: Path) -> None:
+    table = read(write(tmp_path, "gpu,n_gpus\na100,8\na100\n\na100,8,9\n"))
+    assert [row.fault[:18] for row in table.rows] == ["", "expected 2 cells a", "expected 2 cells a"]
+    assert [row.line for row in table.rows] == [2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names the columns"),
+        ("a,b\n", "got none"),
+        ('gpu\n"a', "got what is none"),
+        (" , \n1,2\n", "names the col"),
+    ],
+)
+def test_what_is_no_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(write(tmp_path, text))
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="found no file"):
+        read(tmp_path / "none.csv")
+    with pytest.raises(UserError, match="folder"):
+        read(tmp_path)
+    (tmp_path / "bytes.csv").write_bytes(b"gpu\n\xff\xfe\n")
+    with pytest.raises(UserError, match="UTF-8"):
+        read(tmp_path / "bytes.csv")
+
+
+def test_a_cell_that_is_no_number_says_so(tmp_path: Path) -> None:
+    (row,) = read(write(tmp_path, "gpu,n_gpus,seq_len\nh100,many,2048.5\n")).rows
+    with pytest.raises(UserError, match="devices: expected a number, got 'many'"):
+        row.whole("devices")
+    with pytest.raises(UserError, match="context: expected a whole number"):
+        row.whole("context")

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from paceline.core.build_layout import build_layout
+from paceline.core.errors import UserError
+from paceline.core.layout import ROOT
+from paceline.core.schedule import Schedule
+from paceline.core.simulate import simulate
+from paceline.core.strategy import Strategy
+from paceline.models.config import ModelConfig
+from paceline.models.presets import PRESETS
+from paceline.plan import profiles
+from paceline.plan.costs import step_costs
+from paceline.plan.models import meta_model
+from paceline.plan.run import Run
+from paceline.plan.stages import shapes
+from paceline.plan.step import step_time
+from paceline.plan.transformer_work import transformer_work
+
+A100 = profiles.hardware("a100")
+GPT = ModelConfig(layers=24, width=2048, heads=16, context=2048, vocabulary=50304)
+
+
+@pytest.mark.parametrize("devices", [8, 64])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_closed_form_agrees_with_the_simulated_schedule(devices: int, zero: int) -> None:
+    config = replace(PRESETS["llama-8b"], context=4096)
+    found = shapes(meta_model("llama-8b"))
+    strategy = Strategy(zero=zero, precision="bfloat16", recompute="unit")  # type: ignore[arg-type]
+    layout = build_layout(found.parameters, (ROOT, *found.units), strategy, devices)
+    schedule = Schedule(layout, strategy, devices, rank=0, order=found.units)
+    hardware = replace(A100, kernels=replace(A100.kernels, contention=0.0, straggling=0.0))
+    costs = step_costs(transformer_work(config, 2), hardware, schedule)
+    simulated = max(event.end for event in simulate(schedule, costs) if event.stream == "compute")
+    closed = step_time(Run(config, devices, 2, zero=zero, recompute="unit"), hardware).total
+    assert closed == pytest.approx(simulated, rel=0.05)
+
+
+def test_parts_add_up_and_stages_wait_as_the_formula_says() -> None:
+    run = Run(replace(GPT, vocabulary=512), 64, 1, 16, tensor=4, pipeline=4, recompute="unit", overlap=False)
+    step = step_time(run, A100)
+    parts = (step.compute, step.gather, step.reduce, step.tensor, step.send, step.bubble, step.optimizer)
+    assert all(part >= 0 for part in parts) and step.tensor > 0 and step.send > 0
+    assert step.total == pytest.approx(sum(parts) + step.straggling)
+    # (p - 1) / m of the rest (Narayanan et al. 2021), but for embedding and head, which only two stages have.
+    assert step.bubble == pytest.approx((step.compute + step.tensor + step.send) * 3 / 16, rel=0.05)
+    interleaved = step_time(replace(run, chunks=2), A100)
+    assert interleaved.bubble < step.bubble
+
+
+def test_recomputing_costs_a_third_of_the_blocks() -> None:
+    plain, again, part = (
+        step_time(Run(GPT, 8, 4, zero=3, recompute=recompute, recompute_share=share), A100)
+        for recompute, share in (("none", 1.0), ("unit", 1.0), ("unit", 0.5))
+    )
+    assert 1.2 < again.compute / plain.compute < 1.34
+    assert part.compute == pytest.approx((plain.compute + again.compute) / 2)
+
+
+def test_more_hosts_wait_longer_and_slower_links_too() -> None:
+    times = [step_time(Run(GPT, devices, 1, zero=3), A100).total for devices in (8, 16, 64, 512, 4096)]
+    assert all(fewer < more for fewer, more in pairwise(times))
+    slow = replace(A100, between=replace(A100.between, bandwidth=1e9))
+    assert step_time(Run(GPT, 64, 1, zero=3), slow).total > 2 * times[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"tensor": 3}, "divides"), ({"pipeline": 32}, "at least a layer"), ({"tensor": 32}, "heads that tp")],
+)
+def test_what_cannot_be_cut_is_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(Run(GPT, 64, 1), **change)
