@@ -1,7 +1,7 @@
 """Writes the tables of the documentation: python docs/make_tables.py.
 
-Those of benchmarks.md and README.md come from docs/results/*.json, those of strategies.md from the schedules, those of
-collectives.md from the plans, docs/results/comm.json and docs/results/network.json.
+Those of benchmarks.md, README.md and tutorial.md come from docs/results/*.json, those of strategies.md from the
+schedules, those of collectives.md from the plans, docs/results/comm.json and docs/results/network.json.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import collective_tables
+import make_tutorial
 import strategy_tables
 
 DOCS = Path(__file__).parent
@@ -152,7 +153,8 @@ def events(figures: dict[str, float]) -> str:
     return (
         f"The tiny preset on two ranks records {figures['ops_per_step']:.0f} ops in a step of "
         f"{figures['step_seconds'] * 1e3:.1f} ms, at {figures['seconds_per_op'] * 1e6:.1f} us each: "
-        f"{figures['share_of_step']:.2%} of the step."
+        f"{figures['share_of_step']:.2%} of the step. In turn, step by step, those that are recorded take "
+        f"{figures['on_to_off']:.4f} ± {figures['on_to_off_error']:.4f} of those that are not."
     )
 
 
@@ -191,6 +193,7 @@ def pages() -> dict[Path, str]:
         DOCS.parent / "README.md": {"summary": summary(results("strategies")["rows"])},
         DOCS / "strategies.md": strategy_tables.tables(),
         DOCS / "collectives.md": collective_tables.tables() | measured,
+        DOCS / "tutorial.md": make_tutorial.lines(results("tutorial")),
     }
     found = {}
     for path, texts in tables.items():

@@ -10,14 +10,17 @@ import torch
 
 import paceline as pl
 from paceline.bench.ranks import run_ranks
-from paceline.bench.results import write_json
+from paceline.bench.results import half_spread, write_json
 from paceline.comm.streams import HostClock
 from paceline.command_line.json_file import JsonFile
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.ops import Key, Op
 from paceline.engine.executor import Executor
+from paceline.engine.memory_meter import reader
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
+
+_WARM_UP = 5
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class EventsBench:
     """Sequences a rank."""
     ranks: int = 2
     """Number of ranks."""
+    pairs: int = 100
+    """How often a step with recording and one without run in turn."""
     json: JsonFile = ""
     """Where to write machine, versions, command and figures; - prints them, and all else goes to stderr."""
 
@@ -41,7 +46,8 @@ def main(options: EventsBench) -> dict[str, float]:
     figures["share_of_step"] = share
     print(
         f"{options.preset}, {options.ranks} ranks: {figures['ops_per_step']:.0f} ops a step at "
-        f"{figures['seconds_per_op'] * 1e6:.2f} us each, step {figures['step_seconds'] * 1e3:.2f} ms: {share:.3%}"
+        f"{figures['seconds_per_op'] * 1e6:.2f} us each, step {figures['step_seconds'] * 1e3:.2f} ms: {share:.3%}; "
+        f"in turn, steps with recording take {figures['on_to_off']:.4f} ± {figures['on_to_off_error']:.4f} of others"
     )
     if options.json:
         write_json(options.json, [], {"figures": figures})
@@ -54,26 +60,35 @@ def _measure(options: EventsBench) -> dict[str, float]:
     engine = pl.engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(0, model.config.vocabulary, (options.batch, model.config.context))
-    times = []
-    for _ in range(30):
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for index in range(2 * (options.pairs + _WARM_UP)):
+        # Of each pair the other goes first, so that neither always follows on the other.
+        on = index % 4 in (0, 3)
+        engine.record_events(on)
         start = time.perf_counter()
         model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
+        times[on].append(time.perf_counter() - start)
+        engine.drain_events()
+    with_events, without = (times[on][_WARM_UP:] for on in (True, False))
+    ratios = [ours / theirs for ours, theirs in zip(with_events, without, strict=True)]
     ops = engine.schedule.step(1)
     pl.release(model)
     pl.shutdown()
     return {
         "ops_per_step": float(len(ops)),
         "seconds_per_op": seconds_per_op(world.rank),
-        "step_seconds": statistics.median(times[5:]),
+        "step_seconds": statistics.median(without),
+        "on_to_off": statistics.median(ratios),
+        "on_to_off_error": half_spread(ratios) / len(ratios) ** 0.5,
     }
 
 
 def seconds_per_op(rank: int, ops: int = 20_000) -> float:
     """Seconds that an executor takes to record one compute op, reading it out included."""
-    executor = Executor(rank, HostClock(), {}, lambda op: lambda: Traffic(0, 0))
+    memory = reader(torch.device("cpu"))
+    executor = Executor(rank, HostClock(), {}, lambda op: lambda: Traffic(0, 0), memory=memory)
     key = Key("forward", "unit", 0, "forward")
     executor.load(0, (Op("forward", "unit", 0, "forward", "compute"),))
     start = time.perf_counter()

@@ -29,6 +29,8 @@ class Event:
         end: The same, when it was over.
         exposed: Seconds of a collective during which computing stood still for it.
         planned: Whether the op is part of every such step, or was added as this step's data asked for it.
+        memory: Bytes that the rank held when an op that computes began: on a GPU those that torch's allocator had
+            given out, else all that the process holds. 0 where that is not known.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Event:
     end: float
     exposed: float = 0.0
     planned: bool = True
+    memory: int = 0
 
     @property
     def seconds(self) -> float:

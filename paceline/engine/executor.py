@@ -37,6 +37,7 @@ class Executor:
         streams: Mapping[str, CommStream],
         work: Callable[[Op], Callable[[], Traffic]],
         records: bool = True,
+        memory: Callable[[], int] = lambda: 0,
     ) -> None:
         """Creates an idle executor.
 
@@ -46,10 +47,12 @@ class Executor:
             streams: Streams for collectives, by the name that ops give them.
             work: Gives the function that performs a collective.
             records: Whether to keep what was executed, to be drained.
+            memory: Gives the bytes that this rank holds.
         """
         self._clock = clock
         self._streams = streams
         self._work = work
+        self._memory = memory
         self._records = Records(rank, clock)
         self._remember = self._records.kept.append
         self._running: Record | None = None
@@ -120,6 +123,7 @@ class Executor:
             op = replace(op, planned=False)
         self._running = whereabouts.latest = Record(op, self.step, self.records, self._clock.now(self.records))
         if self.records:
+            self._running.memory = self._memory()
             self._remember(self._running)
 
     def end(self) -> None:

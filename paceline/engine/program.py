@@ -24,6 +24,7 @@ from paceline.engine.collectives import Collectives
 from paceline.engine.executor import Executor
 from paceline.engine.gradients import Gradients
 from paceline.engine.materialise import Materialiser
+from paceline.engine.memory_meter import reader
 from paceline.engine.parameters import Parameters
 from paceline.engine.records import MOST_OPS
 from paceline.engine.sharded_parameter import Owner
@@ -172,7 +173,9 @@ class Program:
         if self._recorded is not None:
             # The step under way is given up.
             self._recorded += without_cut_step(self.executor.drain())
-        self.executor: Executor = Executor(self.world.rank, open_clock(self.world), streams, self.work, self._records)
+        self.executor: Executor = Executor(
+            self.world.rank, open_clock(self.world), streams, self.work, self._records, reader(self.world.device)
+        )
         if self._recorded is not None:
             self.executor.keep(MOST_OPS)
 

@@ -27,6 +27,7 @@ class Record:
     end: Mark = None
     pending: Pending | None = None
     waits: tuple[Mark, Mark] | None = None
+    memory: int = 0
 
     @property
     def words(self) -> str:
@@ -86,4 +87,5 @@ class Records:
         return Event(
             *(op.kind, op.target, op.micro_batch, op.phase, op.stream, op.bytes, sent, received),
             *(record.step, self._rank, seconds(start), seconds(end), exposed, op.planned),
+            memory=record.memory,
         )

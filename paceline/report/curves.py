@@ -83,13 +83,13 @@ def compared_charts(runs: Sequence[Run]) -> dict[str, Any]:
     return {"charts": charts, "marks": {"restart": [], "skipped": [], "checkpoint": []}}
 
 
-def draw(charts: Mapping[str, Any]) -> Html:
-    """Places for charts, and what their script draws there."""
+def draw(charts: Mapping[str, Any], name: str = "charts") -> Html:
+    """Places for charts, and under a name that no others have what their script draws there."""
     places = [
-        tag("figure", tag("figcaption", chart["title"]), tag("div", class_="chart", data_chart=index))
+        tag("figure", tag("figcaption", chart["title"]), tag("div", class_="chart", data_chart=index, data_from=name))
         for index, chart in enumerate(charts["charts"])
     ]
-    return join([tag("div", *places, class_="charts"), data("charts", charts)])
+    return join([tag("div", *places, class_="charts"), data(name, charts)])
 
 
 def _sentence(run: Run) -> str:

@@ -1,73 +1,145 @@
-"""The page's section on memory: what the schedule's buffers take of a rank, by kind, and the peak that was measured."""
+"""The page's section on memory: what ranks held over a step, what the schedule plans, and what each stage would."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+from paceline.core.errors import UserError
+from paceline.core.events import Event
 from paceline.core.memory import Memory
 from paceline.core.memory import memory as planned_memory
 from paceline.report import quantities as said
+from paceline.report.curves import draw
 from paceline.report.html import Html, Section, bar, join, table, tag
+from paceline.report.program import Program
 from paceline.report.run import Run
+from paceline.report.variants import STAGES, own_setting, variant
 
 _KINDS = {
-    "parameters": ("computing", "parameters: whole, or this rank's shards"),
-    "gradients": ("forward", "gradients, from backward to update"),
-    "optimizer": ("validating", "the optimizer's states, and masters in low precision"),
-    "buckets": ("hidden", "whole gradients on their way to be reduced"),
-    "gathered": ("other", "whole parameters while units compute with them"),
+    "parameters": ("computing", "parameters", "whole, or this rank's shards"),
+    "gradients": ("forward", "gradients", "from backward to update"),
+    "optimizer": ("validating", "optimizer", "its states, and masters in low precision"),
+    "buckets": ("hidden", "buckets", "whole gradients on their way to be reduced"),
+    "gathered": ("other", "gathered", "whole parameters while units compute with them"),
 }
-"""Of each kind: how it is coloured, and what it is."""
+"""Of each kind: how it is coloured, what it is called, and what it is."""
+_MOST_POINTS = 1000
 
 
 def memory(run: Run) -> Section:
     """The section."""
-    peak = run.history.last_figure("memory/peak_bytes")
-    measured = "" if peak is None else f"At most a rank held {said.size(peak)}"
-    if run.program is None:
-        sentence = f"{measured}. " if measured else ""
-        return Section(
-            "memory", "Memory", sentence + "What was planned is not known, as the schedule is not.", Html("")
+    body: list[Html] = []
+    if held := _held_most(run):
+        body.append(draw(_chart(run, held), "memory-chart"))
+    if run.program is not None:
+        body += [_stages(run.program), _keys(), tag("p", _NOTE, class_="note")]
+    return Section("memory", "Memory", _sentence(run, held), join(body))
+
+
+def plan_of(run: Run) -> Memory | None:
+    """What the schedule plans for a rank."""
+    return None if run.program is None else planned_memory(run.program.schedule, run.program.micro_batches)
+
+
+_NOTE = (
+    "The plan adds up the buffers of the schedule, padding included, for Adam; they are there for as long as the model "
+    "is trained. What comes and goes over a step is activations and what autograd and the optimizer need for a moment. "
+    "Not in the plan, but in what is measured, are Python and PyTorch themselves (on a CPU all that the process holds) "
+    "and what else the program keeps."
+)
+
+
+def _sentence(run: Run, held: Sequence[Event]) -> str:
+    peak, plan = run.history.last_figure("memory/peak_bytes"), plan_of(run)
+    told = []
+    if peak is not None:
+        told.append(f"At most a rank held {said.size(peak)}")
+    if held:
+        least, most = (pick(held, key=lambda event: event.memory) for pick in (min, max))
+        told.append(
+            f"in step {held[0].step + 1:,} rank {most.rank} held between {said.size(least.memory)}, at the start of "
+            f"{_op(least)}, and {said.size(most.memory)}, at the start of {_op(most)}"
         )
-    plan = planned_memory(run.program.schedule, run.program.micro_batches)
-    rows = [(words, said.size(getattr(plan, name)), _share(plan, name)) for name, (_, words) in _KINDS.items()]
-    body = [
-        _bar(plan),
-        table("Planned for a rank", ("", "Bytes", "Of the plan"), [*rows, ("all", said.size(plan.total), "100 %")]),
-        tag(
-            "p",
-            "The plan adds up the buffers of the schedule, padding included, for Adam. Not in it, but in what is "
-            "measured, are activations, Python and PyTorch themselves (on a CPU all that the process holds), and what "
-            "else the program keeps.",
-            class_="note",
-        ),
+    if plan is None:
+        told.append("what was planned is not known, as the schedule is not")
+    elif plan.total:
+        largest = max(_KINDS, key=lambda name: getattr(plan, name))
+        share = said.share(getattr(plan, largest) / plan.total)
+        told.append(
+            f"the schedule plans {said.size(plan.total)} of it, most for {_KINDS[largest][1]} ({share} of the plan)"
+        )
+    sentence = "; ".join(told) or "the schedule plans no memory"
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _op(event: Event) -> str:
+    return f"{event.kind} of {event.target or 'the model'}"
+
+
+# ---- over a step
+
+
+def _held_most(run: Run) -> list[Event]:
+    """The compute ops of the typical step on the rank that held most, if what was held is known."""
+    known = [] if run.typical is None else [event for event in run.typical.events if event.memory > 0]
+    if not known:
+        return []
+    fullest = max(known, key=lambda event: event.memory).rank
+    return sorted((event for event in known if event.rank == fullest), key=lambda event: event.start)
+
+
+def _chart(run: Run, held: Sequence[Event]) -> dict[str, Any]:
+    """What that rank held when its ops began, over the step's milliseconds."""
+    assert run.typical is not None
+    every = -(-len(held) // _MOST_POINTS)
+    shown = held[::every]
+    return {
+        "charts": [
+            {
+                "title": f"MiB that rank {held[0].rank} held, over the milliseconds of step {run.typical.number:,}",
+                "x": "ms",
+                "steps": [round(1e3 * (event.start - run.typical.origin), 3) for event in shown],
+                "lines": [{"name": "held", "values": [round(event.memory / 2**20, 3) for event in shown]}],
+                "notes": [_op(event) for event in shown],
+            }
+        ],
+        "marks": {},
+    }
+
+
+# ---- by stage
+
+
+def _stages(program: Program) -> Html:
+    """What each stage of ZeRO would have a rank hold of the same model, by kind."""
+    own, plans = own_setting(program), {}
+    for stage in STAGES:
+        try:
+            schedule = variant(program, replace(own, stage=stage), 0)
+        except UserError:
+            # What else the run is set to does not go with it.
+            continue
+        name = f"zero {stage} (this run)" if stage == own.stage else f"zero {stage}"
+        plans[name] = planned_memory(schedule, program.micro_batches)
+    most = max(plan.total for plan in plans.values())
+    rows = [
+        (name, _bar(plan, most), *(said.size(getattr(plan, kind)) for kind in _KINDS), said.size(plan.total))
+        for name, plan in plans.items()
     ]
-    return Section("memory", "Memory", _sentence(plan, peak, measured), join(body))
+    heads = ("Stage", "Planned", *(word.capitalize() for _, word, _ in _KINDS.values()), "All")
+    return table("Planned for a rank, at each stage of ZeRO", heads, rows)
 
 
-def _sentence(plan: Memory, peak: float | None, measured: str) -> str:
-    most = max(fields(plan), key=lambda field: getattr(plan, field.name)).name
-    told = (
-        f"the schedule plans {said.size(plan.total)} of a rank's memory, most of it for {_KINDS[most][1]} "
-        f"({_share(plan, most)})"
-    )
-    if peak is None or not plan.total:
-        return told[0].upper() + told[1:] + "."
-    return f"{measured}; {told}. The plan is {said.share(plan.total / peak)} of what was measured."
+def _bar(plan: Memory, most: int) -> Html:
+    told = ", ".join(f"{word} {said.size(getattr(plan, name))}" for name, (_, word, _) in _KINDS.items())
+    parts = [(f"time-{colour}", getattr(plan, name) / max(1, most)) for name, (colour, _, _) in _KINDS.items()]
+    return bar(parts, told)
 
 
-def _bar(plan: Memory) -> Html:
-    if not plan.total:
-        return Html("")
-    parts = [(f"time-{colour}", getattr(plan, name) / plan.total) for name, (colour, _) in _KINDS.items()]
-    told = ", ".join(f"{words} {said.size(getattr(plan, name))}" for name, (_, words) in _KINDS.items())
-    keys = [
-        tag("li", tag("span", class_=f"key time-{colour}"), words)
-        for name, (colour, words) in _KINDS.items()
-        if getattr(plan, name)
+def _keys() -> Html:
+    items = [
+        tag("li", tag("span", class_=f"key time-{colour}"), f"{word}: {what}") for colour, word, what in _KINDS.values()
     ]
-    return tag("figure", bar(parts, told), tag("ul", *keys, class_="keys"))
-
-
-def _share(plan: Memory, name: str) -> str:
-    return said.share(getattr(plan, name) / plan.total) if plan.total else "–"
+    return tag("ul", *items, class_="keys")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from paceline.report import quantities as said
 from paceline.report.critical_path import What
 from paceline.report.html import Html, Section, bar, figures, join, tag
+from paceline.report.memory import plan_of
 from paceline.report.run import Run
 from paceline.report.steps import Step, straggler
 
@@ -32,6 +33,7 @@ def key_figures(run: Run) -> list[tuple[str, str, str, float | None]]:
     history, spent, slow = run.history, run.history.goodput, straggler(run.steps)
     rate, mfu, exposed = history.mean("perf/tokens_per_second"), history.mean("perf/mfu"), exposed_share(run)
     flops, peak = history.mean("perf/tflops"), history.last_figure("memory/peak_bytes")
+    plan = plan_of(run)
     loss, bits = history.last_figure("train/loss"), history.last_figure("val/bits_per_byte")
     unknown = "not known"
     items: list[tuple[str, str, str, float | None]] = [
@@ -48,7 +50,12 @@ def key_figures(run: Run) -> list[tuple[str, str, str, float | None]]:
             unknown if spent is None else said.share(spent.share),
             None if spent is None else spent.share,
         ),
-        ("peak_bytes", "Peak memory of a rank", unknown if peak is None else said.size(peak), peak),
+        (
+            "peak_bytes",
+            "Peak memory of a rank",
+            unknown if peak is None else said.size(peak) + (f", planned {said.size(plan.total)}" if plan else ""),
+            peak,
+        ),
         (
             "slowest_rank",
             "Slowest rank",

@@ -83,13 +83,28 @@ def test_the_plan_of_memory_is_the_schedules(run: Path, shown: Browser) -> None:
     program = read_run(run).program
     assert program is not None
     plan = planned_memory(program.schedule, program.micro_batches)
-    script = "[...document.querySelectorAll('#memory tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
-    rows = shown.run(script)
-    assert [row[1] for row in rows] == [
+    script = (
+        "[...document.querySelectorAll('#memory .wide tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+    )
+    rows = {row[0]: row[2:] for row in shown.run(script)}
+    assert list(rows) == ["zero 0", "zero 1", "zero 2 (this run)", "zero 3"]
+    assert rows["zero 2 (this run)"] == [
         said.size(getattr(plan, name))
         for name in ("parameters", "gradients", "optimizer", "buckets", "gathered", "total")
     ]
     assert f"plans {said.size(plan.total)}" in shown.text("#memory .sentence")
+    assert f"planned {said.size(plan.total)}" in shown.text("[data-figure=peak_bytes]")
+
+
+def test_memory_over_the_step_is_what_events_tell(run: Path, shown: Browser) -> None:
+    step = read_run(run).typical
+    assert step is not None
+    chart = shown.run("charts.memory.charts[0]")
+    most = max((event for event in step.events), key=lambda event: event.memory)
+    ran = sorted((e for e in step.events if e.rank == most.rank and e.memory), key=lambda event: event.start)
+    assert chart["lines"][0]["values"] == pytest.approx([event.memory / 2**20 for event in ran], abs=1e-3)
+    assert chart["steps"] == pytest.approx([1e3 * (event.start - step.origin) for event in ran], abs=1e-3)
+    assert f"and {said.size(most.memory)}, at the start of {most.kind}" in shown.text("#memory .sentence")
 
 
 def test_charts_show_the_figures_that_were_logged(run: Path, shown: Browser) -> None:
@@ -102,7 +117,9 @@ def test_charts_show_the_figures_that_were_logged(run: Path, shown: Browser) -> 
     validated = [row["val/loss"] for row in metrics(run) if "val/loss" in row]
     assert [v for v in loss["lines"][1]["values"] if v is not None] == pytest.approx(validated, rel=1e-5)
     assert (
-        shown.run("charts.plots().length") == len(charts) == len(shown.run("[...document.querySelectorAll('.u-over')]"))
+        shown.run("charts.plots().length")
+        == len(charts) + 1
+        == len(shown.run("[...document.querySelectorAll('.u-over')]"))
     )
     assert shown.run("charts.data.marks.checkpoint") == [16]
 

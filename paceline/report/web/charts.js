@@ -1,13 +1,15 @@
 "use strict";
 // Figures over the steps, as uPlot draws them; restarts, skipped steps and checkpoints as vertical lines with a letter.
+// Memory over one step is drawn alike.
 const charts = (() => {
-  const source = document.getElementById("charts");
-  if (!source) return [];
-  const data = JSON.parse(source.textContent);
+  const places = [...document.querySelectorAll(".chart")], sources = new Map();
+  for (const { dataset: { from } } of places) {
+    if (!sources.has(from)) sources.set(from, JSON.parse(document.getElementById(from).textContent));
+  }
   const DASHES = [[], [6, 4]], MARKS = { restart: ["R", [2, 3]], skipped: ["S", [8, 3]], checkpoint: ["C", [1, 5]] };
   let drawn = [];
 
-  function mark(plot) {
+  function mark(plot, marks) {
     const pen = plot.ctx, { left, top, width, height } = plot.bbox, ratio = window.devicePixelRatio || 1;
     pen.save();
     pen.strokeStyle = pen.fillStyle = drawing.colour("soft");
@@ -15,7 +17,7 @@ const charts = (() => {
     pen.font = `${10 * ratio}px system-ui, sans-serif`;
     for (const [name, [letter, dash]] of Object.entries(MARKS)) {
       pen.setLineDash(dash.map((long) => long * ratio));
-      for (const step of data.marks[name]) {
+      for (const step of marks[name] || []) {
         const at = plot.valToPos(step, "x", true);
         if (at < left || at > left + width) continue;
         pen.beginPath();
@@ -28,7 +30,7 @@ const charts = (() => {
     pen.restore();
   }
 
-  function options(chart, width) {
+  function options(chart, marks, width) {
     const axis = { stroke: drawing.colour("soft"), grid: { stroke: drawing.colour("line"), width: 1 }, ticks: { show: false } };
     const short = (value) => value.toLocaleString("en", { maximumSignificantDigits: 4 });
     const said = (plot, value) => (value === null || value === undefined ? "–" : drawing.digits(value));
@@ -36,14 +38,19 @@ const charts = (() => {
       width, height: 190, scales: { x: { time: false } },
       axes: [{ ...axis, size: 30 }, { ...axis, size: 62, values: (plot, values) => values.map(short) }],
       series: [
-        { label: "step", value: (plot, value) => (value === null || value === undefined ? "–" : value.toLocaleString("en")) },
+        { label: chart.x || "step", value: (plot, value) => (value === null || value === undefined ? "–" : value.toLocaleString("en")) },
         ...chart.lines.map((line, index) => ({
-          label: line.name, value: said, width: 1.5, dash: DASHES[index], spanGaps: true,
+          label: line.name, value: chart.notes ? (plot, value, _, i) => noted(chart, value, i) : said, width: 1.5, dash: DASHES[index], spanGaps: true,
           stroke: drawing.colour(index ? "exposed" : "accent"), points: { show: chart.steps.length < 60, size: 4 },
         })),
       ],
-      hooks: { draw: [mark] },
+      hooks: { draw: [(plot) => mark(plot, marks)] },
     };
+  }
+
+  // A value, and what happened then.
+  function noted(chart, value, i) {
+    return value === null || value === undefined || !chart.notes[i] ? "–" : `${drawing.digits(value)}, ${chart.notes[i]}`;
   }
 
   function describe(chart) {
@@ -51,17 +58,18 @@ const charts = (() => {
       const values = line.values.filter((value) => value !== null);
       return `${line.name} from ${drawing.digits(values[0])} to ${drawing.digits(values[values.length - 1])}`;
     });
-    return `${chart.title}, steps ${chart.steps[0]} to ${chart.steps[chart.steps.length - 1]}: ${ends.join(", ")}`;
+    const along = chart.x || "steps";
+    return `${chart.title}, ${along} ${chart.steps[0]} to ${chart.steps[chart.steps.length - 1]}: ${ends.join(", ")}`;
   }
 
   function draw() {
     drawn.forEach((plot) => plot.destroy());
-    drawn = [...document.querySelectorAll(".chart")].map((place) => {
-      const chart = data.charts[Number(place.dataset.chart)];
+    drawn = places.map((place) => {
+      const { charts, marks } = sources.get(place.dataset.from), chart = charts[Number(place.dataset.chart)];
       place.setAttribute("role", "img");
       place.setAttribute("aria-label", describe(chart));
       const values = [chart.steps, ...chart.lines.map((line) => line.values)];
-      return new uPlot(options(chart, place.clientWidth), values, place);
+      return new uPlot(options(chart, marks, place.clientWidth), values, place);
     });
   }
 
@@ -72,5 +80,5 @@ const charts = (() => {
   draw();
   addEventListener("resize", resize);
   drawing.onChange(draw);
-  return { data, plots: () => drawn };
+  return { data: sources.get("charts"), memory: sources.get("memory-chart"), plots: () => drawn };
 })();

@@ -1,0 +1,36 @@
+"""How much memory this rank holds at the moment, asked for at every op that is recorded."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+
+
+def reader(device: torch.device) -> Callable[[], int]:
+    """What gives the bytes held: of a GPU's memory as torch's allocator counts it, else all that is resident.
+
+    It gives 0 where that is not known.
+    """
+    if device.type == "cuda":
+        return functools.partial(torch.cuda.memory_allocated, device)
+    return _resident if sys.platform.startswith("linux") else lambda: 0
+
+
+def _resident() -> int:
+    # Its second number counts pages (proc(5)).
+    return int(os.pread(_statm(os.getpid()), 64, 0).split(b" ", 2)[1]) * _page()
+
+
+@functools.cache
+def _statm(process: int) -> int:
+    """The file that counts pages, open for as long as this process is there; a fork has one of its own."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+@functools.cache
+def _page() -> int:
+    return os.sysconf("SC_PAGE_SIZE")
