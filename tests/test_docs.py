@@ -117,10 +117,11 @@ def script(name: str) -> dict[str, Any]:
 def test_the_tables_are_what_the_schedules_and_results_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
     # As fresh as for who runs the script: another test may have put formulas in another order.
-    for name in ("collective_tables", "strategy_tables"):
+    for name in ("collective_tables", "strategy_tables", "make_tutorial"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     pages = script("make_tables")["pages"]()
-    assert {path.name for path in pages} == {"benchmarks.md", "README.md", "strategies.md", "collectives.md"}
+    names = {"benchmarks.md", "README.md", "strategies.md", "collectives.md", "tutorial.md"}
+    assert {path.name for path in pages} == names
     for path, text in pages.items():
         assert path.read_text() == text, "run docs/make_tables.py"
 
