@@ -52,8 +52,9 @@ def flops_per_token(config: ModelConfig, context: int, causal: bool = False) -> 
 def peak_flops(device_name: str, precision: str = "bfloat16") -> float | None:
     """Dense peak of a GPU in FLOP/s in a precision, by the name `torch.cuda.get_device_name` gives.
 
-    From the makers' data sheets, without sparsity. None where the peak is not known, as for a MIG slice or the H100
-    variants between PCIe and SXM, and where there are no units for the precision.
+    From the makers' data sheets, without sparsity: the figures that `paceline plan` counts with, whose table says where
+    each is from. Those of TF32, half of bf16's, are not in it and recalled. None where the peak is not known,
+    as for a MIG slice or the H100 variants between PCIe and SXM, and where there are no units for the precision.
 
     Args:
         device_name: Such as "NVIDIA H200".
@@ -95,9 +96,14 @@ _PEAKS: dict[str, tuple[tuple[str, float], ...]] = {
         (_4090, 82.6e12),
     ),
     "float32": (
+        (_V100, 15.7e12),
         (_A100, 19.5e12),
+        (_H100_PCIE, 51e12),
         (_H100, 67e12),
         (_H200, 67e12),
+        (_GH200, 67e12),
+        (_B200, 80e12),
+        (_GB200, 80e12),
         (_MI300X, 163.4e12),
         (_L40S, 91.6e12),
         (_4090, 82.6e12),

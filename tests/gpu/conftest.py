@@ -14,8 +14,10 @@ ORDER = (
     "test_equality",
     "test_one_device",
     "test_no_waiting",
-    "test_memory",
     "test_everyday",
+    "test_host_time",
+    "test_memory",
+    "test_examples",
 )
 """What the others rest on comes first, as time on a GPU may end."""
 
