@@ -34,6 +34,7 @@ from paceline.engine.program import Program
 from paceline.engine.recompute import recompute
 from paceline.engine.recovery import gives_up, reset, weights_replaced
 from paceline.engine.state import StepState
+from paceline.engine.to_device import move
 from paceline.engine.update import Update
 from paceline.models.units import find_blocks, find_units
 
@@ -81,7 +82,7 @@ class Engine:
         self.units = find_units(module, strategy.units)
         made_by = materialiser(module, self.units.values(), world, init, weights)
         if made_by is None:
-            module.to(world.device, non_blocking=True)
+            move(module, world.device)
         self.state = StepState()
         self.program = Program(module, self.units, strategy, world, self, made_by)
         self.forward = ForwardPass(self.program, self.state)
