@@ -16,12 +16,16 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from torch import Tensor
+
 from paceline.comm.gpu_streams import CudaClock, CudaStream
 from paceline.core.buffers import BufferKind, Buffers
 from paceline.core.collectives.rounds import Traffic
+from paceline.core.layout import Bucket
 from paceline.core.ops import COMPUTE, Key, Op, Span
 from paceline.engine.collectives import Collectives
 from paceline.engine.executor import Executor
+from paceline.engine.parameters import Parameters
 from paceline.engine.program import Program
 from paceline.engine.tensors import Tensors
 from tests.comm.fake_cuda import DEVICE, FakeCuda, fake_cuda
@@ -51,10 +55,12 @@ class Watch:
         cuda: The device.
         races: Pairs of ops, in words.
         pairs: How many pairs on the same memory there were.
+        writes_besides: What the next op writes that the schedule does not know.
     """
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda, self.races, self.pairs = cuda, set[str](), 0
+        self.writes_besides: tuple[Span, ...] = ()
         self._accesses: list[Access] = []
 
     def touch(self, op: Op) -> None:
@@ -63,11 +69,15 @@ class Watch:
             # The host's alone: parameters become views of the memory, or no longer are.
             return
         own = () if op.kind in COMPUTE else (Span(f"communicator {op.stream}", 0, 1),)
-        self._touch(f"{op.kind} of {op.target}, {op.phase}", op.reads, (*op.writes, *own))
+        self._touch(f"{op.kind} of {op.target}, {op.phase}", op.reads, (*op.writes, *own, *self.writes_besides))
 
     def meet(self, stream: str, purpose: str) -> None:
         """Ranks communicate outside of the schedule, on the current stream."""
         self._touch(purpose, (), (Span(f"communicator {stream}", 0, 1),))
+
+    def use(self, what: str, span: Span) -> None:
+        """Something that is no op reads memory, on the current stream."""
+        self._touch(what, (span,), ())
 
     def give_back(self, buffer: str) -> None:
         """A buffer's memory is somebody else's from now on."""
@@ -93,7 +103,8 @@ def ordered_streams() -> Iterator[Watch]:
     """Inside, models that are made parallel run on such streams."""
     with as_on_gpus(), fake_cuda() as cuda:
         watch, work = Watch(cuda), Program.work
-        begin, end, meet = Executor.begin, Executor.end, Collectives._meet
+        begin, end, meet, run_ops = Executor.begin, Executor.end, Collectives._meet, Executor.run
+        pin, unpin = Parameters.pin, Parameters.unpin
         agree, allocate = Collectives.meet, Tensors.allocate
         clock = CudaClock(DEVICE)
 
@@ -105,6 +116,33 @@ def ordered_streams() -> Iterator[Watch]:
                 return run()
 
             return watched
+
+        def watched_run(executor: Executor, ops: Sequence[Op], run: Callable[[], Traffic] | None = None) -> None:
+            def watched() -> Traffic:
+                assert run is not None
+                watch.touch(ops[0])
+                return run()
+
+            run_ops(executor, ops, None if run is None else watched)
+
+        def watched_pin(parameters: Parameters, index: int, gather: Callable[[Bucket, Tensor], None]) -> None:
+            """What a bucket is gathered into out of turn is memory of its own, and then computed with."""
+            memory = Span(f"pinned {parameters.flat.bucket_of[index].name}", 0, 1)
+
+            def gathered(bucket: Bucket, into: Tensor) -> None:
+                watch.writes_besides = (memory,)
+                try:
+                    gather(bucket, into)
+                finally:
+                    watch.writes_besides = ()
+
+            pin(parameters, index, gathered)
+            watch.use("a parameter outside of its unit", memory)
+
+        def watched_unpin(parameters: Parameters) -> None:
+            for name in parameters._pins:
+                watch.give_back(f"pinned {name}")
+            unpin(parameters)
 
         def watched_begin(executor: Executor, key: Key) -> None:
             begin(executor, key)
@@ -135,6 +173,9 @@ def ordered_streams() -> Iterator[Watch]:
             patch.object(Program, "work", watched_work),
             patch.object(Executor, "begin", watched_begin),
             patch.object(Executor, "end", watched_end),
+            patch.object(Executor, "run", watched_run),
+            patch.object(Parameters, "pin", watched_pin),
+            patch.object(Parameters, "unpin", watched_unpin),
             patch.object(Collectives, "_meet", watched_meet),
             patch.object(Collectives, "meet", watched_agree),
             patch.object(Tensors, "allocate", watched_allocate),

@@ -28,14 +28,14 @@ POLICIES = {
 
 
 class Backwards(Stack):
-    """Runs its blocks from the last to the first."""
+    """Runs its blocks from the last to the first, and with a weight of a block that is not its turn."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(x)
         for block in reversed(self.blocks):
             x = x + block(x)
         y: torch.Tensor = self.head(x)
-        return y
+        return y + 1e-3 * self.blocks[1][0].weight.square().sum()  # type: ignore[index, operator, union-attr]
 
 
 def wait_left_out(cuda: FakeCuda, wait: str) -> None:
@@ -147,6 +147,7 @@ TAKEN: dict[str, tuple[Strategy, tuple[Mutant, ...]]] = {
     "updates are not waited for": (STAGES["zero 1"], (without_after("forward"), ARRIVALS)),
     "gathered units are not waited for": (STAGES["zero 3"], (without_after("unshard"), ARRIVALS)),
     "no gate at all": (STAGES["zero 0"], (mutants.ungated,)),
+    "what is gathered out of turn is not waited for": (STAGES["zero 3"], (mutants.gathers_out_of_turn_unwaited,)),
     "replicas do not follow shards": (HYBRID["zero 2, 2 x 2"], (mutants.not_behind,)),
 }
 
