@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.read_later import ReadLater
+
 
 class Edits:
     """Remembers this rank's shards of parameters as they were left.
 
-    An edit in place moves a tensor's version on. One by way of `p.data` does not, so on a CPU a few elements of each
-    shard are compared too; a GPU's host would have to wait for them.
+    An edit in place moves a tensor's version on. One by way of `p.data` does not, so a few elements of each shard are
+    compared too. A GPU's host would have to wait for that: it is told when it asks the next time.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shards: Mapping[int, Tensor]) -> None:
@@ -29,15 +31,18 @@ class Edits:
         """Indices of parameters, the memory that they are in, and where in it the elements are that are compared."""
         found: dict[int, tuple[list[int], Tensor, list[int]]] = {}
         for index, shard in shards.items():
-            if shard.numel() and shard.device.type == "cpu":
+            if shard.numel():
                 storage = shard.untyped_storage()
-                memory = torch.empty(0, dtype=shard.dtype).set_(storage)
+                memory = torch.empty(0, dtype=shard.dtype, device=shard.device).set_(storage)
                 indices, _, places = found.setdefault(storage.data_ptr(), ([], memory, []))
                 first = int(shard.storage_offset())
                 last = first + shard.numel() - 1
                 indices += [index] * 3
                 places += [first, (first + last) // 2, last]
-        self._seen = [(indices, memory, torch.tensor(places)) for indices, memory, places in found.values()]
+        self._seen = [
+            (indices, memory, torch.tensor(places).to(memory.device)) for indices, memory, places in found.values()
+        ]
+        self._later = [ReadLater() if _asks_later(memory) else None for _, memory, _ in self._seen]
 
     def set(self) -> None:
         """Takes the shards as they are now."""
@@ -49,9 +54,14 @@ class Edits:
         for index, version in zip(self._indices, self._versions, strict=True):
             if self._parameters[index]._version != version:
                 return index
-        for (indices, memory, places), values in zip(self._seen, self._values, strict=True):
+        for (indices, memory, places), values, later in zip(self._seen, self._values, self._later, strict=True):
             # By bits, as NaN is not equal to itself.
-            changed = memory[places].view(torch.uint8) != values.view(torch.uint8)
-            if changed.any():
-                return indices[int(changed.view(len(indices), -1).any(1).nonzero()[0])]
+            changed = (memory[places].view(torch.uint8) != values.view(torch.uint8)).view(len(indices), -1).any(1)
+            known = changed if later is None else later.exchange(changed)
+            if known is not None and known.any():
+                return indices[int(known.nonzero()[0])]
         return None
+
+
+def _asks_later(memory: Tensor) -> bool:
+    return memory.device.type != "cpu"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.comm.read_later import ReadLater
 from paceline.core.errors import EngineError
 
 _USER_VALUES = 16
@@ -37,7 +38,7 @@ class Statistics:
         """
         self.buffer = buffer
         self.asks_later = buffer.is_cuda
-        self._asked: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._later = ReadLater()
         self._parameters, self._world_size = parameters, world_size
         self._carries = False
         self._values: list[float | Tensor] = []
@@ -111,18 +112,8 @@ class Statistics:
         if not self.asks_later:
             self._judge(checks.tolist())
             return
-        asked = self._asked
-        host = torch.empty(checks.shape, dtype=checks.dtype, pin_memory=checks.is_cuda)
-        host.copy_(checks, non_blocking=True)
-        copied = torch.cuda.Event() if checks.is_cuda else None
-        if copied is not None:
-            copied.record()
-        self._asked = host, copied
-        if asked is not None:
-            earlier, arrived = asked
-            if arrived is not None:
-                # The host is a step ahead by now, so it hardly waits.
-                arrived.synchronize()
+        earlier = self._later.exchange(checks)
+        if earlier is not None:
             self._judge(earlier.tolist())
 
     def _judge(self, sums: Sequence[float]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import paceline as pl
+from paceline.comm.read_later import ReadLater
 from paceline.core.events import Event, exposed_fraction, exposed_in_step
 from paceline.engine.engine import Engine
 from paceline.launch.cores import waited_for_a_core
@@ -145,7 +146,7 @@ class Readback:
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[int, Tensor, torch.cuda.Event] | None = None
+        self._step, self._later = 0, ReadLater()
 
     def exchange(self, step: int, values: Tensor) -> tuple[int, list[float]]:
         """Hands in this step's values; returns step and values of this one (CPU) or the last one (GPU).
@@ -156,17 +157,9 @@ class Readback:
         """
         if values.device.type == "cpu":
             return step, values.tolist()
-        previous = self._pending
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self._pending = step, host, copied
-        if previous is None:
-            return step - 1, [0.0] * values.numel()
-        at, earlier, arrived = previous
-        arrived.synchronize()
-        return at, earlier.tolist()
+        at, self._step = self._step, step
+        earlier = self._later.exchange(values)
+        return (step - 1, [0.0] * values.numel()) if earlier is None else (at, earlier.tolist())
 
 
 def _last_step(events: list[Event]) -> list[Event]:
