@@ -39,6 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: The arguments name no model, or sizes that do not go together.
     """
+    if any(argument.partition("=")[0] == "--validate" for argument in arguments):
+        from paceline.plan.published.validate_cli import main as validate
+
+        return validate(arguments)
     options = parse(PlanArguments, arguments, "paceline plan")
     for name, value in (("devices", options.devices), ("micro-batches", options.micro_batches)):
         if value < 1:

@@ -39,6 +39,11 @@ class Described:
     fused_attention: bool | None
     assumed: tuple[str, ...]
 
+    @property
+    def by_formula(self) -> bool:
+        """Whether it has tensor, pipeline or context ranks, of which paceline's engine has none."""
+        return self.run.tensor * self.run.pipeline * self.run.context_ranks > 1
+
 
 def describe(row: Row) -> Described:
     """What a row says was run.
@@ -220,3 +225,12 @@ def _network(row: Row, per_host: int) -> float | None:
         return None
     gigabits = float(found[1])
     return gigabits * 1e9 / 8 / (per_host if gigabits > 800 else 1)
+
+
+def measured_in_tests(row: Row) -> str:
+    """Why a row's time is none of a run for speed; "" where it is."""
+    if "functional_tests" in row.text("source"):
+        return (
+            "a functional test's: deterministic kernels, a loss logged in each step, and models that take milliseconds"
+        )
+    return ""

@@ -121,12 +121,24 @@ def fit(samples: Sequence[Sample], rounds: int = 12) -> Fit:
         damping /= 5
         if gained < 1e-5:
             break
+    return at(_constants(x), samples)
+
+
+def at(constants: Constants, samples: Sequence[Sample]) -> Fit:
+    """What constants that were fitted to these rows rest on.
+
+    Args:
+        constants: The fitted ones.
+        samples: The rows, weighted as they were for fitting.
+    """
+    x = _logarithms(constants)
+    residuals = _residuals(samples, x)
     jacobian = _jacobian(samples, x, residuals)
     _, stiffness = _prior(x)
     variance = residuals @ residuals / max(1, len(samples) - len(x))
     covariance = variance * np.linalg.inv(jacobian.T @ jacobian + np.diag(stiffness))
     errors = np.sqrt(np.diag(covariance)) * np.exp(x)
-    return Fit(_constants(x), Constants(*map(float, errors)), tuple(samples), residuals, jacobian)
+    return Fit(constants, Constants(*map(float, errors)), tuple(samples), residuals, jacobian)
 
 
 def balanced(sets: Sequence[Sequence[Sample]]) -> list[Sample]:

@@ -1,0 +1,118 @@
+"""Memory of a row's run, by the formulas of the program that it was measured with."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from paceline.core.errors import UserError
+from paceline.plan.fsdp2 import Fsdp2
+from paceline.plan.llama_memory import Kept
+from paceline.plan.nanotron import Nanotron
+from paceline.plan.published.describe import Described, describe, stack_of
+from paceline.plan.published.megatron_memory import megatron_run
+from paceline.plan.published.predict import profile
+from paceline.plan.published.table import Row
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """A row's memory as measured and as predicted, in bytes of one rank; None where nothing was measured.
+
+    Attributes:
+        steady: Measured between steps.
+        steady_predicted: The same, predicted.
+        peak: Measured at most within a step.
+        peak_predicted: The same, predicted.
+        ran_out: Whether the run ran out of memory.
+        available: What the device has.
+    """
+
+    steady: float | None
+    steady_predicted: float | None
+    peak: float | None
+    peak_predicted: float
+    ran_out: bool
+    available: float | None
+
+    @property
+    def steady_error(self) -> float | None:
+        """Predicted over measured, less 1."""
+        if self.steady is None or self.steady_predicted is None:
+            return None
+        return self.steady_predicted / self.steady - 1
+
+    @property
+    def peak_error(self) -> float | None:
+        """Predicted over measured, less 1."""
+        return None if self.peak is None else self.peak_predicted / self.peak - 1
+
+
+def measures_memory(row: Row) -> bool:
+    """Whether a row tells of memory, or that it did not suffice."""
+    return bool({"peak_bytes", "steady_bytes", "memory_share"} & row.values.keys()) or ran_out(row)
+
+
+def ran_out(row: Row) -> bool:
+    """Whether a row says that its run ran out of memory."""
+    told = (*(row.text(name) for name in _TELL), *(row.text(name) for name in ("notes", "suspect", "label")))
+    return any(re.search(r"\booms?\b|out of memory|out-of-memory", text) for text in told)
+
+
+_TELL = ("peak_bytes", "seconds", "tokens_per_second", "tokens_per_second_device", "mfu", "model_flops")
+
+
+def predict_memory(row: Row) -> MemoryPrediction:
+    """Predicts a row's memory.
+
+    Raises:
+        UserError: It cannot be; the message is the reason.
+    """
+    if row.fault:
+        raise UserError(row.fault)
+    out = ran_out(row)
+    stack = stack_of(row)
+    if "steady_bytes" in row.values or stack == "megatron":
+        run = megatron_run(row.raw)
+        return MemoryPrediction(row.number("steady_bytes"), run.steady, row.number("peak_bytes"), run.peak, out, None)
+    described = describe(row)
+    available = profile(described.gpu, stack).device.memory
+    peak = None if out else row.number("peak_bytes")
+    if peak is None and not out and (share := row.number("memory_share")):
+        peak = share * available
+    return MemoryPrediction(None, None, peak, _peak(row, described), out, available)
+
+
+def _peak(row: Row, described: Described) -> float:
+    run = described.run
+    kept: Kept = "all"
+    if run.recompute == "unit":
+        selective = "selective" in row.text("recompute") and run.recompute_share == 0.5
+        kept = "operations" if selective else "input"
+    if described.stack == "torchtitan":
+        return Fsdp2(
+            config=run.config,
+            samples=run.samples * (run.micro_batches if run.pipeline > 1 else 1),
+            shards=run.shard or run.data,
+            tensor=run.tensor,
+            pipeline=run.pipeline,
+            context_ranks=run.context_ranks,
+            kept=kept,
+            recomputed=1.0 if kept == "operations" else run.recompute_share,
+            compiled=bool(described.compiled),
+        ).reserved
+    if described.stack == "nanotron":
+        return Nanotron(
+            config=run.config,
+            samples=run.samples,
+            micro_batches=run.micro_batches,
+            data=run.data,
+            zero=min(run.zero, 1),
+            tensor=run.tensor,
+            pipeline=run.pipeline,
+            context_ranks=run.context_ranks,
+            kept="input" if run.recompute == "unit" else "all",
+        ).peak
+    raise UserError(
+        "only memory of Megatron-LM, torchtitan and nanotron is predicted: what other programs hold is not known"
+    )

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import UserError
+from paceline.plan.published.predict import machines, predict, profile
+from paceline.plan.published.table import Row, read
+
+
+def row(tmp_path: Path, **cells: object) -> Row:
+    file = tmp_path / "row.csv"
+    file.write_text(",".join(cells) + "\n" + ",".join(f'"{cell}"' for cell in cells.values()) + "\n", encoding="utf-8")
+    return read(file).rows[0]
+
+
+CELLS = {
+    "model": "Llama 3.1 8B",
+    "n_gpus": 64,
+    "gpu": "h100_80gb",
+    "seq_len": 8192,
+    "local_batch_size": 1,
+    "tokens_per_s_per_gpu": 5000,
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "stack", "name"),
+    [
+        ("a100_40gb", "composer", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "fsdp", "a100"),
+        ("a100", "megatron", "a100"),
+        ("H100", "torchtitan", "h100-96gb"),
+        ("h200", "torchtitan", "h200"),
+        ("NVIDIA H100 PCIe", "fsdp", "h100-pcie"),
+        ("gb200", "nemo", "gb200"),
+        ("v100-32gb", "fsdp", "v100"),
+    ],
+)
+def test_devices_by_the_names_that_tables_use(gpu: str, stack: str, name: str) -> None:
+    assert profile(gpu, stack).device.name == name
+
+
+def test_what_a_row_says_changes_its_forecast(tmp_path: Path) -> None:
+    plain = predict(row(tmp_path, **CELLS)).step.total
+    compiled = predict(row(tmp_path, **CELLS, compile="yes")).step.total
+    eight = predict(row(tmp_path, **CELLS, compile="yes", float8="yes")).step.total
+    again = predict(row(tmp_path, **CELLS, activation_checkpointing="full")).step.total
+    slow = predict(row(tmp_path, **CELLS, interconnect="100 Gb/s")).step.total
+    assert eight < compiled < plain < again < slow
+
+
+def test_a_network_is_a_host_s_or_a_device_s(tmp_path: Path) -> None:
+    one = predict(row(tmp_path, **CELLS, interconnect="RoCE 1600 Gb/s a host")).described
+    other = predict(row(tmp_path, **CELLS, network="200 Gbps")).described
+    assert one.network == other.network == 25e9
+    assert machines(one).between.bandwidth == pytest.approx(20e9)
+
+
+def test_a_device_nobody_knows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gpu: abacus: expected one of"):
+        predict(row(tmp_path, **{**CELLS, "gpu": "abacus"}))
+    with pytest.raises(UserError, match="v100: expected a precision"):
+        predict(row(tmp_path, **{**CELLS, "gpu": "v100", "precision": "bf16"}))

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import UserError
+from paceline.plan.cli import main
+from paceline.plan.published.accuracy import evaluate, page
+from paceline.plan.published.sets import PUBLISHED
+
+FILES = Path(__file__).parents[3] / PUBLISHED
+
+ROWS = """source,model,n_gpus,gpu,seq_len,local_batch_size,tp,tokens_per_s_per_gpu,memory_gib,colour
+torchtitan,Llama 3.1 8B,8,h100,8192,1,1,5000,60,red
+torchtitan,Llama 3.1 70B,256,h100,8192,16,8,800,,red
+torchtitan,Llama 3.1 70B,8,h100,8192,8,1,OOM,OOM,red
+mine,unheard of,8,h100,8192,1,1,5000,,red
+mine,Llama 3.1 8B,8,h100,8192,1,1,,,red
+mine,Llama 3.1 8B,8
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "rows.csv"
+    path.write_text(ROWS, encoding="utf-8")
+    return str(path)
+
+
+def test_every_line_is_predicted_or_listed(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--validate", file, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    told = {row["line"] for row in found["rows"]} | {row["line"] for row in found["not_predicted"]}
+    assert told == {2, 3, 4, 5, 6, 7}
+    assert found["unknown_columns"] == ["colour"]
+    assert [row["line"] for row in found["rows"]] == [2, 3]
+    assert [row["by_formula"] for row in found["rows"]] == [False, True]
+    assert found["step_time"]["rows"] == 2
+    # It ran out of memory on 8 devices, and no forecast says that it fits.
+    assert found["memory_rows"][-1]["ran_out"] and found["wrongly_fits"] == []
+    reasons = {row["line"]: row["reason"] for row in found["not_predicted"]}
+    assert "'OOM'" in reasons[4] and "not known" in reasons[5]
+    assert "neither how long" in reasons[6] and "expected 10 cells" in reasons[7]
+
+
+def test_the_same_in_words(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--validate", file])
+    printed = capsys.readouterr().out
+    assert "Columns that are not known, and play no part: colour" in printed
+    assert "Not predicted: 4" in printed and "step time: mean" in printed and "ran out" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--validate", "/nowhere.csv"], "found no file"),
+        (["--validate", "--published", "/nowhere"], "expected a folder with llm_foundry.csv"),
+        (["--validate", "rows.csv", "--published", "x"], "leave it out"),
+        (["--validate", "--devices", "8"], "no option --devices"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main(arguments)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not (FILES / "llm_foundry.csv").is_file(), reason="needs the published files beside the project")
+def test_the_page_is_what_the_published_files_give_and_its_targets_are_met() -> None:
+    result = evaluate(str(FILES))
+    committed = (Path(__file__).parents[3] / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    told = page(result)
+    for title in ("## LLM-Foundry", "## vTrain", "## The constants"):
+        (section,) = (part for part in told.split("\n\n## ") if f"## {part}".startswith(title))
+        assert section in committed
+    (fold,) = (
+        each.errors
+        for each in result.times["llm_foundry.csv"]
+        if each.rows == "all" and each.constants == "all rows but this size of model's"
+    )
+    assert fold.median <= 0.04 and fold.mean <= 0.06 and fold.p90 <= 0.12
+    single, multi = (
+        each.errors.mean
+        for each in result.times["vtrain_a100.csv"]
+        if each.constants == "all rows but this width of model's"
+    )
+    assert single < 0.0837 and multi < 0.1473
