@@ -43,8 +43,8 @@ def commands() -> dict[str, Flags]:
     """Every command with its flags."""
     from paceline.checkpoint.arguments import CheckpointArguments
     from paceline.faults.arguments import FaultsArguments
+    from paceline.plan.arguments import PlanArguments
     from paceline.plan.check_cli import CheckArguments
-    from paceline.plan.cli import PlanArguments
     from paceline.report.report_command import ReportArguments
     from paceline.report.trace_command import TraceArguments
     from paceline.report.watch_command import WatchArguments

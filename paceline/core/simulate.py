@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,10 @@ from paceline.core.ops import COMPUTE, PREVIOUS, STREAMS, Key, Op
 from paceline.core.schedule import Schedule
 
 Costs = Callable[[Op], float]
-"""Seconds that an op takes once it runs; what computes, while nothing is communicated beside it."""
+"""Seconds that an op takes once it runs: alone on its link; what computes, while nothing is communicated beside it."""
+
+Links = Callable[[Op], str]
+"""What a collective's bytes go over, such as the wires between hosts."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,12 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule, costs: Costs, micro_batches: int = 1, steps: int = 1, contention: float = 0.0
+    schedule: Schedule,
+    costs: Costs,
+    micro_batches: int = 1,
+    steps: int = 1,
+    contention: float = 0.0,
+    links: Links | None = None,
 ) -> list[Event]:
     """Predicts the events of a rank's optimizer steps.
 
@@ -64,6 +73,9 @@ def simulate(
         steps: Number of steps; in the first, nothing is left over from a step before.
         contention: By which share computing is slower while any collective is under way, as both take the memory's
             bandwidth, and on CPUs cores: 0.1 makes 1 s of computing take 1.1 s where it is so throughout.
+        links: Names what each collective's bytes go over. Of two collectives over one link the one that stands later in
+            the schedule moves when the link is free, so that together they take what they would one after another.
+            None: they do not share.
 
     Returns:
         One event per op, in the order of the schedule. Times are seconds from the start of the first step.
@@ -71,7 +83,7 @@ def simulate(
     Raises:
         ValueError: An op comes after one that stands nowhere before it.
     """
-    line = timeline(schedule.step(micro_batches), costs, micro_batches, steps, contention)
+    line = timeline(schedule.step(micro_batches), costs, micro_batches, steps, contention, links)
     ops, rank = line.ops, schedule.rank
     times = zip(line.starts, line.ends, line.exposed, strict=True)
     return [
@@ -83,7 +95,14 @@ def simulate(
     ]
 
 
-def timeline(ops: Sequence[Op], costs: Costs, micro_batches: int, steps: int = 1, contention: float = 0.0) -> Timeline:
+def timeline(
+    ops: Sequence[Op],
+    costs: Costs,
+    micro_batches: int,
+    steps: int = 1,
+    contention: float = 0.0,
+    links: Links | None = None,
+) -> Timeline:
     """`simulate` without making events of it: `ops` are those of a step of so many micro-batches.
 
     Raises:
@@ -98,6 +117,8 @@ def timeline(ops: Sequence[Op], costs: Costs, micro_batches: int, steps: int = 1
     free = [0.0] * len(STREAMS)
     computed = 0.0
     busy: list[tuple[float, float]] = []
+    used: dict[str, list[tuple[float, float]]] = {}
+    over = [links(op) if links and op.kind not in COMPUTE else "" for op in ops]
     for first in range(0, steps * count, count):
         for index in range(count):
             stream, at = streams[index], first + index
@@ -115,11 +136,13 @@ def timeline(ops: Sequence[Op], costs: Costs, micro_batches: int, steps: int = 1
                         exposed[other] += end - start
                     start = end
             end = start + seconds[index]
-            if seconds[index] and contention:
-                if computes[index]:
-                    busy = [span for span in busy if span[1] > start]
-                    end = _beside(start, seconds[index], busy, contention)
-                else:
+            if seconds[index] and contention and computes[index]:
+                busy = [span for span in busy if span[1] > start]
+                end = _beside(start, seconds[index], busy, contention)
+            if seconds[index] and not computes[index]:
+                if over[index]:
+                    end = _claim(used.setdefault(over[index], []), start, seconds[index])
+                if contention:
                     busy.append((start, end))
             starts[at], ends[at] = start, end
             free[stream] = end
@@ -164,3 +187,26 @@ def _beside(start: float, seconds: float, busy: Sequence[tuple[float, float]], c
         left -= slowed
         now = last
     return now + left
+
+
+def _claim(taken: list[tuple[float, float]], start: float, seconds: float) -> float:
+    """When a collective is over that needs a link for so many seconds, of which spans are taken: in order, apart.
+
+    It is added to them.
+    """
+    place = bisect_left(taken, (start,))
+    if place and taken[place - 1][1] > start:
+        place -= 1
+    stop, now, left = place, start, seconds
+    while stop < len(taken):
+        first, last = taken[stop]
+        if first > now:
+            if left <= first - now:
+                break
+            left -= first - now
+        now = last
+        stop += 1
+    end = now + left
+    first = min(start, taken[place][0]) if stop > place else start
+    taken[place:stop] = [(first, end)]
+    return end

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,19 @@ def meta_model_and_inputs(name: str) -> tuple[nn.Module, Inputs | None]:
     """As `meta_model`, with what the model is called with if its function returned that, too: a tensor, a tuple of
     arguments, or a dictionary of named ones.
     """
-    with torch.device("meta"), _Undrawn():
-        model, inputs = _build(name)
+    model, inputs = on_meta(lambda: _build(name))
     if not any(True for _ in model.parameters()):
         raise UserError(f"--model {name}: {type(model).__name__} has no parameters")
     return model, inputs
 
+
+def on_meta(build: Callable[[], Built]) -> Built:
+    """What a function builds, without memory for its parameters and without drawing them."""
+    with torch.device("meta"), _Undrawn():
+        return build()
+
+
+Built = TypeVar("Built")
 
 _META: dict[str, Any] = {"device": torch.device("meta")}
 

@@ -1,0 +1,196 @@
+"""One model on so many devices: what any setting of it takes and holds, by the engine's own schedule. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from paceline.core.build_layout import build_layout
+from paceline.core.layout import ROOT
+from paceline.core.ops import COMPUTE, Op
+from paceline.core.schedule import Schedule
+from paceline.core.simulate import Links, Timeline, timeline
+from paceline.core.strategy import Strategy
+from paceline.plan.bound import Spent, binding, spent
+from paceline.plan.costs import step_costs
+from paceline.plan.estimate import Estimate, Setting
+from paceline.plan.footprint import Footprint, footprint
+from paceline.plan.hardware import Hardware
+from paceline.plan.subject import Subject
+
+STEPS = 2
+"""Simulated; what the first sends after its update is under way as the second begins, as in every later one."""
+ALIKE = 3
+"""Micro-batches that are simulated at most: those between the first and the last of a step all take the same."""
+
+FREE = 0.04
+"""Share of a device's memory that is to stay free: what fragments of the allocator and other libraries take of it."""
+
+_UPDATES = ("update", "cast")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, machines, and a number of devices. What settings have in common is built once.
+
+    Attributes:
+        subject: The model.
+        hardware: The machines.
+        devices: Ranks, one on each.
+        slow_rank: How many times as long one of the ranks computes, for which all others wait.
+    """
+
+    subject: Subject
+    hardware: Hardware
+    devices: int
+    slow_rank: float = 1.0
+    _schedules: dict[Strategy, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _steps: dict[tuple[Strategy, int], tuple[Op, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _spent: dict[tuple[int, str], Spent] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a device that a setting may hold."""
+        return int(self.hardware.device.memory * (1 - FREE))
+
+    def schedule(self, strategy: Strategy) -> Schedule:
+        """The engine's schedule of any rank.
+
+        Raises:
+            UserError: The strategy does not suit the number of devices.
+        """
+        plain = _plain(strategy)
+        if plain not in self._schedules:
+            strategy.shards(self.devices)
+            shapes = self.subject.shapes
+            layout = build_layout(shapes.parameters, (ROOT, *shapes.units), plain, self.devices)
+            self._schedules[plain] = Schedule(layout, plain, self.devices, rank=0, order=shapes.units)
+        return self._schedules[plain]
+
+    def footprint(self, setting: Setting) -> Footprint:
+        """What a rank holds.
+
+        Raises:
+            UserError: The strategy does not suit the number of devices.
+        """
+        strategy = setting.strategy
+        schedule = replace(self.schedule(strategy), strategy=strategy)
+        work = self.subject.work(setting.samples, strategy.precision)
+        return footprint(work, schedule, setting.micro_batches, framework=self.hardware.framework)
+
+    def estimate(self, setting: Setting) -> Estimate:
+        """What a step takes and holds.
+
+        Raises:
+            UserError: The strategy does not suit the number of devices, or the device does not compute in its
+                precision.
+        """
+        hardware, precision = self.hardware, setting.strategy.precision
+        split = self._step_of(setting, lambda count: self._split(setting, count, 1.0))
+        sent = self._step_of(setting, lambda count: {"bytes": float(self._sent(setting.strategy, count))})
+        exposed = {kind: time for kind, time in split.items() if kind not in ("compute", "optimizer") and time > 0}
+        plain = sum(split.values())
+        hosts = math.ceil(self.devices / hardware.devices_per_host)
+        bubble = plain * getattr(hardware.kernels, "straggling", 0.0) * math.log2(hosts)
+        if self.slow_rank != 1.0:
+            slow = self._step_of(setting, lambda count: self._split(setting, count, self.slow_rank))
+            bubble += sum(slow.values()) - plain
+        whole = {"compute": split["compute"], "optimizer": split["optimizer"], "bubble": bubble}
+        whole["communication"] = sum(exposed.values())
+        samples = setting.samples * setting.micro_batches
+        return Estimate(
+            setting=setting,
+            devices=self.devices,
+            compute=split["compute"],
+            exposed=exposed,
+            optimizer=split["optimizer"],
+            bubble=bubble,
+            tokens=self.devices * samples * self.subject.context,
+            flops=self.subject.flops_of(samples, precision),
+            peak_flops=hardware.device.peak.get(precision) or hardware.device.ceiling[precision],
+            memory=self.footprint(setting),
+            capacity=self.capacity,
+            bound=binding(self.spent(setting), whole),
+            sent=round(sent["bytes"]),
+        )
+
+    def spent(self, setting: Setting) -> Spent:
+        """Seconds of a micro-batch's kernels by what bounds each of them."""
+        key = (setting.samples, setting.strategy.precision)
+        if key not in self._spent:
+            self._spent[key] = spent(self.subject.work(*key), self.hardware)
+        return self._spent[key]
+
+    # ---- a step
+
+    def ops(self, strategy: Strategy, micro_batches: int) -> tuple[Op, ...]:
+        """The ops of a step."""
+        key = (_plain(strategy), micro_batches)
+        if key not in self._steps:
+            self._steps[key] = self.schedule(strategy).step(micro_batches)
+        return self._steps[key]
+
+    def _step_of(self, setting: Setting, of: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
+        """A sum over a step's ops, from steps of few micro-batches: each one more adds the same."""
+        most = min(setting.micro_batches, ALIKE)
+        found = dict(of(most))
+        if setting.micro_batches > most:
+            before = of(most - 1)
+            for name, value in found.items():
+                found[name] = value + (setting.micro_batches - most) * (value - before.get(name, 0.0))
+        return found
+
+    def _sent(self, strategy: Strategy, micro_batches: int) -> int:
+        return sum(op.sent for op in self.ops(strategy, micro_batches))
+
+    def _split(self, setting: Setting, micro_batches: int, slower: float) -> dict[str, float]:
+        """Where the seconds of a step of so many micro-batches go, if this rank computes so many times as long."""
+        strategy = setting.strategy
+        work = self.subject.work(setting.samples, strategy.precision)
+        costs = step_costs(work, self.hardware, replace(self.schedule(strategy), strategy=strategy))
+
+        known: dict[tuple[object, ...], float] = {}
+
+        def cost(op: Op) -> float:
+            # Collectives alike take the same, and a unit in every micro-batch.
+            key = (op.kind, op.target) if op.kind in COMPUTE else (op.kind, op.bytes, op.group)
+            if key not in known:
+                known[key] = costs(op) * (slower if op.kind in COMPUTE else 1.0)
+            return known[key]
+
+        ops = self.ops(strategy, micro_batches)
+        contention = self.hardware.kernels.contention
+        return split(timeline(ops, cost, micro_batches, STEPS, contention, self._links(strategy)))
+
+    def _links(self, strategy: Strategy) -> Links:
+        """Groups within hosts use the links there, others the wires between hosts."""
+        host = self.hardware.devices_per_host
+        inside = {"world": self.devices <= host, "shard": strategy.shards(self.devices) <= host, "replicate": False}
+        return lambda op: "within" if inside.get(op.group, False) else "between"
+
+
+def split(line: Timeline) -> dict[str, float]:
+    """Where the seconds of a timeline's last step go: compute, optimizer, each kind of collective that is waited for.
+
+    What the step before sent after its update is waited for in this one.
+    """
+    found: Counter[str] = Counter(compute=0.0, optimizer=0.0)
+    first = (line.steps - 1) * len(line.ops)
+    for index, op in enumerate(line.ops):
+        at = first + index
+        if op.kind in COMPUTE:
+            found["optimizer" if op.kind in _UPDATES else "compute"] += line.ends[at] - line.starts[at]
+            continue
+        waited = line.exposed[at - len(line.ops)] if op.phase == "update" and first else line.exposed[at]
+        if waited:
+            found["statistics" if op.stream == "statistics" else op.kind] += waited
+    return dict(found)
+
+
+def _plain(strategy: Strategy) -> Strategy:
+    """A strategy without what does not change its schedule."""
+    return replace(strategy, recompute="none", recompute_every=1)

@@ -1,0 +1,149 @@
+"""Forecasts as a terminal shows them: a table of strategies, then the recommended one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paceline.command_line.help_page import fill
+from paceline.core.strategy import Strategy
+from paceline.plan.budget import Budget
+from paceline.plan.estimate import Estimate
+from paceline.plan.quantities import gib, short
+from paceline.plan.recommend import in_words, reason
+from paceline.plan.request import Request
+from paceline.plan.search import Found
+from paceline.plan.text import print_table
+from paceline.report import quantities as said
+
+_RECOMPUTED = {"none": "none", "keep_attention": "but attn", "unit": "all"}
+SHOWN = 8
+"""Strategies in the table, unless all are asked for."""
+
+HEADS = (
+    "strategy",
+    "batch",
+    "recompute",
+    "step",
+    "compute",
+    "gather",
+    "reduce",
+    "update",
+    "wait",
+    "tokens/s",
+    "MFU",
+    "GiB",
+    "free",
+)
+
+
+def head(request: Request) -> str:
+    """What is planned, in a line or two."""
+    case = request.case
+    hardware, subject = case.hardware, case.subject
+    hosts = math.ceil(case.devices / hardware.devices_per_host)
+    where = f", {hosts:,} hosts of {hardware.devices_per_host}" if hosts > 1 else ""
+    return (
+        f"{subject.name}, {subject.shapes.numel:,} parameters, on {case.devices:,} x {hardware.device.name}{where}\n"
+        f"a step: {request.batch_tokens:,} tokens, {request.batch:,} samples of {subject.context:,}, "
+        f"{request.samples:,} on each device"
+    )
+
+
+def show_table(found: Found, everything: bool) -> None:
+    """Prints the strategies, the fastest first."""
+    shown = list(found.best) if everything else chosen(found)
+    several = len({each.setting.strategy.precision for each in found.best}) > 1
+    print_table(HEADS, [_cells(each, several) for each in shown], left=3)
+    left = len(found.best) - len(shown)
+    more = f"; {left} more with --all" if left else ""
+    print(
+        "batch: micro-batches x samples. Times in seconds; gather, reduce: waited for. free: of "
+        f"{gib(found.best[0].capacity)}{more}"
+    )
+
+
+def chosen(found: Found) -> list[Estimate]:
+    """Each stage over all ranks, and of the groups the best of each stage, as far as there is room."""
+    picked: list[Estimate] = []
+    seen: set[tuple[int, bool, str]] = set()
+    for each in found.best:
+        strategy = each.setting.strategy
+        sort = (strategy.stage, bool(strategy.shard), strategy.precision)
+        if sort not in seen:
+            seen.add(sort)
+            picked.append(each)
+    return picked[:SHOWN]
+
+
+def _cells(each: Estimate, several: bool) -> Sequence[str]:
+    strategy = each.setting.strategy
+    exposed = dict(each.exposed)
+    gather = exposed.pop("all_gather", 0.0)
+    return (
+        each.name + (f" {strategy.precision}" if several else ""),
+        f"{each.setting.micro_batches} x {each.setting.samples}",
+        _recomputed(strategy),
+        _number(each.seconds),
+        *map(_number, (each.compute, gather, sum(exposed.values()), each.optimizer, each.bubble)),
+        short(each.tokens_per_second),
+        f"{100 * each.mfu:.1f}%",
+        gib(each.memory.peak),
+        f"{'' if each.fits else '-'}{gib(abs(each.spare))}",
+    )
+
+
+def _recomputed(strategy: Strategy) -> str:
+    every = " /2" if strategy.recompute_every == 2 else ""
+    return f"{_RECOMPUTED[strategy.recompute]}{every}"
+
+
+def _number(seconds: float) -> str:
+    if seconds < 5e-5:
+        return "0"
+    return f"{seconds:.3f}" if seconds < 9.9995 else f"{seconds:.2f}" if seconds < 99.995 else f"{seconds:,.0f}"
+
+
+def show_recommended(found: Found, budget: Budget | None) -> None:
+    """Prints the recommended setting: why, where its time and memory go, what binds it."""
+    best = found.recommended
+    if best is None:
+        return
+    print()
+    print(fill(f"Take {in_words(best)}: {reason(found)}.", "  "))
+    waits = [f"{name} {said.seconds(time)}" for name, time in _longest(best)]
+    print(fill(f"  time    {said.seconds(best.seconds)}: {', '.join(waits)}; bound by {best.bound}", " " * 10))
+    kinds = ", ".join(f"{name} {gib(size)}" for name, size in best.memory.by_kind.items() if size >= 2**26)
+    print(
+        fill(
+            f"  memory  {gib(best.memory.peak)} of {gib(best.capacity)} GiB in {best.memory.moment}: {kinds}", " " * 10
+        )
+    )
+    print(f"  sends   {gib(best.sent)} GiB from each rank in a step")
+    if budget is not None:
+        print(f"  budget  {budget.in_words}")
+
+
+def _longest(best: Estimate) -> list[tuple[str, float]]:
+    parts = {"compute": best.compute, **{f"wait for {kind}": time for kind, time in best.exposed.items()}}
+    parts |= {"update": best.optimizer, "wait for the slowest rank": best.bubble}
+    return [(name, time) for name, time in parts.items() if time >= 1e-4 * best.seconds]
+
+
+def show_misfit(found: Found, changes: Sequence[str]) -> None:
+    """Prints by how much the best misses where nothing fits, and what would make it fit."""
+    best = found.best[0]
+    biggest = sorted(best.memory.by_kind.items(), key=lambda item: -item[1])[:3]
+    most = ", ".join(f"{name} {gib(size)}" for name, size in biggest)
+    print()
+    print(
+        fill(
+            f"Nothing fits: {in_words(best)} misses by {gib(-best.spare)} GiB ({gib(best.memory.peak)} of "
+            f"{gib(best.capacity)}: {most}).",
+            "  ",
+        )
+    )
+    would = " or ".join(changes)
+    print(
+        fill(f"It would fit with {would}." if would else "More devices alone do not help: use a smaller model.", "  ")
+    )

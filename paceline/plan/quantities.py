@@ -1,0 +1,88 @@
+"""Numbers as people write and read them on the planner's command line."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from paceline.core.errors import UserError
+from paceline.report.quantities import digits
+
+_WRITTEN = re.compile(r"(\d+(?:[.,_]\d+)*(?:e\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+def tokens(text: str, option: str) -> int:
+    """A number of tokens such as 4M, 300B or 1.5T.
+
+    Raises:
+        UserError: It is none, or less than one.
+    """
+    match = _WRITTEN.fullmatch(text.strip())
+    if match is not None:
+        try:
+            number = float(match[1].replace("_", "").replace(",", "")) * _DECIMAL[match[2].lower()]
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number) and 1 <= number < 1e18:
+            return round(number)
+    raise UserError(f"{option}: expected a number of tokens such as 500000, 4M or 1.5T, got {text!r}")
+
+
+def samples(batch_tokens: str, context: int, devices: int) -> int:
+    """Samples of a step on one device, from a step's tokens.
+
+    As is usual, k and M of a batch may be 1,024s: 4M is 4,194,304 tokens where 4,000,000 are no whole samples.
+
+    Raises:
+        UserError: They are no whole number of samples, or devices cannot share these equally.
+    """
+    given = tokens(batch_tokens, "--batch-tokens")
+    suffix = batch_tokens.strip()[-1:].lower()
+    binary = given // _DECIMAL.get(suffix, 1) * {"k": 2**10, "m": 2**20}.get(suffix, 1)
+    whole = next((each // context for each in (given, binary) if each and each % context == 0), 0)
+    if not whole:
+        near = max(1, round(given / context)) * context
+        raise UserError(
+            f"--batch-tokens {batch_tokens}: {given:,} tokens are no whole number of samples of {context:,} tokens; "
+            f"the nearest that is: {near}, or choose another --context"
+        )
+    return share(whole, devices, f"--batch-tokens {batch_tokens}")
+
+
+def share(whole: int, devices: int, what: str) -> int:
+    """Samples of a step on one device.
+
+    Raises:
+        UserError: Devices cannot share them equally; it says how many could.
+    """
+    if whole % devices == 0:
+        return whole // devices
+    fewer = max(count for count in range(1, min(whole, devices) + 1) if whole % count == 0)
+    more = -(-whole // devices) * devices
+    raise UserError(
+        f"{what}: {devices:,} devices cannot share the step's {whole:,} samples equally; use {fewer:,} devices, or a "
+        f"batch of {more:,} samples"
+    )
+
+
+def short(number: float) -> str:
+    """Three digits and a letter: 674k, 12.3M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * size:
+            return f"{digits(number / size)}{letter}"
+    return digits(number)
+
+
+def duration(value: float) -> str:
+    """Seconds as minutes, hours or days."""
+    for size, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if value >= size:
+            return f"{digits(value / size)} {name}"
+    return f"{digits(value)} seconds"
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, as a number."""
+    number = size / 2**30
+    return f"{number:,.1f}" if number < 1000 else f"{number:,.0f}"

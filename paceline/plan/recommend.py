@@ -1,0 +1,112 @@
+"""Which setting to take and why, or what would have to change for one to fit. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from paceline.core.strategy import Strategy
+from paceline.plan import profiles, quantities
+from paceline.plan.case import Case
+from paceline.plan.estimate import Estimate
+from paceline.plan.search import Found, search
+from paceline.plan.subject import Subject
+from paceline.report import quantities as said
+
+_WHAT = {
+    0: "every rank holds all and gathers nothing",
+    1: "optimizer states are shared out, and parameters are gathered once a step",
+    2: "optimizer states and gradients are shared out, and parameters are gathered once a step",
+    3: "parameters, too, are shared out, and gathered as they are needed",
+}
+_AGAIN = {"unit": "blocks", "keep_attention": "all of the blocks but attention"}
+ALIKE = 0.005
+"""Steps that differ by less are called equally fast."""
+
+
+def in_words(estimate: Estimate) -> str:
+    """A setting: "zero 2, 8 micro-batches of 1 sample, nothing recomputed"."""
+    setting = estimate.setting
+    parts = [estimate.name]
+    samples = f"{setting.samples} sample{'s' * (setting.samples > 1)}"
+    parts.append(f"{setting.micro_batches} micro-batch{'es' * (setting.micro_batches > 1)} of {samples}")
+    parts.append(recomputed(setting.strategy))
+    if setting.strategy.accumulation != "auto":
+        parts.append(f"accumulation {setting.strategy.accumulation}")
+    if setting.strategy.bucket_mb != Strategy.bucket_mb:
+        parts.append(f"buckets of {setting.strategy.bucket_mb:g} MiB")
+    return ", ".join(parts)
+
+
+def recomputed(strategy: Strategy) -> str:
+    """What is computed again."""
+    if strategy.recompute == "none":
+        return "nothing recomputed"
+    every = f" in every {strategy.recompute_every}nd block" if strategy.recompute_every == 2 else ""
+    return f"{_AGAIN[strategy.recompute]} recomputed{every}"
+
+
+def reason(found: Found) -> str:
+    """Why the recommended setting, in a sentence."""
+    best = found.recommended
+    if best is None:
+        return ""
+    stage = best.setting.strategy.stage
+    others = [each for each in found.best if each is not best]
+    fitting = [each for each in others if each.fits]
+    told = f"the fastest of the {len(fitting) + 1} strategies that fit" if fitting else "the only strategy that fits"
+    parts = [f"{told}: {_WHAT[stage]}"]
+    too_large = [each for each in others if not each.fits and each.setting.strategy.stage < stage]
+    if too_large:
+        nearest = min(too_large, key=lambda each: -each.spare)
+        parts.append(f"{nearest.name} would need {quantities.gib(-nearest.spare)} GiB more")
+    compared = [each for each in fitting if each.seconds > (1 + ALIKE) * best.seconds or each.spare > best.spare]
+    if compared:
+        parts.append(_next(best, compared[0]))
+    return "; ".join(parts)
+
+
+def _next(best: Estimate, other: Estimate) -> str:
+    slower = other.seconds / best.seconds - 1
+    if slower < ALIKE:
+        return f"{other.name} is as fast and leaves {quantities.gib(other.spare)} GiB free"
+    causes = {
+        "computing again": other.compute - best.compute,
+        "waiting for the network": other.communication - best.communication,
+        "updating more on each rank": other.optimizer - best.optimizer,
+    }
+    cause = max(causes, key=lambda name: causes[name])
+    return f"{other.name} takes {said.share(slower)} longer, {cause}"
+
+
+def would_fit(case: Case, samples: int, precision: str) -> list[str]:
+    """Changes each of which alone would make something fit, in words."""
+    return list(_changes(case, samples, precision))
+
+
+def _changes(case: Case, samples: int, precision: str) -> Iterator[str]:
+    def fits(changed: Case, share: int) -> bool:
+        stage = Strategy(zero=3 if changed.devices > 1 else 0, precision=precision)  # type: ignore[arg-type]
+        return search(changed, share, strategies=[stage]).recommended is not None
+
+    for times in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+        if fits(replace(case, devices=case.devices * times), max(1, samples // times)):
+            yield f"{case.devices * times:,} devices"
+            break
+    larger = [profiles.hardware(name) for name in profiles.names()]
+    larger = [each for each in larger if each.device.memory > case.hardware.device.memory]
+    for hardware in sorted(larger, key=lambda each: each.device.memory):
+        if precision in hardware.device.ceiling and fits(replace(case, hardware=hardware), samples):
+            yield f"--hardware {hardware.device.name}"
+            break
+    for context in (case.subject.context // 2, case.subject.context // 4, case.subject.context // 8):
+        shorter = _with_context(case.subject, context)
+        if shorter is not None and fits(replace(case, subject=shorter), samples):
+            yield f"--context {context}"
+            break
+
+
+def _with_context(subject: Subject, context: int) -> Subject | None:
+    if context < 128 or subject.with_context is None:
+        return None
+    return subject.with_context(context)

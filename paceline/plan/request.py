@@ -1,0 +1,135 @@
+"""What a user asks of the planner, looked up and checked: model, machines, batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import UserError
+from paceline.models.config import ModelConfig
+from paceline.models.presets import PRESETS
+from paceline.plan import profiles, quantities
+from paceline.plan.arguments import PlanArguments
+from paceline.plan.case import Case
+from paceline.plan.hardware import Hardware, Link
+from paceline.plan.subject import Subject, transformer
+
+if TYPE_CHECKING:
+    from paceline.train.config import TrainConfig
+
+SAMPLES = 512
+"""Of a step where nothing says how many: half a million to four million tokens for models of 1,024 to 8,192 of context,
+as Brown et al. 2020 and Touvron et al. 2023 used."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned.
+
+    Attributes:
+        case: Model, machines, devices.
+        samples: Of a step on one device.
+        precisions: What may be computed in.
+        config: The run's configuration, for models that `paceline train` trains.
+    """
+
+    case: Case
+    samples: int
+    precisions: tuple[str, ...]
+    config: TrainConfig | None
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step over all devices."""
+        return self.samples * self.case.devices
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a step over all devices."""
+        return self.batch * self.case.subject.context
+
+
+def request(options: PlanArguments, devices: int) -> Request:
+    """Looks up what the arguments name.
+
+    Raises:
+        UserError: They name what there is not, or sizes that do not go together.
+    """
+    hardware = _with_network(_hardware(options), options.network)
+    config = _config(options)
+    subject = _subject(options, config)
+    if options.batch_tokens:
+        samples = quantities.samples(options.batch_tokens, subject.context, devices)
+    elif options.config and config is not None:
+        samples = quantities.share(config.batch, devices, f"{options.config}: batch {config.batch}")
+    else:
+        whole = config.batch if config is not None else SAMPLES
+        samples = max(1, whole // devices)
+    return Request(
+        Case(subject, hardware, devices, options.slow_rank), samples, _precisions(options, hardware, config), config
+    )
+
+
+def _hardware(options: PlanArguments) -> Hardware:
+    if options.here:
+        raise UserError("--here: not there yet")
+    return profiles.hardware(options.hardware)
+
+
+def _with_network(hardware: Hardware, factor: float) -> Hardware:
+    between = hardware.between
+    return replace(hardware, between=Link(between.latency, between.bandwidth * factor))
+
+
+def _config(options: PlanArguments) -> TrainConfig | None:
+    """The configuration of a run, where the model is one that `paceline train` trains."""
+    if options.config:
+        from paceline.train.command_line import parse_train_arguments
+
+        return parse_train_arguments([options.config])
+    if options.model in PRESETS:
+        from paceline.train.defaults import defaults
+
+        return defaults(options.model)
+    return None
+
+
+def _subject(options: PlanArguments, config: TrainConfig | None) -> Subject:
+    if config is not None:
+        shape = config.model.shape(config.data.vocabulary) if options.config else PRESETS[options.model]
+        return transformer(options.config or options.model, _fitting(shape, options), options.context)
+    raise UserError("--model: this one needs a trace, which is not there yet")
+
+
+def _fitting(shape: ModelConfig, options: PlanArguments) -> ModelConfig:
+    if options.context <= shape.context:
+        return shape
+    if shape.position == "learned":
+        raise UserError(
+            f"--context {options.context}: {options.config or options.model} has learned positions for "
+            f"{shape.context:,} tokens; choose at most as many"
+        )
+    return replace(shape, context=options.context)
+
+
+WORTH_A_LOOK = 4.0
+"""Times as fast as float32 that a low precision's matmuls may be for float32 to be looked at too."""
+
+
+def _precisions(options: PlanArguments, hardware: Hardware, config: TrainConfig | None) -> tuple[str, ...]:
+    known = hardware.device.ceiling
+    asked = options.precision
+    if asked == "auto" and options.config and config is not None:
+        asked = config.strategy.precision  # type: ignore[assignment]
+    if asked != "auto":
+        if asked not in known:
+            raise UserError(
+                f"--precision {asked}: {hardware.device.name} multiplies matrices in {', '.join(known)}; choose one of "
+                "them"
+            )
+        return (asked,)
+    low = next((dtype for dtype in ("bfloat16", "float16") if dtype in known), None)
+    if low is None:
+        return ("float32",)
+    close = "float32" in known and known[low] < WORTH_A_LOOK * known["float32"]
+    return (low, "float32") if close else (low,)

@@ -1,0 +1,47 @@
+"""The recommended setting as a configuration that `paceline train` runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.core.errors import UserError
+from paceline.plan.estimate import Estimate
+from paceline.train.config import TrainConfig
+from paceline.train.yaml_file import to_yaml
+
+
+def run_config(config: TrainConfig, estimate: Estimate, context: int, tokens: int = 0) -> TrainConfig:
+    """A configuration with the setting of an estimate.
+
+    Args:
+        config: Gives what a plan says nothing of: data, optimizer, logs.
+        estimate: The setting.
+        context: Tokens of a sample.
+        tokens: Of the whole training, which give the number of steps; 0: as many steps as `config` says.
+    """
+    setting = estimate.setting
+    strategy = replace(setting.strategy, gradients="sum", units=config.strategy.units)
+    return replace(
+        config,
+        model=replace(config.model, context=context),
+        strategy=strategy,
+        batch=setting.samples * setting.micro_batches * estimate.devices,
+        micro_batch=setting.samples,
+        steps=math.ceil(tokens / estimate.tokens) if tokens else config.steps,
+    )
+
+
+def write(path: str, config: TrainConfig) -> None:
+    """Writes a configuration.
+
+    Raises:
+        UserError: It cannot be written there, or the file is no YAML's.
+    """
+    if not path.endswith((".yaml", ".yml")):
+        raise UserError(f"--write {path}: expected a file that ends in .yaml, as paceline train reads them")
+    try:
+        Path(path).write_text(to_yaml(config), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--write {path}: cannot be written: {error.strerror}; choose another file") from None

@@ -1,0 +1,155 @@
+"""The fastest setting of each strategy that a device's memory holds, and the fastest of all. Pure.
+
+Of each strategy (stage, groups) every micro-batch, recomputation and way to accumulate has a bound in closed form: no
+step is shorter than its computing, nor than its collectives. Settings are simulated in the order of their bounds until
+the best so far is shorter than all bounds that are left, so what is found is the best by simulation, too, unless
+`MOST_TRIED` cuts it short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from paceline.core.strategy import Strategy
+from paceline.plan.case import Case
+from paceline.plan.estimate import Estimate, Setting
+from paceline.plan.least import Least
+
+MOST_TRIED = 6
+"""Settings of one strategy that are simulated at most."""
+MOST_MICRO_BATCHES = 8
+"""Sizes of a micro-batch that are looked at, the largest powers of 2 and divisors."""
+RECOMPUTE = (("none", 1), ("keep_attention", 2), ("keep_attention", 1), ("unit", 2), ("unit", 1))
+"""What is computed again, and of which share of the blocks: more and more of it."""
+BUCKETS = (25.0, 100.0, 400.0)
+"""MiB of a bucket that are looked at where it matters."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search.
+
+    Attributes:
+        best: Of each strategy its fastest setting that fits, else that which misses by least; the fastest that fit
+            first, then those that do not fit, by what they miss.
+        looked_at: How many settings there were.
+        simulated: How many of them were simulated.
+    """
+
+    best: tuple[Estimate, ...]
+    looked_at: int
+    simulated: int
+
+    @property
+    def recommended(self) -> Estimate | None:
+        """The fastest that fits; None if nothing does."""
+        return next((each for each in self.best if each.fits), None)
+
+
+def search(
+    case: Case,
+    samples: int,
+    *,
+    precisions: Sequence[str] = ("bfloat16",),
+    strategies: Iterable[Strategy] | None = None,
+) -> Found:
+    """Looks for the best setting of each strategy.
+
+    Args:
+        case: Model, machines, devices.
+        samples: Of a step on one device.
+        precisions: What may be computed in.
+        strategies: Stages and groups to look at; all that there are by default.
+
+    Raises:
+        UserError: The device does not compute in that precision.
+    """
+    looked_at = simulated = 0
+    least, room = Least(case), case.capacity
+    best: list[Estimate] = []
+    if strategies is None:
+        strategies = [family for precision in precisions for family in families(case, precision)]
+    for family in strategies:
+        settings = list(_settings(case, family, samples))
+        looked_at += len(settings)
+        if family.shard and min(map(least.bytes, settings)) > room:
+            # Groups hold more than all ranks do: what these miss by says enough.
+            continue
+        found, tried = _best(case, settings, least, room)
+        simulated += tried
+        best.append(found)
+    best.sort(key=lambda each: (not each.fits, each.seconds if each.fits else -each.spare))
+    if best and best[0].fits:
+        tuned, tried = _tuned(case, best[0])
+        simulated += tried
+        looked_at += tried
+        best[0] = tuned
+    return Found(tuple(best), looked_at, simulated)
+
+
+def families(case: Case, precision: str) -> list[Strategy]:
+    """Every stage over all ranks, and in groups of a host's devices and of some hosts."""
+    devices, host = case.devices, case.hardware.devices_per_host
+    chosen: dict[str, Any] = {"precision": precision}
+    if devices == 1:
+        return [Strategy(zero=0, **chosen)]
+    sizes = [size for size in (host, 2 * host, 4 * host, 16 * host, 64 * host) if 1 < size < devices]
+    groups = [0, *(size for size in dict.fromkeys(sizes) if devices % size == 0)]
+    stages: list[Any] = [1, 2, 3]
+    found = [Strategy(zero=stage, shard=shard, **chosen) for stage, shard in product(stages, groups)]
+    return [Strategy(zero=0, **chosen), *found]
+
+
+def micro_batches(samples: int) -> list[int]:
+    """Sizes of a micro-batch to look at: divisors of a device's samples, the smallest first."""
+    divisors = [size for size in range(1, min(samples, 4096) + 1) if samples % size == 0]
+    if len(divisors) > MOST_MICRO_BATCHES:
+        powers = [size for size in divisors if size & (size - 1) == 0]
+        divisors = powers if len(powers) >= 4 else divisors
+    return divisors[:MOST_MICRO_BATCHES]
+
+
+def _settings(case: Case, family: Strategy, samples: int) -> Iterator[Setting]:
+    for size, (recompute, every) in product(micro_batches(samples), RECOMPUTE):
+        count = samples // size
+        ways = ["auto"]
+        if count > 1 and family.stage >= 2:
+            ways += ["defer", "hold"] if family.gathers else ["defer"]
+        for accumulation in ways:
+            changed: dict[str, Any] = {"recompute": recompute, "recompute_every": every, "accumulation": accumulation}
+            yield Setting(replace(family, **changed), size, count)
+
+
+def _best(case: Case, settings: Sequence[Setting], least: Least, room: int) -> tuple[Estimate, int]:
+    """The fastest setting that fits, else the one that misses by least; and how many were simulated."""
+    order = sorted((least.seconds(each), least.bytes(each), index) for index, each in enumerate(settings))
+    best: Estimate | None = None
+    tried = 0
+    for bound, held, index in order:
+        if best is not None and (best.seconds <= bound or tried >= MOST_TRIED):
+            break
+        if held > room or case.footprint(settings[index]).peak > room:
+            continue
+        tried += 1
+        estimate = case.estimate(settings[index])
+        if best is None or estimate.seconds < best.seconds:
+            best = estimate
+    if best is None:
+        _, _, smallest = min(order, key=lambda each: each[1])
+        best, tried = case.estimate(settings[smallest]), 1
+    return best, tried
+
+
+def _tuned(case: Case, best: Estimate) -> tuple[Estimate, int]:
+    """The best setting with other sizes of buckets, where it is units that are not reduced one by one."""
+    strategy = best.setting.strategy
+    if strategy.gathers or case.devices == 1:
+        return best, 0
+    others = [replace(best.setting, strategy=replace(strategy, bucket_mb=size)) for size in BUCKETS]
+    tried = [case.estimate(each) for each in others if each != best.setting]
+    # A hundredth is what a default is worth.
+    better = [each for each in tried if each.fits and each.seconds < 0.99 * best.seconds]
+    return min(better, key=lambda each: each.seconds, default=best), len(tried)

@@ -1,0 +1,107 @@
+"""`paceline plan --hardware`: what a user sees, and what a mistake is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.train.command_line import parse_train_arguments
+
+ISSUE = ["plan", "--model", "llama-8b", "--hardware", "h100", "--devices", "64", "--batch-tokens", "4M"]
+
+
+def test_a_plan_has_a_table_a_recommendation_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ISSUE, "--context", "8192", "--tokens", "1T", "--price", "2.5", "--power-price", "0.1"]) == 0
+    shown = capsys.readouterr().out
+    assert max(len(line) for line in shown.splitlines()) <= 120
+    assert "a step: 4,194,304 tokens, 512 samples of 8,192, 8 on each device" in shown
+    rows = [line for line in shown.splitlines() if line.startswith("zero ")]
+    assert {re.split("  +", row)[0] for row in rows} >= {"zero 0", "zero 1", "zero 2", "zero 3"}
+    for words in ("Take zero", "bound by", "parameters", "sends", "1.00T tokens:", "days", "kWh", "costs"):
+        assert words in shown
+
+
+def test_json_has_what_is_shown_and_parts_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ISSUE, "--tokens", "1T", "--price", "2", "--json", "-"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["devices"], plan["context"], plan["batch_tokens"], plan["parameters"]) == (64, 8192, 2**22, 8030261248)
+    for row in plan["settings"]:
+        parts = row["compute"] + sum(row["exposed"].values()) + row["optimizer"] + row["bubble"]
+        assert row["seconds"] == pytest.approx(parts)
+        assert row["tokens_per_second"] == pytest.approx(2**22 / row["seconds"])
+        assert row["fits"] == (row["spare"] >= 0) and row["spare"] == row["capacity"] - row["memory"]["peak"]
+    best = plan["recommended"]
+    assert best["fits"] and best["seconds"] == min(row["seconds"] for row in plan["settings"] if row["fits"])
+    hours = 1e12 / best["tokens_per_second"] / 3600
+    assert plan["budget"]["cost"] == pytest.approx(hours * 64 * 2)
+    assert plan["budget"]["kilowatt_hours"] == pytest.approx(hours * 64 * 0.7)
+    assert best["mfu"] == pytest.approx(
+        (6 * 7504658432 + 12 * 32 * 4096 * 8192) * 2**22 / 64 / best["seconds"] / 989.4e12, rel=1e-3
+    )
+
+
+def test_what_is_written_is_a_run_of_paceline_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    assert main([*ISSUE, "--context", "4096", "--tokens", "10B", "--write", str(path)]) == 0
+    config = parse_train_arguments([str(path)])
+    assert (config.model.preset, config.model.context, config.batch) == ("llama-8b", 4096, 1024)
+    assert config.steps == -(-10 * 10**9 // 2**22)
+    assert config.strategy.gradients == "sum" and config.strategy.precision == "bfloat16"
+    assert config.batch % (64 * config.micro_batch) == 0
+    assert main(["check", str(path), "--devices", "64"]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(path), "--hardware", "h100", "--devices", "64", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch_tokens"] == 2**22
+
+
+def test_nothing_fits_says_by_how_much_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "llama-70b", "--hardware", "h100", "--devices", "8", "--batch-tokens", "64k"]
+    assert main(arguments) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Nothing fits: zero 3, .* misses by [\d.]+ GiB", shown)
+    assert re.search(r"It would fit with 32 devices or --hardware \w+", shown)
+    assert main([*arguments, "--write", "run.yaml"]) == 2
+    assert "nothing fits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "0"], "--devices: expected 1 or more, got 0"),
+        (["--devices", "96", "--batch-tokens", "4M"], "96 devices cannot share the step's 4,096 samples equally"),
+        (["--devices", "8", "--batch-tokens", "4X"], "--batch-tokens: expected a number of tokens"),
+        (["--devices", "8", "--tokens", "many"], "--tokens: expected a number of tokens"),
+        (["--devices", "8", "--hardware", "h10"], "--hardware h10: expected one of v100, .* did you mean"),
+        (["--devices", "8", "--hardware", "v100", "--precision", "bfloat16"], "v100 multiplies matrices in float16"),
+        (["--devices", "8", "--here"], "expected --hardware or --here, got both"),
+        (["--devices", "8", "--price", "-1"], "--price: expected 0 or more, got -1"),
+        (["--devices", "8", "--network", "0"], "--network: expected a factor above 0"),
+        (["--devices", "8", "--slow-rank", "0.5"], "--slow-rank: expected 1"),
+        (["--devices", "8", "--context", "-5"], "--context: expected 0 or more"),
+        (["--devices", "8", "--write", "run.txt"], "--write run.txt: expected a file that ends in .yaml"),
+        (["--devices", "8", "--write", "/nowhere/run.yaml"], "--write /nowhere/run.yaml: cannot be written"),
+        (["run.yaml", "--devices", "8"], "expected --model or a configuration such as run.yaml, got both"),
+        ([], "--devices is missing"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = [] if "--hardware" in arguments else ["--hardware", "h100"]
+    positional = [each for each in arguments[:1] if each.endswith(".yaml")]
+    assert main(["plan", *positional, "--model", "gpt2-124m", *arguments[len(positional) :], *machine]) == 2
+    told = capsys.readouterr().err
+    assert re.search(words, told) and told.count("\n") == 1
+
+
+def test_times_need_hardware_and_learned_positions_their_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "tiny", "--devices", "8", "--batch-tokens", "4M"]) == 2
+    assert "--batch-tokens: needs to know what the devices are: add --hardware" in capsys.readouterr().err
+    assert main(["plan", "--model", "gpt2-124m", "--devices", "8", "--hardware", "a100", "--context", "4096"]) == 2
+    assert "gpt2-124m has learned positions for 1,024 tokens" in capsys.readouterr().err
+    assert main(["plan", "--devices", "8", "--hardware", "a100"]) == 2
+    assert "got neither" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.strategy import Strategy
+from paceline.models.presets import PRESETS
+from paceline.plan import profiles
+from paceline.plan.case import Case
+from paceline.plan.recommend import in_words, reason, would_fit
+from paceline.plan.search import _settings, families, micro_batches, search
+from paceline.plan.subject import transformer
+
+SMALL = transformer("small", PRESETS["small"])
+LLAMA = transformer("llama-8b", PRESETS["llama-8b"])
+H100 = profiles.hardware("h100")
+
+
+def test_what_is_found_is_the_best_of_all_when_all_are_simulated() -> None:
+    tight = replace(H100, device=replace(H100.device, memory=int(2.2 * 2**30)))
+    case = Case(SMALL, tight, 16)
+    found = search(case, 16)
+    by_family = {}
+    for family in families(case, "bfloat16"):
+        every = [case.estimate(setting) for setting in _settings(case, family, 16)]
+        fitting = [each for each in every if each.fits]
+        by_family[family.stage, family.shard] = min(each.seconds for each in fitting) if fitting else None
+    assert any(each is None for each in by_family.values()) or len(by_family) > 4
+    for each in found.best:
+        best = by_family[each.setting.strategy.stage, each.setting.strategy.shard]
+        assert (best is not None) == each.fits
+        if best is not None:
+            assert each.seconds <= 1.001 * best
+    assert found.simulated < found.looked_at / 3
+
+
+def test_the_fastest_that_fit_come_first_and_then_what_misses_by_least() -> None:
+    found = search(Case(LLAMA, H100, 64), 8)
+    fit = [each.fits for each in found.best]
+    assert fit == sorted(fit, reverse=True) and fit[0] and not fit[-1]
+    times = [each.seconds for each in found.best if each.fits]
+    assert times[1:] == sorted(times[1:]) and times[0] <= times[1]
+    assert all(each.memory.peak <= each.capacity for each in found.best if each.fits)
+    assert "zero 0 would need" in reason(found)
+    assert in_words(found.best[0]).startswith(found.best[0].name)
+
+
+def test_where_all_fits_nothing_is_recomputed_and_stages_differ_by_little() -> None:
+    found = search(Case(transformer("gpt2-124m", PRESETS["gpt2-124m"]), H100, 8), 64)
+    assert all(each.fits and each.setting.strategy.recompute == "none" for each in found.best)
+    assert [each.setting.strategy.stage for each in sorted(found.best, key=lambda each: each.name)] == [0, 1, 2, 3]
+    assert max(each.seconds for each in found.best) < 1.05 * min(each.seconds for each in found.best)
+
+
+def test_nothing_fits_and_what_would() -> None:
+    case = Case(transformer("llama-70b", PRESETS["llama-70b"]), H100, 8)
+    found = search(case, 1)
+    assert found.recommended is None and reason(found) == ""
+    assert found.best[0].setting.strategy == Strategy(zero=3, precision="bfloat16", recompute="unit")
+    changes = would_fit(case, 1, "bfloat16")
+    assert changes[0] == "32 devices" and changes[1].startswith("--hardware ")
+    assert search(replace(case, devices=32), 1).recommended is not None
+    assert search(replace(case, devices=16), 1).recommended is None
+
+
+def test_one_device_has_one_strategy() -> None:
+    found = search(Case(SMALL, H100, 1), 4, precisions=("bfloat16", "float32"))
+    assert [(each.setting.strategy.stage, each.setting.strategy.precision) for each in found.best] == [
+        (0, "bfloat16"),
+        (0, "float32"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "sizes"), [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (7, [1, 7]), (1024, [1, 2, 4, 8, 16, 32, 64, 128])]
+)
+def test_sizes_of_micro_batches_divide_a_devices_samples(samples: int, sizes: list[int]) -> None:
+    assert micro_batches(samples) == sizes
