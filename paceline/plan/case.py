@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -178,7 +177,7 @@ def split(line: Timeline) -> dict[str, float]:
 
     What the step before sent after its update is waited for in this one.
     """
-    found: Counter[str] = Counter(compute=0.0, optimizer=0.0)
+    found = {"compute": 0.0, "optimizer": 0.0}
     first = (line.steps - 1) * len(line.ops)
     for index, op in enumerate(line.ops):
         at = first + index
@@ -187,8 +186,9 @@ def split(line: Timeline) -> dict[str, float]:
             continue
         waited = line.exposed[at - len(line.ops)] if op.phase == "update" and first else line.exposed[at]
         if waited:
-            found["statistics" if op.stream == "statistics" else op.kind] += waited
-    return dict(found)
+            kind = "statistics" if op.stream == "statistics" else op.kind
+            found[kind] = found.get(kind, 0.0) + waited
+    return found
 
 
 def _plain(strategy: Strategy) -> Strategy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.command_line import json_file
+from paceline.command_line.help_page import fill
 from paceline.core.errors import UserError
 from paceline.plan import forecast_table as table
 from paceline.plan import quantities
@@ -30,7 +31,10 @@ def forecast(options: PlanArguments, devices: int) -> int:
     changes = [] if best else would_fit(asked.case, asked.samples, asked.precisions[0])
     json_file.write(options.json, _json(asked, found, money, changes))
     if options.json != json_file.SCREEN:
-        print(table.head(asked), end="\n\n")
+        print(table.head(asked))
+        for warning in asked.case.subject.work(1, asked.precisions[0]).warnings:
+            print(fill(f"warning: {warning}", "  "))
+        print()
         table.show_table(found, options.all)
         table.show_recommended(found, money)
         if best is None:

@@ -43,10 +43,10 @@ def head(request: Request) -> str:
     hardware, subject = case.hardware, case.subject
     hosts = math.ceil(case.devices / hardware.devices_per_host)
     where = f", {hosts:,} hosts of {hardware.devices_per_host}" if hosts > 1 else ""
+    kind = f"samples of {subject.context:,}" if subject.context > 1 else "samples"
     return (
         f"{subject.name}, {subject.shapes.numel:,} parameters, on {case.devices:,} x {hardware.device.name}{where}\n"
-        f"a step: {request.batch_tokens:,} tokens, {request.batch:,} samples of {subject.context:,}, "
-        f"{request.samples:,} on each device"
+        f"a step: {request.batch_tokens:,} tokens, {request.batch:,} {kind}, {request.samples:,} on each device"
     )
 
 
@@ -54,11 +54,12 @@ def show_table(found: Found, everything: bool) -> None:
     """Prints the strategies, the fastest first."""
     shown = list(found.best) if everything else chosen(found)
     several = len({each.setting.strategy.precision for each in found.best}) > 1
-    print_table(HEADS, [_cells(each, several) for each in shown], left=3)
+    unit, name = (1.0, "seconds") if min(each.seconds for each in shown) >= 1 else (1e3, "milliseconds")
+    print_table(HEADS, [_cells(each, several, unit) for each in shown], left=3)
     left = len(found.best) - len(shown)
     more = f"; {left} more with --all" if left else ""
     print(
-        "batch: micro-batches x samples. Times in seconds; gather, reduce: waited for. free: of "
+        f"batch: micro-batches x samples. Times in {name}; gather, reduce: waited for. free: of "
         f"{gib(found.best[0].capacity)}{more}"
     )
 
@@ -76,7 +77,7 @@ def chosen(found: Found) -> list[Estimate]:
     return picked[:SHOWN]
 
 
-def _cells(each: Estimate, several: bool) -> Sequence[str]:
+def _cells(each: Estimate, several: bool, unit: float) -> Sequence[str]:
     strategy = each.setting.strategy
     exposed = dict(each.exposed)
     gather = exposed.pop("all_gather", 0.0)
@@ -84,8 +85,10 @@ def _cells(each: Estimate, several: bool) -> Sequence[str]:
         each.name + (f" {strategy.precision}" if several else ""),
         f"{each.setting.micro_batches} x {each.setting.samples}",
         _recomputed(strategy),
-        _number(each.seconds),
-        *map(_number, (each.compute, gather, sum(exposed.values()), each.optimizer, each.bubble)),
+        *(
+            _number(unit * part)
+            for part in (each.seconds, each.compute, gather, sum(exposed.values()), each.optimizer, each.bubble)
+        ),
         short(each.tokens_per_second),
         f"{100 * each.mfu:.1f}%",
         gib(each.memory.peak),
@@ -98,10 +101,10 @@ def _recomputed(strategy: Strategy) -> str:
     return f"{_RECOMPUTED[strategy.recompute]}{every}"
 
 
-def _number(seconds: float) -> str:
-    if seconds < 5e-5:
+def _number(number: float) -> str:
+    if number < 5e-4:
         return "0"
-    return f"{seconds:.3f}" if seconds < 9.9995 else f"{seconds:.2f}" if seconds < 99.995 else f"{seconds:,.0f}"
+    return f"{number:.3f}" if number < 9.9995 else f"{number:.2f}" if number < 99.995 else f"{number:,.0f}"
 
 
 def show_recommended(found: Found, budget: Budget | None) -> None:

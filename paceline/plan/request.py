@@ -12,7 +12,8 @@ from paceline.plan import profiles, quantities
 from paceline.plan.arguments import PlanArguments
 from paceline.plan.case import Case
 from paceline.plan.hardware import Hardware, Link
-from paceline.plan.subject import Subject, transformer
+from paceline.plan.models import meta_model_and_inputs
+from paceline.plan.subject import Subject, of_module, transformer
 
 if TYPE_CHECKING:
     from paceline.train.config import TrainConfig
@@ -98,7 +99,8 @@ def _subject(options: PlanArguments, config: TrainConfig | None) -> Subject:
     if config is not None:
         shape = config.model.shape(config.data.vocabulary) if options.config else PRESETS[options.model]
         return transformer(options.config or options.model, _fitting(shape, options), options.context)
-    raise UserError("--model: this one needs a trace, which is not there yet")
+    model, inputs = meta_model_and_inputs(options.model)
+    return of_module(options.model, model, inputs, options.context)
 
 
 def _fitting(shape: ModelConfig, options: PlanArguments) -> ModelConfig:

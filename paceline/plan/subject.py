@@ -1,17 +1,23 @@
-"""What is planned: a model's shapes, and its work for any micro-batch. Pure but for the model that is looked at."""
+"""What is planned: a model's shapes, and its work for any micro-batch, from a trace of small ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import nn
 
 from paceline.models.config import ModelConfig
 from paceline.models.flops import flops_per_token
 from paceline.models.transformer import Transformer
+from paceline.plan.example_inputs import Inputs
 from paceline.plan.models import on_meta
 from paceline.plan.stages import Shapes, shapes
-from paceline.plan.transformer_work import transformer_work
-from paceline.plan.work import Work
+from paceline.plan.trace import traced_or_rough
+from paceline.plan.work import Operation, UnitWork, Work
+
+Kernels = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,6 @@ class Subject:
         make: Gives the work of one micro-batch of so many samples, computed in a dtype.
         flops: Floating-point operations that a token needs, forward and backward, by which MFU is counted: 6 N + 12 L h
             s of a Transformer (Chowdhery et al. 2022). 0: those of the work.
-        config: The shape, where it is a Transformer of paceline's own, which `paceline train` can train.
         with_context: The same model with samples of another length.
     """
 
@@ -34,7 +39,6 @@ class Subject:
     context: int
     make: Callable[[int, str], Work]
     flops: float = 0.0
-    config: ModelConfig | None = None
     with_context: Callable[[int], Subject] | None = None
     _made: dict[tuple[int, str], Work] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -46,24 +50,122 @@ class Subject:
 
     def flops_of(self, samples: int, dtype: str) -> float:
         """Floating-point operations that so many samples need, which recomputing does not raise."""
-        return self.flops * self.context * samples or self.work(samples, dtype).flops
+        return self.flops * self.context * samples or self.work(1, dtype).flops * samples
 
 
-def transformer(name: str, config: ModelConfig, context: int = 0) -> Subject:
-    """A Transformer of paceline's own, by formula.
+def transformer(name: str, config: ModelConfig, context: int = 0, kernels: Kernels = "cuda") -> Subject:
+    """A Transformer of paceline's own.
 
     Args:
         name: As the user calls it.
         config: Its shape.
         context: Tokens of a sample, which learned positions must be enough for; 0: the model's longest.
+        kernels: Whose attention it computes with.
     """
     context = context or config.context
+    found = of_module(name, on_meta(lambda: Transformer(config)), None, context, kernels)
+    return replace(
+        found,
+        flops=flops_per_token(config, context),
+        with_context=lambda other: transformer(name, config, other, kernels),
+    )
+
+
+def of_module(
+    name: str, model: nn.Module, inputs: Inputs | None = None, context: int = 0, kernels: Kernels = "cuda"
+) -> Subject:
+    """Any model, by a trace.
+
+    Args:
+        name: As the user calls it.
+        model: The module, on any device.
+        inputs: What it is called with, if it is no language model.
+        context: Tokens of a sample; 0: the model's longest.
+        kernels: Whose attention it computes with.
+    """
+    known: dict[tuple[int, str], Work] = {}
+
+    def traced(samples: int, dtype: str) -> Work:
+        if (samples, dtype) not in known:
+            known[samples, dtype] = traced_or_rough(
+                model, samples, length=context, inputs=inputs, precision=dtype, device=kernels
+            )
+        return known[samples, dtype]
+
+    def work(samples: int, dtype: str) -> Work:
+        if samples <= 2:
+            return traced(samples, dtype)
+        return extended(traced(1, dtype), traced(2, dtype), samples) or traced(samples, dtype)
+
+    length = context if context and inputs is None else traced(1, "bfloat16").tokens
     return Subject(
         name,
-        shapes(on_meta(lambda: Transformer(config))),
-        context,
-        lambda samples, dtype: transformer_work(config, samples, context, dtype=dtype),
-        flops_per_token(config, context),
-        config,
-        lambda other: transformer(name, config, other),
+        shapes(model),
+        length,
+        work,
+        with_context=None if inputs is not None else lambda other: of_module(name, model, inputs, other, kernels),
     )
+
+
+def extended(one: Work, two: Work, samples: int) -> Work | None:
+    """The work of many samples from that of one and of two: every size is a constant and a part for each sample.
+
+    None where the two do not compute alike, operation by operation.
+    """
+    if [unit.unit for unit in one.units] != [unit.unit for unit in two.units]:
+        return None
+    made: dict[tuple[int, int], tuple[Operation, ...]] = {}
+
+    def line(first: float, second: float) -> float:
+        return first + (samples - 1) * (second - first)
+
+    def sizes(first: int, second: int) -> int:
+        return first + (samples - 1) * (second - first)
+
+    def operations(first: tuple[Operation, ...], second: tuple[Operation, ...]) -> tuple[Operation, ...]:
+        # Blocks alike share their operations, and go on doing so.
+        key = (id(first), id(second))
+        if key not in made:
+            made[key] = tuple(
+                replace(
+                    a,
+                    flops=line(a.flops, b.flops),
+                    bytes=line(a.bytes, b.bytes),
+                    shape=(
+                        sizes(a.shape[0], b.shape[0]),
+                        sizes(a.shape[1], b.shape[1]),
+                        sizes(a.shape[2], b.shape[2]),
+                        sizes(a.shape[3], b.shape[3]),
+                    ),
+                )
+                for a, b in zip(first, second, strict=True)
+            )
+        return made[key]
+
+    units: list[UnitWork] = []
+    for a, b in zip(one.units, two.units, strict=True):
+        if _kinds(a.forward) != _kinds(b.forward) or _kinds(a.backward) != _kinds(b.backward):
+            return None
+        units.append(
+            UnitWork(
+                a.unit,
+                operations(a.forward, b.forward),
+                operations(a.backward, b.backward),
+                sizes(a.kept, b.kept),
+                sizes(a.kept_input, b.kept_input),
+                sizes(a.kept_attention, b.kept_attention),
+                sizes(a.forward_peak, b.forward_peak),
+                sizes(a.backward_peak, b.backward_peak),
+            )
+        )
+    return replace(
+        one,
+        units=tuple(units),
+        samples=sizes(one.samples, two.samples),
+        tokens=sizes(one.tokens, two.tokens),
+        logits=sizes(one.logits, two.logits),
+    )
+
+
+def _kinds(operations: tuple[Operation, ...]) -> list[tuple[str, str, int]]:
+    return [(each.kind, each.dtype, each.count) for each in operations]

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.models.presets import PRESETS
+from paceline.plan.models import on_meta
+from paceline.plan.subject import extended, of_module, transformer
+
+
+def test_the_work_of_many_samples_is_that_of_a_trace_of_them() -> None:
+    subject = transformer("tiny", PRESETS["tiny"])
+    from paceline.models.transformer import Transformer
+    from paceline.plan.trace import trace
+
+    model = on_meta(lambda: Transformer(PRESETS["tiny"]))
+    made, traced = subject.work(8, "bfloat16"), trace(model, 8, precision="bfloat16")
+    assert (made.samples, made.tokens, made.logits) == (traced.samples, traced.tokens, traced.logits)
+    assert made.flops == pytest.approx(traced.flops)
+    for one, other in zip(made.units, traced.units, strict=True):
+        assert (one.unit, one.kept, one.kept_input) == (other.unit, other.kept, other.kept_input)
+        assert [op.shape for op in one.forward] == [op.shape for op in other.forward]
+        assert [op.bytes for op in one.backward] == pytest.approx([op.bytes for op in other.backward])
+
+
+def test_a_model_of_ones_own_is_planned_by_what_it_is_called_with() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)))
+    subject = of_module("mine", model, torch.empty(1, 64))
+    assert (subject.context, subject.shapes.numel) == (1, 64 * 256 + 256 + 256 * 8 + 8)
+    assert subject.work(16, "float32").flops == pytest.approx(16 * subject.work(1, "float32").flops, rel=0.01)
+
+
+def test_works_that_compute_other_things_are_not_extended() -> None:
+    one = transformer("nano", PRESETS["nano"]).work(1, "float32")
+    other = transformer("tiny", PRESETS["tiny"]).work(2, "float32")
+    assert extended(one, other, 4) is None
