@@ -94,7 +94,7 @@ class Case:
         exposed = {kind: time for kind, time in split.items() if kind not in ("compute", "optimizer") and time > 0}
         plain = sum(split.values())
         hosts = math.ceil(self.devices / hardware.devices_per_host)
-        bubble = plain * getattr(hardware.kernels, "straggling", 0.0) * math.log2(hosts)
+        bubble = plain * hardware.kernels.straggling * math.log2(hosts)
         if self.slow_rank != 1.0:
             slow = self._step_of(setting, lambda count: self._split(setting, count, self.slow_rank))
             bubble += sum(slow.values()) - plain

@@ -95,10 +95,10 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
         "replicate": spread(schedule.world_size // schedule.shards, hardware.devices_per_host, schedule.shards),
     }
     none = UnitSeconds(0.0, 0.0)
-    if ROOT in units and ROOT not in schedule.computed_units and schedule.computed_units:
+    last = schedule.computed_units[-1]
+    for name in {"", ROOT} & units.keys() - {last}:
         # What the model does outside of its units, such as the loss, happens where its last one ends.
-        last = schedule.computed_units[-1]
-        outside, own = units[ROOT], units.get(last, none)
+        outside, own = units[name], units.get(last, none)
         units[last] = UnitSeconds(own.forward + outside.forward, own.backward + outside.backward, own.recompute)
 
     def spans(op: Op) -> int:
