@@ -199,19 +199,24 @@ class Engine:
         """See `recovery.reset`. A collective call."""
         reset(self)
 
-    def close(self) -> None:
-        """Ends the engine: hooks, threads and connections. The model is then a plain one on this rank."""
-        collectives = self.program.collectives
+    def close(self, whole: bool = True) -> None:
+        """Ends the engine: hooks, threads and connections.
+
+        Args:
+            whole: Whether the model is then a plain one on this rank; else it is of no more use, and none of its
+                parameters takes memory that it had not.
+        """
+        collectives, managed = self.program.collectives, bool(self.program.parameters.flat.managed) and whole
         if collectives is not None:
             collectives.note_exception()
-            if collectives.has_given_up and self.program.parameters.flat.managed:
+            if collectives.has_given_up and managed:
                 collectives.require_reopens("pl.release")
         leave_optimizers(self)
         if self.strategy.low:
             cast_singular_vectors(self.module, torch.float32)
         for handle in self._handles:
             handle.remove()
-        if self.program.parameters.flat.managed:
+        if managed:
             if collectives is not None and collectives.has_given_up:
                 collectives.reopen()
                 self.program.start()

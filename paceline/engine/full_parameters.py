@@ -42,6 +42,11 @@ class FullParameters:
         self.is_full = False
         self._states: list[AbstractContextManager[None]] = []
 
+    @property
+    def takes_memory(self) -> bool:
+        """Whether all parameters whole take memory beside what a rank holds of them."""
+        return any(_is_gathered(self._program.parameters.flat, bucket) for bucket in self._program.layout.buckets)
+
     @contextmanager
     def full(self, call: str, edits: bool = True) -> Iterator[None]:
         """Lets every parameter be whole and as it is updated. A collective call where they are sharded.
@@ -157,11 +162,15 @@ def _gather_all(flat: FlatParameters, gather: Gather | None, edits: bool) -> dic
 def _gathered(flat: FlatParameters, gather: Gather) -> Iterator[tuple[Bucket, Tensor]]:
     """Each bucket that no rank has whole as it is updated, on every rank. Collective calls."""
     for bucket in flat.layout.buckets:
-        if flat.is_sharded or (has_master(flat.layout.flats[bucket.flat]) and flat.shards > 1):
+        if _is_gathered(flat, bucket):
             master = flat.master(bucket)
             whole = torch.empty(bucket.numel, dtype=master.dtype, device=flat.device)
             gather(whole, master, bucket.name)
             yield bucket, whole
+
+
+def _is_gathered(flat: FlatParameters, bucket: Bucket) -> bool:
+    return flat.is_sharded or (has_master(flat.layout.flats[bucket.flat]) and flat.shards > 1)
 
 
 def _view(flat: FlatParameters, wholes: dict[str, Tensor], index: int) -> Tensor:

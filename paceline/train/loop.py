@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,7 +124,8 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
             if former is not None:
                 former.run = Path(path)
             status = run_and_go_back(_run, training, former)
-    pl.release(model)
+    # Nobody needs it whole, and whole it may not fit.
+    pl.engine_of(model).close(whole=False)
     pl.shutdown()
     return status
 
@@ -170,8 +172,9 @@ def _run(training: Training) -> int:
         failure = outputs.save_at_end(model)
     for tracker in outputs.trackers:
         tracker.finish()
-    # Lets rank 0 alone write a sample: no other rank may be needed for it.
-    with pl.full_parameters(model):
+    # Lets rank 0 alone write a sample: no other rank may be needed for it. GPUs that hold shards may lack the memory.
+    apart = outputs.world.backend == "nccl" and pl.engine_of(model).forward.whole.takes_memory
+    with nullcontext() if apart else pl.full_parameters(model):
         if outputs.folder is not None:
             path = outputs.folder.path
             if status:
@@ -180,7 +183,7 @@ def _run(training: Training) -> int:
                 lines = summary(config, corpus, model, outputs, step - first, seconds, last)
             else:
                 with outputs.showing(SAMPLING):
-                    text = sample(config, path, model)
+                    text = [] if apart else sample(config, path, model)
                 lines = [
                     *text,
                     *summary(config, corpus, model, outputs, step - first, seconds, last),
