@@ -1,0 +1,124 @@
+"""This machine as hardware for plans: measured once for each number of ranks, then kept in the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from paceline.bench.results import machine
+from paceline.calibrate.probe import fitted
+from paceline.calibrate.rank import Measured, measure
+from paceline.core.errors import UserError
+from paceline.launch.cores import threads_per_rank
+from paceline.launch.pool import RankPool, RanksFailed
+from paceline.plan import profile_file
+from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
+
+SECONDS = 12.0
+"""About how long measuring takes on a quiet machine."""
+LIMIT = 600.0
+
+
+def here(ranks: int, *, anew: bool = False, report: Callable[[str], None] = lambda _: None) -> Hardware:
+    """This machine's CPU, as so many ranks that compute at once each have it.
+
+    Args:
+        ranks: Processes that share the machine's cores, each with as many threads as `paceline train` gives it.
+        anew: Whether to measure even where a measurement is kept.
+        report: Is told what is being done, and why a kept measurement is not used.
+
+    Raises:
+        UserError: Measuring failed.
+    """
+    path = cached(ranks)
+    if path.exists() and not anew:
+        try:
+            return profile_file.read(path)
+        except UserError as error:
+            report(f"{error}. It is measured anew")
+    report(f"measuring this machine with {ranks} rank{'s' if ranks > 1 else ''}, about {SECONDS:.0f} s")
+    found = measured_here(ranks, SECONDS)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile_file.write(temporary, found)
+        temporary.replace(path)
+    except OSError as error:
+        report(f"{path} cannot be written ({error.strerror}): the next plan measures again")
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return found
+
+
+def cached(ranks: int) -> Path:
+    """Where a measurement is kept: its name stands for the machine, torch, and how many ranks have how many threads."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "paceline" / "hardware" / f"{_identity(ranks)}.json"
+
+
+def measured_here(ranks: int, seconds: float = SECONDS) -> Hardware:
+    """Measures this machine for about so long.
+
+    Raises:
+        UserError: A rank failed.
+    """
+    threads = threads_per_rank(0, ranks)
+    try:
+        with RankPool(ranks, threads, fresh=True) as pool:
+            results: list[Measured] = pool.run(measure, seconds, limit=LIMIT)
+    except RanksFailed as failed:
+        raise UserError(f"measuring this machine failed: {failed.summary}") from None
+    return fitted(_hardware(results, ranks, threads), results[0].steps, ranks)
+
+
+def _hardware(results: Sequence[Measured], ranks: int, threads: int) -> Hardware:
+    facts = machine()
+    ceiling = {dtype: median(each.ceiling[dtype] for each in results) for dtype in results[0].ceiling}
+    reduced = results[0].rates.get(f"all_reduce {ranks}", Rates(1e-5, per_byte=1e-10))
+    # Both halves of a ring move (n - 1) / n of a buffer, and take n - 1 rounds each.
+    share = 2 * (ranks - 1) / ranks if ranks > 1 else 1.0
+    within = Link(reduced.fixed / max(1, 2 * (ranks - 1)), share / max(reduced.per_byte, 1e-13))
+    launch = median(each.launch for each in results)
+    return Hardware(
+        Device(
+            name=f"{facts['cpu'] or platform.machine()}, {threads} thread{'s' if threads > 1 else ''}",
+            memory=int(facts["memory_bytes"]) // ranks,
+            bandwidth=median(each.bandwidth for each in results),
+            peak=ceiling,
+            ceiling=ceiling,
+        ),
+        Kernels(launch, 1.0, 1.0, 0.0, 0.5),
+        devices_per_host=ranks,
+        within=within,
+        between=within,
+        framework=int(median(each.framework for each in results)),
+        source=f"measured on this machine with {ranks} rank{'s' if ranks > 1 else ''}",
+        measured=_middle([each.rates for each in results]),
+    )
+
+
+def _middle(found: Sequence[Mapping[str, Rates]]) -> dict[str, Rates]:
+    """Of all ranks' rates the medians."""
+    parts = ("fixed", "per_flop", "per_byte")
+    return {
+        name: Rates(**{part: median(getattr(each[name], part) for each in found) for part in parts})
+        for name in found[0]
+    }
+
+
+def _identity(ranks: int) -> str:
+    facts = machine()
+    known = {name: facts[name] for name in ("cpu", "cores", "memory_bytes")}
+    described = json.dumps(
+        [known, platform.node(), torch.__version__, ranks, threads_per_rank(0, ranks), profile_file.VERSION],
+        sort_keys=True,
+    )
+    return f"{ranks}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"

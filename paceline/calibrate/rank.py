@@ -1,0 +1,213 @@
+"""What one rank measures, while the others of its host measure the same: they share cores, caches and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import paceline as pl
+from paceline.bench.cases import ADAMW, Case
+from paceline.bench.loops import parallel
+from paceline.bench.meters import held_bytes
+from paceline.calibrate.rates import line, rates
+from paceline.calibrate.timed_pass import timed_pass, undisturbed
+from paceline.comm.connect import open_transport
+from paceline.comm.transport import Transport
+from paceline.comm.world import World
+from paceline.core.strategy import Stage, Strategy
+from paceline.models.config import ModelConfig
+from paceline.models.transformer import Transformer
+from paceline.plan.hardware import Rates
+
+DTYPES = ("float32", "bfloat16")
+
+SHAPES: tuple[tuple[ModelConfig, int], ...] = (
+    (ModelConfig(layers=1, width=96, heads=3, context=96, vocabulary=1024), 2),
+    (ModelConfig(layers=1, width=256, heads=4, context=128, vocabulary=2048), 4),
+    (ModelConfig(layers=1, width=512, heads=8, context=192, vocabulary=4096), 2),
+    (ModelConfig(layers=1, width=384, heads=6, context=48, vocabulary=2048), 1),
+    (
+        ModelConfig(
+            layers=1, width=192, heads=6, ff=512, context=128, vocabulary=1024,
+            norm="rmsnorm", position="rotary", activation="swiglu", bias=False, tied=False,
+        ),
+        4,
+    ),
+)  # fmt: skip
+"""Models and batches whose operators are timed: of several sizes, with every part that the reference model has."""
+
+SMALLEST = ModelConfig(layers=3, width=16, heads=2, context=8, vocabulary=32)
+
+PROBE = Case("calibration", ModelConfig(layers=4, width=224, heads=4, context=112, vocabulary=1536), 3)
+"""What the engine trains, to see what it takes beside a model's operators."""
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24)
+"""Bytes of the buffers that collectives are timed on."""
+
+OPTIMIZER_BYTES = 28
+
+
+class Measured(NamedTuple):
+    """What one rank found."""
+
+    rates: dict[str, Rates]
+    launch: float
+    """Seconds of the host for each operator, beside the operator."""
+    ceiling: dict[str, float]
+    bandwidth: float
+    framework: int
+    steps: dict[Stage, float]
+    """Seconds of the engine's steps on `PROBE`, by stage."""
+
+
+def measure(seconds: float) -> Measured:
+    """Measures for about so long on a quiet machine. A collective call.
+
+    Args:
+        seconds: Sets how often each is repeated.
+    """
+    world = pl.init(device="cpu")
+    framework = held_bytes(world.device)
+    repeats = max(3, round(seconds / 3))
+    found, launch = _operators(repeats)
+    ceiling = {dtype: _ceiling(getattr(torch, dtype), repeats) for dtype in DTYPES}
+    found |= {"update": _update(repeats), "copy_in": _copies(repeats, 4), "cast": _copies(repeats, 2)}
+    if world.world_size > 1:
+        found |= _collectives(world, repeats)
+    stages: tuple[Stage, ...] = (0, 1, 2, 3)
+    steps = {stage: _engine(Strategy(zero=stage), world, repeats) for stage in stages}
+    measured = Measured(found, launch, ceiling, _bandwidth(repeats), framework, steps)
+    pl.barrier()
+    pl.shutdown()
+    return measured
+
+
+def _operators(repeats: int) -> tuple[dict[str, Rates], float]:
+    calls = []
+    for dtype in DTYPES:
+        for config, batch in SHAPES:
+            torch.manual_seed(0)
+            model = Transformer(config).to(getattr(torch, dtype))
+            tokens = torch.randint(0, config.vocabulary, (batch, config.context))
+            pl.barrier()
+            calls += timed_pass(model, (tokens, tokens), repeats).calls
+    return rates(calls), _beside_operators(5 * repeats)
+
+
+def _beside_operators(repeats: int) -> float:
+    """Seconds of Python, autograd and hooks for each operator, seen where operators take next to nothing."""
+    model = Transformer(SMALLEST)
+    tokens = torch.zeros(1, SMALLEST.context, dtype=torch.int64)
+    found = timed_pass(model, (tokens, tokens), repeats)
+    counted = sum(each.operation.count for each in found.calls)
+    inside = sum(each.seconds * each.operation.count for each in found.calls)
+    return max(0.0, (found.seconds - inside) / counted)
+
+
+def _ceiling(dtype: torch.dtype, repeats: int) -> float:
+    best = 0.0
+    for rows, inner, columns in ((512, 512, 512), (1024, 1024, 1024), (512, 1024, 2048)):
+        left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(inner, columns, dtype=dtype)
+        best = max(best, 2 * rows * inner * columns / _least(partial(torch.mm, left, right), repeats))
+    return best
+
+
+def _bandwidth(repeats: int) -> float:
+    source = torch.ones(1 << 24)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _least(partial(target.copy_, source), repeats)
+
+
+def _update(repeats: int) -> Rates:
+    """Of fused AdamW, for each byte that it reads and writes of fp32 parameters, gradients and states."""
+    sizes, times = list[float](), list[float]()
+    for config, _ in SHAPES:
+        model = Transformer(config)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        sizes.append(OPTIMIZER_BYTES * sum(each.numel() for each in model.parameters()))
+        times.append(_middle(optimizer.step, repeats))
+    return line([0.0] * len(sizes), sizes, times)
+
+
+def _copies(repeats: int, written: int) -> Rates:
+    """Of a unit's gradients into a bucket, or back in low precision; bytes as plans count them, 2 and 4 an element."""
+    sizes, times = list[float](), list[float]()
+    for numel in (1 << 12, 1 << 16, 1 << 19, 1 << 21):
+        dtype = torch.float32 if written == 4 else torch.bfloat16
+        source, target = torch.ones(numel), torch.empty(numel, dtype=dtype)
+        pieces = list(zip(target.split(numel // 4), source.split(numel // 4), strict=True))
+        into, out = [each for each, _ in pieces], [each for _, each in pieces]
+        sizes.append(6 * numel)
+        times.append(_middle(partial(torch._foreach_copy_, into, out), repeats))
+    return line([0.0] * len(sizes), sizes, times)
+
+
+def _collectives(world: World, repeats: int) -> dict[str, Rates]:
+    transport = open_transport(world)
+    found = {}
+    try:
+        buffer = transport.allocate(max(SIZES) // 4, torch.float32)
+        token = transport.allocate(1, torch.float32)
+        for name in COLLECTIVES:
+            times = [_collective(transport, name, buffer[: size // 4], repeats) for size in SIZES]
+            found[f"{name} {world.world_size}"] = line([0.0] * len(SIZES), SIZES, times)
+        meet = _collective(transport, "barrier", token, repeats)
+        found[f"barrier {world.world_size}"] = Rates(meet)
+    finally:
+        transport.close()
+    return found
+
+
+def _collective(transport: Transport, name: str, buffer: Tensor, repeats: int) -> float:
+    """Of the slowest rank, each time."""
+    times = []
+    for number in range(repeats + 1):
+        pl.barrier()
+        began = time.perf_counter()
+        transport.run(name, buffer, "calibration")
+        if number:
+            times.append(time.perf_counter() - began)
+    slowest: Sequence[Sequence[float]] = pl.all_gather_json(times)
+    return undisturbed([max(each) for each in zip(*slowest, strict=True)])
+
+
+def _engine(strategy: Strategy, world: World, repeats: int) -> float:
+    training = parallel(strategy, PROBE, world, "float32")
+    times = []
+    for number in range(repeats + 2):
+        pl.barrier()
+        began = time.perf_counter()
+        for _ in range(2):
+            training.step()
+        training.settle()
+        if number > 1:
+            times.append((time.perf_counter() - began) / 2)
+    pl.release(training.model)
+    slowest: Sequence[Sequence[float]] = pl.all_gather_json(times)
+    return undisturbed([max(each) for each in zip(*slowest, strict=True)])
+
+
+def _times(run: Callable[[], object], repeats: int) -> list[float]:
+    run()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def _least(run: Callable[[], object], repeats: int) -> float:
+    return min(_times(run, repeats))
+
+
+def _middle(run: Callable[[], object], repeats: int) -> float:
+    return undisturbed(_times(run, repeats))

@@ -1,0 +1,59 @@
+"""Times of calls made lines: a fixed time, and one for each floating-point operation and byte. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from paceline.calibrate.timed_pass import Timed
+from paceline.plan.hardware import Rates
+
+
+def rates(calls: Iterable[Timed]) -> dict[str, Rates]:
+    """The lines of each operator and precision, and of each kind for operators that were not among them.
+
+    Args:
+        calls: Of models of several sizes, so that what a call takes can be told from what a byte does.
+    """
+    samples: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for operation, seconds in calls:
+        row = operation.flops, operation.bytes, seconds
+        samples[f"{operation.kind} {operation.dtype}"].append(row)
+        if operation.name:
+            samples[f"{operation.name} {operation.dtype}"].append(row)
+    return {name: line(*map(list, zip(*rows, strict=True))) for name, rows in samples.items()}
+
+
+def line(flops: Sequence[float], sizes: Sequence[float], seconds: Sequence[float]) -> Rates:
+    """The `Rates` of least error that have no negative part.
+
+    Errors are counted relative to the root of the time: calls of milliseconds should be right to a few percent, but
+    those of microseconds, of which a step has many, must not be lost beside them. Of the non-negative solutions, those
+    where some parts are 0 are tried one by one, as there are but three.
+
+    Args:
+        flops: Floating-point operations of each call.
+        sizes: Bytes of each.
+        seconds: Time of each, positive.
+    """
+    times = np.asarray(seconds, dtype=np.float64)
+    columns = np.stack([np.ones(len(times)), np.asarray(flops, dtype=np.float64), np.asarray(sizes, dtype=np.float64)])
+    weights = 1 / np.sqrt(times)
+    # Scaled, as operations and seconds are many powers of ten apart.
+    scale = np.maximum(np.abs(columns).max(axis=1), 1e-300)
+    scaled, wanted = (columns / scale[:, None] * weights).T, times * weights
+    best, least = np.zeros(3), float("inf")
+    for count in (3, 2, 1):
+        for chosen in combinations(range(3), count):
+            if any(not columns[index].any() for index in chosen):
+                continue
+            found, *_ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
+            error = float(np.square(scaled[:, chosen] @ found - wanted).sum())
+            if (found >= 0).all() and error < least * (1 - 1e-9):
+                least, best = error, np.zeros(3)
+                best[list(chosen)] = found
+    fixed, per_flop, per_byte = (best / scale).tolist()
+    return Rates(fixed, per_flop, per_byte)

@@ -1,0 +1,81 @@
+"""Each operator of a real forward and backward pass with the time that it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.plan.counting import operation
+from paceline.plan.work import Operation
+
+
+class Timed(NamedTuple):
+    """One call of an operator."""
+
+    operation: Operation
+    seconds: float
+
+
+class _Clock(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Timed] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        began = time.perf_counter()
+        result = func(*args, **kwargs)
+        seconds = time.perf_counter() - began
+        counted = operation(func, args, kwargs, result)
+        if counted is not None:
+            self.calls.append(Timed(counted, seconds / counted.count))
+        return result
+
+
+class Pass(NamedTuple):
+    """What a forward and backward pass took."""
+
+    calls: list[Timed]
+    """Each operator, the lower quartile over passes."""
+    seconds: float
+    """The whole, without the clock."""
+
+
+def timed_pass(model: nn.Module, arguments: tuple[Tensor, ...], passes: int) -> Pass:
+    """Runs a model that returns a loss so many times with the clock, and as often without it.
+
+    Args:
+        model: Anything that computes the same each time, on a CPU.
+        arguments: What it is called with.
+        passes: How often each.
+    """
+    wholes, clocks = list[float](), list[list[Timed]]()
+    for number in range(passes + 1):
+        began = time.perf_counter()
+        _run(model, arguments)
+        whole = time.perf_counter() - began
+        with _Clock() as clock:
+            _run(model, arguments)
+        if number:  # the first one makes memory and threads
+            wholes.append(whole)
+            clocks.append(clock.calls)
+    calls = [Timed(each[0].operation, undisturbed([one.seconds for one in each])) for each in zip(*clocks, strict=True)]
+    return Pass(calls, undisturbed(wholes))
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """The lower quartile of several times: what others do on the machine lengthens some, and shortens none."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def _run(model: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    loss: Tensor = model(*arguments)
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = None

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.calibrate.rates import line, rates
+from paceline.calibrate.timed_pass import Timed
+from paceline.plan.hardware import Rates
+from paceline.plan.work import Operation
+
+CALLS = [(1e6, 1e4), (1e7, 1e5), (1e9, 1e6), (2e9, 5e7), (1e5, 1e3), (3e8, 4e6)]
+
+
+@given(st.floats(1e-7, 1e-4), st.floats(1e-13, 1e-10), st.floats(1e-12, 1e-9))
+def test_what_lies_on_a_line_gives_the_line(fixed: float, per_flop: float, per_byte: float) -> None:
+    true = Rates(fixed, per_flop, per_byte)
+    found = line([f for f, _ in CALLS], [b for _, b in CALLS], [true.seconds(f, b) for f, b in CALLS])
+    for flops, size in CALLS:
+        assert found.seconds(flops, size) == pytest.approx(true.seconds(flops, size), rel=1e-3)
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=6, max_size=6))
+def test_no_part_of_a_line_is_negative(times: list[float]) -> None:
+    found = line([f for f, _ in CALLS], [b for _, b in CALLS], times)
+    assert min(found.fixed, found.per_flop, found.per_byte) >= 0
+    assert found.seconds(1e8, 1e6) > 0
+
+
+def test_operators_that_compute_nothing_have_no_rate_of_computing() -> None:
+    found = line([0.0] * 3, [1e4, 1e5, 1e6], [2e-6, 11e-6, 101e-6])
+    assert found.per_flop == 0 and found.per_byte == pytest.approx(1e-10)
+
+
+def test_each_operator_has_its_line_and_each_kind_one_for_the_rest() -> None:
+    calls = [
+        Timed(Operation("memory", 0.0, size, "float32", name=name), size * rate)
+        for name, rate in (("gelu", 2e-10), ("add", 1e-10))
+        for size in (1e5, 1e6)
+    ]
+    found = rates(calls)
+    assert set(found) == {"gelu float32", "add float32", "memory float32"}
+    assert found["add float32"].per_byte < found["memory float32"].per_byte < found["gelu float32"].per_byte
