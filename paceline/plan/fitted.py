@@ -48,15 +48,15 @@ class Constants:
 FITTED = Constants(
     matmul_efficiency=1.0,
     matmul_passes=1.76,
-    eager_passes=22.2,
+    eager_passes=22.4,
     triton_a100=0.368,
-    triton_h100=0.214,
-    contention=0.882,
-    straggling=0.00346,
+    triton_h100=0.213,
+    contention=0.883,
+    straggling=0.00341,
     launch=8.06e-05,
-    fused_passes=5.85,
+    fused_passes=5.87,
     scores_passes=4.42,
-    exchange_latency=3.84e-05,
+    exchange_latency=3.83e-05,
 )
 """The fit to llm_foundry.csv (130 rows) and vtrain_a100.csv (929 rows)."""
 

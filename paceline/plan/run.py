@@ -9,8 +9,9 @@ from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
 from paceline.plan.transformer_work import EAGER, Software
 
-Recompute = Literal["none", "unit", "attention"]
-"""What is computed again in backward: nothing, whole blocks, or only what lies between attention's two products."""
+Recompute = Literal["none", "unit", "attention", "operations"]
+"""What is computed again in backward: nothing; whole blocks; only attention, as Megatron's selective recomputation
+does; or every other matmul and what lies between all of them, as torchtitan's does."""
 
 
 @dataclass(frozen=True)

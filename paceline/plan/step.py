@@ -107,7 +107,9 @@ def step_time(run: Run, hardware: Hardware) -> StepTime:
     slowest = stage + (max(first, last) if run.pipeline > 1 else first + last)
     others = (run.pipeline - 1) * stage + (min(first, last) if run.pipeline > 1 else 0.0)
     whole = m * slowest + others / run.chunks
-    moved = _sharded(run, block, hardware) if run.zero >= 2 else _replicated(run, block, hardware)
+    # With stages parameters stay gathered, and gradients add up, from a step's first micro-batch to its last.
+    each_time = run.zero >= 2 and run.pipeline == 1
+    moved = _sharded(run, block, hardware) if each_time else _replicated(run, block, hardware)
     gather, reduce = moved
     optimizer = _optimizer(run, hardware)
     plain = whole + gather + reduce + optimizer
@@ -126,6 +128,9 @@ def _block(run: Run, unit: UnitWork, hardware: Hardware) -> _Block:
         again, tensor_again = forward * run.recompute_share, tensor_forward * run.recompute_share
     elif run.recompute == "attention":
         again = sum(seconds(op, hardware) for op in unit.forward if op.kind == "attention" or op.shape[0] > 1)
+    elif run.recompute == "operations":
+        shares = {"matmul": 0.5, "attention": 0.0, "memory": 1.0}
+        again = sum(shares[op.kind] * seconds(op, hardware) for op in unit.forward)
     return _Block(forward, backward + again, tensor_forward, tensor_backward + tensor_again)
 
 
@@ -228,7 +233,7 @@ def _block_parameters(run: Run) -> float:
 
 
 def _replicated(run: Run, block: _Block, hardware: Hardware) -> tuple[float, float]:
-    """The same where every rank holds its parameters whole, and gradients are reduced once a step."""
+    """The same where parameters are gathered at most once a step, and gradients reduced once."""
     shards, replicas = _groups(run, hardware)
     parameters = _parameters(run)
     if run.zero:

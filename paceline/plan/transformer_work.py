@@ -30,6 +30,8 @@ class Software:
             residuals and copies, beyond what matmuls do.
         head_bytes: Bytes moved for each logit, forward and backward, beyond what the matmuls move.
         compiled: Whether neighbouring elementwise operations are one kernel.
+        cast_bytes: Bytes moved for each number that is cast to 8 bits: read to find the largest, read again and
+            written; 4 where the largest is that of steps before, and a transposed copy is written.
     """
 
     fused_attention: bool = True
@@ -37,6 +39,7 @@ class Software:
     elementwise_passes: float = 12.0
     head_bytes: float = 28.0
     compiled: bool = False
+    cast_bytes: float = 5.0
 
 
 EAGER = Software()
@@ -152,11 +155,14 @@ def _backward(projection: tuple[int, int, int], dtype: str) -> tuple[Operation, 
     return matmul(rows, columns, inner, dtype), matmul(inner, rows, columns, dtype)
 
 
-def _casts(projections: list[tuple[int, int, int]], dtype: str, times: int) -> list[Operation]:
-    """With 8 bits each matrix is read to find its largest value, read again and written in 8 bits."""
-    if dtype != "float8":
+def _casts(projections: list[tuple[int, int, int]], sizes: _Sizes, times: int) -> list[Operation]:
+    """With 8 bits each matrix is cast before it is multiplied."""
+    if sizes.dtype != "float8":
         return []
-    return [memory(times * (rows * inner + inner * columns) * 5.0, "bfloat16") for rows, inner, columns in projections]
+    return [
+        memory(times * (rows * inner + inner * columns) * sizes.software.cast_bytes, "bfloat16")
+        for rows, inner, columns in projections
+    ]
 
 
 def _attention(sizes: _Sizes) -> tuple[list[Operation], list[Operation]]:
@@ -198,10 +204,10 @@ def _block(sizes: _Sizes) -> UnitWork:
         memory(sizes.inner * activation, dtype),
         *([memory(rotary * (0.5 if software.compiled else 1.0), dtype)] if rotary else []),
     ]
-    forward = (*(matmul(*each, dtype) for each in projections), *_casts(projections, dtype, 1), *attended, *between)
+    forward = (*(matmul(*each, dtype) for each in projections), *_casts(projections, sizes, 1), *attended, *between)
     backward = (
         *(op for each in reversed(projections) for op in _backward(each, dtype)),
-        *_casts(projections, dtype, 2),
+        *_casts(projections, sizes, 2),
         *attended_back,
         memory(sizes.stream * passes * 1.5 / 6, dtype, count=6),
         memory(sizes.inner * activation * 1.5, dtype),

@@ -55,13 +55,13 @@ SYNONYMS: dict[str, str] = {
     "cp": "cp context_parallel context_parallel_size cp_size",
     "ep": "ep expert_parallel expert_parallel_size",
     "dp": "dp data_parallel data_parallel_size dp_size dp_degree",
-    "dp_shard": "dp_shard shard data_parallel_shard_degree fsdp_size",
+    "dp_shard": "dp_shard shard data_parallel_shard_degree fsdp_size fsdp fsdp_degree",
     "dp_replicate": "dp_replicate replicate replicas data_parallel_replicate_degree hsdp_replicas",
     "chunks": "vp vpp virtual_pp virtual_pipeline virtual_stages interleave n_chunks virtual_pipeline_size vp_size",
     "layers_per_chunk": "layers_per_virtual_stage num_layers_per_virtual_pipeline_stage",
     "schedule": "schedule pp_schedule pipeline_schedule",
     "parallelism": "parallelism parallel techniques strategy config configuration setup",
-    "sharding": "sharding sharding_strategy zero zero_stage stage fsdp fsdp_strategy dp_type",
+    "sharding": "sharding sharding_strategy zero zero_stage stage fsdp_strategy dp_type",
     "dist_opt": "dist_opt distributed_optimizer use_distributed_optimizer",
     "seq_parallel": "seq_parallel sequence_parallel sp",
     "async_tp": "async_tp tp_comm_overlap async_tensor_parallel",
@@ -90,19 +90,23 @@ SYNONYMS: dict[str, str] = {
     "tokens_per_second": "tokens_per_s tokens_per_sec tokens_s throughput_tokens_per_s total_tps",
     "tokens_per_second_device": (
         "tokens_per_s_per_gpu tokens_per_sec_per_gpu tokens_s_gpu tps_per_gpu tokens_per_gpu_per_s "
-        "tokens_per_second_per_gpu tps tgs wps wps_per_gpu tokens_per_s_gpu"
+        "tokens_per_second_per_gpu tps tgs wps wps_per_gpu tokens_per_s_gpu tok_s_gpu tok_per_s_per_gpu "
+        "tokens_per_gpu_s tokens_per_gpu_per_second tokens_per_sec_gpu"
     ),
     "samples_per_second": "samples_per_s samples_per_sec sequences_per_s throughput_samples_per_s",
-    "model_flops": (
-        "model_tflops_per_gpu tflops_per_gpu_model model_tflop_per_s_per_gpu tflops_per_gpu tflops tflop_per_s_per_gpu "
-        "achieved_tflops_per_gpu model_tflops"
+    "model_flops": "model_tflops_per_gpu tflops_per_gpu_model model_tflop_per_s_per_gpu model_tflops",
+    "flops": (
+        "tflops_per_gpu tflops tflop_per_s_per_gpu achieved_tflops_per_gpu achieved_tflops tflop_per_sec_per_gpu "
+        "tflops_per_s_per_gpu tflop_s_per_gpu tflops_s_per_gpu"
     ),
-    "hardware_flops": "hw_tflops_per_gpu hardware_tflops_per_gpu hfu_tflops_per_gpu executed_tflops_per_gpu",
+    "hardware_flops": "hw_tflops_per_gpu hardware_tflops_per_gpu hfu_tflops_per_gpu hw_tflops hardware_tflops",
     "mfu": "mfu model_flops_utilization",
     "hfu": "hfu hardware_flops_utilization pct_of_peak percent_of_peak peak",
     "peak_bytes": (
         "peak_alloc peak_memory memory peak_mem max_memory memory_peak mem peak_allocated max_allocated memory_per_gpu "
-        "peak_memory_per_gpu memory_allocated max_reserved peak_reserved reserved memory_reserved max_memory_reserved"
+        "peak_memory_per_gpu memory_allocated max_reserved peak_reserved reserved memory_reserved max_memory_reserved "
+        "mem_alloc mem_reserved max_memory_allocated peak_memory_reserved peak_memory_allocated peak_mem_reserved "
+        "max_mem"
     ),
     "steady_bytes": "steady_alloc steady_memory steady_allocated",
     "memory_share": "memory_share memory_utilization",
@@ -139,7 +143,7 @@ _UNITS: dict[str, float] = {
 }
 """Units at the end of a column's name, and what a number in them is worth in seconds, bytes, shares or parameters."""
 
-_DEFAULTS = {"mfu": 0.01, "hfu": 0.01, "model_flops": 1e12, "hardware_flops": 1e12}
+_DEFAULTS = {"mfu": 0.01, "hfu": 0.01, "model_flops": 1e12, "hardware_flops": 1e12, "flops": 1e12}
 """What numbers are worth where the name has no unit."""
 
 _NAMES = {name: canonical for canonical, names in SYNONYMS.items() for name in names.split()}
@@ -166,4 +170,11 @@ def resolve(header: str) -> tuple[str, float] | None:
         if canonical == "peak_bytes" and unit in ("pct", "percent"):
             return "memory_share", 0.01
         return canonical, _UNITS[unit]
+    for whose in ("_per_gpu", "_per_device", "_per_rank"):
+        # Memory is of one device, whether a name says it or not.
+        if name.endswith(whose) and (found := resolve(name.removesuffix(whose))) and found[0] in _OF_A_DEVICE:
+            return found
     return None
+
+
+_OF_A_DEVICE = frozenset({"peak_bytes", "steady_bytes", "memory_share"})

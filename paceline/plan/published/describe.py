@@ -74,14 +74,15 @@ def describe(row: Row) -> Described:
         )
     if (stated := row.whole("dp")) is not None and stated != data and row.whole("ep") in (None, 1):
         raise UserError(f"expected dp = n_gpus / (tp x pp x cp) = {data}, got {stated}")
-    samples, micro_batches, batch_assumed = _batch(row, data, config.context)
+    samples, micro_batches, batch_assumed = _batch(row, data, config.context, pipeline)
     assumed += batch_assumed
     zero, shard = sharding(row, stack, devices, per_host)
     if shard > 1 and data % shard:
         raise UserError(f"expected {data} data-parallel ranks that groups of {shard} divide")
-    again, share = recompute(row, stack, config.layers)
+    again, share, said = recompute(row, stack, config)
+    assumed += [said] if said else []
     dtype, gathered, reduced = precision(row, stack)
-    chunks = row.whole("chunks") or 1
+    chunks = row.whole("chunks") or (2 if "interleave" in row.text("schedule") else 1)
     if (layers := row.whole("layers_per_chunk")) and pipeline > 1:
         chunks = max(1, config.layers // pipeline // layers)
     run = Run(
@@ -101,7 +102,9 @@ def describe(row: Row) -> Described:
         gathered=gathered,
         reduced=reduced,
         overlap=_overlaps(row, stack),
-        overlap_tensor=bool(row.flag("async_tp")) or "async" in row.text("parallelism") or stack == "nemo",
+        overlap_tensor=bool(row.flag("async_tp"))
+        or "async" in row.text("parallelism")
+        or stack in ("megatron", "nemo"),
         sequence_parallel=_shares_tokens(row, stack),
     )
     if tensor * pipeline * context_ranks > 1:
@@ -133,8 +136,8 @@ def stack_of(row: Row) -> str:
         return "nanotron"
     if "fms" in text or "foundation-model-stack" in text:
         return "fms"
-    if "megatron" in text or "narayanan" in text:
-        return "megatron_2021" if re.search(r"2021|2104\.04473|narayanan", text) else "megatron"
+    if re.search(r"megatron|narayanan|korthikanti|2104\.04473|2205\.05198", text):
+        return "megatron_2021" if re.search(r"2021|2104\.04473|narayanan|korthikanti|2205\.05198", text) else "megatron"
     return "fsdp"
 
 
@@ -144,17 +147,29 @@ def _gpu_in(row: Row) -> str:
     return found[1] if found else ""
 
 
-_WORDS = {"tp": "tp", "tensor": "tp", "pp": "pp", "pipeline": "pp", "cp": "cp", "context": "cp", "dp": "dp"}
+_WORDS = {"tensor": "tp", "pipeline": "pp", "context": "cp"}
+_DIMENSION = r"(?<![a-z])(tp|pp|cp|tensor|pipeline|context)"
 
 
 def _parallelism(row: Row) -> dict[str, int]:
-    """Sizes in words such as "FSDP 8, TP 4" or "dp=8 tp=2 pp=1"."""
+    """Sizes in words such as "FSDP 8, TP 4", "dp=8 tp=2" or "8-way TP".
+
+    Raises:
+        UserError: It speaks of tensor, pipeline or context ranks and neither it nor a column says how many.
+    """
     found: dict[str, int] = {}
     text = row.text("parallelism")
-    for word, size in re.findall(r"(tp|pp|cp|tensor|pipeline|context)[ _:=x-]*(\d+)", text):
-        found[_WORDS[word]] = int(size)
-    for word, size in re.findall(r"(fsdp|hsdp|zero|ddp)[ _:=x-]*(\d+)", text):
-        found[word] = int(size)
+    after = rf"{_DIMENSION}(?:[ _-]*parallel\w*)?(?:[ _-]*(?:size|degree))?[ _:=x(-]*(\d+)"
+    before = rf"(\d+)[ -]*way[ -]*{_DIMENSION}"
+    named = [*re.findall(after, text), *((word, size) for size, word in re.findall(before, text))]
+    for word, size in named:
+        found[_WORDS.get(word, word)] = int(size)
+    for word in re.findall(_DIMENSION, text):
+        short = _WORDS.get(word, word)
+        if short not in found and short not in row.values:
+            raise UserError(
+                f"parallelism: expected a number of ranks beside {word!r}, got {row.values['parallelism']!r}"
+            )
     return found
 
 
@@ -163,7 +178,7 @@ def _devices(row: Row, cut: int, per_host: int) -> int:
     if devices is None and hosts is not None:
         devices = hosts * per_host
     data = row.whole("dp")
-    if data is None and (row.whole("dp_shard") or row.whole("dp_replicate")):
+    if data is None and row.text("dp_shard").isdecimal():
         data = (row.whole("dp_shard") or 1) * (row.whole("dp_replicate") or 1)
     if devices is None and data is not None:
         devices = data * cut
@@ -172,7 +187,7 @@ def _devices(row: Row, cut: int, per_host: int) -> int:
     return devices
 
 
-def _batch(row: Row, data: int, context: int) -> tuple[int, int, list[str]]:
+def _batch(row: Row, data: int, context: int, stages: int) -> tuple[int, int, list[str]]:
     """Sequences of a micro-batch and micro-batches of a step: two of three numbers tell the third."""
     samples, micro_batches, batch = row.whole("samples"), row.whole("micro_batches"), row.whole("global_batch")
     if batch is None and (tokens := row.number("global_batch_tokens")):
@@ -191,8 +206,7 @@ def _batch(row: Row, data: int, context: int) -> tuple[int, int, list[str]]:
             return 1, each, ["micro-batches of 1 sequence"]
         return each, micro_batches, []
     if samples is not None:
-        stages = row.whole("pp") or 1
-        if micro_batches is None and stages > 1 and samples % stages == 0:
+        if micro_batches is None and stages > 1:
             return 1, samples, ["a local batch cut into micro-batches of 1 sequence"]
         return samples, micro_batches or 1, [] if micro_batches else ["one micro-batch a step"]
     raise UserError("expected a micro-batch or a global batch, got neither")
@@ -206,7 +220,7 @@ def _overlaps(row: Row, stack: str) -> bool:
 
 def _shares_tokens(row: Row, stack: str) -> bool:
     said = row.flag("seq_parallel")
-    return said if said is not None else stack in ("nemo", "nanotron", "torchtitan")
+    return said if said is not None else stack in ("nemo", "nanotron", "torchtitan", "megatron")
 
 
 def _compiled(row: Row) -> bool | None:

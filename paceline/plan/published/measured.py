@@ -27,10 +27,12 @@ def measured_seconds(row: Row, described: Described, peak: float) -> tuple[float
         ("tokens_per_second_device", lambda value: run.tokens / run.devices / value),
         ("tokens_per_second", lambda value: run.tokens / value),
         ("samples_per_second", lambda value: run.tokens / run.config.context / value),
-        ("model_flops", lambda value: model * (again if described.stack == "megatron_2021" else 1.0) / value),
+        ("model_flops", lambda value: model / value),
+        # Without a word on what is counted: until 2022 Megatron counted what is computed again, too.
+        ("flops", lambda value: model * (again if described.stack == "megatron_2021" else 1.0) / value),
         ("hardware_flops", lambda value: model * again / value),
-        ("mfu", lambda value: model / (value * peak)),
-        ("hfu", lambda value: model * again / (value * peak)),
+        ("mfu", lambda value: model / (_share(value) * peak)),
+        ("hfu", lambda value: model * again / (_share(value) * peak)),
     )
     for name, seconds in ways:
         value = row.number(name)
@@ -45,4 +47,9 @@ def measured_seconds(row: Row, described: Described, peak: float) -> tuple[float
 def measures_time(row: Row) -> bool:
     """Whether any column tells how long a step took."""
     names = ("seconds", "tokens_per_second_device", "tokens_per_second", "samples_per_second", "model_flops")
-    return any(name in row.values for name in (*names, "hardware_flops", "mfu", "hfu"))
+    return any(name in row.values for name in (*names, "flops", "hardware_flops", "mfu", "hfu"))
+
+
+def _share(value: float) -> float:
+    """A utilisation: 45 (percent, of which hundredths were made) or 0.45."""
+    return value * 100 if value <= 0.01 else value

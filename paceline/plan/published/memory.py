@@ -80,15 +80,12 @@ def predict_memory(row: Row) -> MemoryPrediction:
     peak = None if out else row.number("peak_bytes")
     if peak is None and not out and (share := row.number("memory_share")):
         peak = share * available
-    return MemoryPrediction(None, None, peak, _peak(row, described), out, available)
+    return MemoryPrediction(None, None, peak, _peak(described), out, available)
 
 
-def _peak(row: Row, described: Described) -> float:
+def _peak(described: Described) -> float:
     run = described.run
-    kept: Kept = "all"
-    if run.recompute == "unit":
-        selective = "selective" in row.text("recompute") and run.recompute_share == 0.5
-        kept = "operations" if selective else "input"
+    kept: Kept = {"unit": "input", "operations": "operations"}.get(run.recompute, "all")  # type: ignore[assignment]
     if described.stack == "torchtitan":
         return Fsdp2(
             config=run.config,
@@ -98,7 +95,7 @@ def _peak(row: Row, described: Described) -> float:
             pipeline=run.pipeline,
             context_ranks=run.context_ranks,
             kept=kept,
-            recomputed=1.0 if kept == "operations" else run.recompute_share,
+            recomputed=run.recompute_share,
             compiled=bool(described.compiled),
         ).reserved
     if described.stack == "nanotron":

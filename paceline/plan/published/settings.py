@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from paceline.core.errors import UserError
+from paceline.models.config import ModelConfig
 from paceline.plan.published.table import Row
 from paceline.plan.run import Recompute
 
@@ -13,7 +14,9 @@ def sharding(row: Row, stack: str, devices: int, per_host: int) -> tuple[int, in
     """What data-parallel ranks divide, and how many hold one copy; 0 for all."""
     text = " ".join((row.text("sharding"), row.text("parallelism")))
     replicas = row.whole("dp_replicate") or 1
-    shard = row.whole("dp_shard") or 0
+    degree = row.text("dp_shard")
+    shard = row.whole("dp_shard") or 0 if degree.isdecimal() else 0
+    text += f" {degree}"
     if "no_shard" in text or re.search(r"\bddp\b", text):
         return 0, 0
     if "hybrid" in text or "hsdp" in text or replicas > 1:
@@ -30,27 +33,32 @@ def sharding(row: Row, stack: str, devices: int, per_host: int) -> tuple[int, in
     return default.get(stack, 0), shard
 
 
-def recompute(row: Row, stack: str, layers: int) -> tuple[Recompute, float]:
-    """What a row's run computes again in backward, and in which share of the blocks."""
+def recompute(row: Row, stack: str, config: ModelConfig) -> tuple[Recompute, float, str]:
+    """What a row's run computes again in backward, in which share of the blocks, and what was assumed of that."""
     text = row.text("recompute")
     if not text:
-        # The 2021 paper recomputes in every run, torchtitan's tables by operations.
-        return ("unit", 1.0) if stack == "megatron_2021" else ("none", 1.0)
+        if stack == "megatron_2021":
+            return "unit", 1.0, "everything recomputed, as in that paper's runs"
+        if stack == "torchtitan":
+            # Its configurations of Llama 3: 8B selectively, 70B and 405B in full.
+            if config.layers * config.width**2 > 80 * 5120**2:
+                return "unit", 1.0, "everything recomputed, as torchtitan's configurations of large models do"
+            return "operations", 1.0, "selective recomputation, as torchtitan's configurations of small models do"
+        return "none", 1.0, ""
     if text in ("false", "no", "none", "off", "0", "0.0", "-", "disabled"):
-        return "none", 1.0
+        return "none", 1.0, ""
     fraction = re.search(r"(?:(\d+)\s*/\s*(\d+))|(0?\.\d+)", text)
     if fraction:
         share = float(fraction[3]) if fraction[3] else int(fraction[1]) / int(fraction[2])
-        return "unit", min(1.0, share)
-    if "selective" in text and "op" not in text and stack in ("megatron", "nemo", "nanotron"):
-        return "attention", 1.0
+        return "unit", min(1.0, share), ""
     if "selective" in text or text in ("op", "sac"):
-        # torchtitan's "selective, op" keeps every other matmul: with blocks alike, half of them.
-        every = re.search(r"(?:layer|every)[ _-]*(\d+)|(\d+)[ _-]*layer", text)
-        return "unit", 1 / int(every[1] or every[2]) if every else 0.5
+        every = re.search(r"(?:layer|every)[ _-]*(\d+)|(\d+)[ _-]*layer|selective[ _,-]*(\d+)", text)
+        if every:
+            return "unit", 1 / int(every[1] or every[2] or every[3]), ""
+        return ("operations" if stack in ("torchtitan", "fsdp", "fms") else "attention"), 1.0, ""
     if row.text("recompute_method") == "block" and (number := row.whole("recompute_layers")):
-        return "unit", min(1.0, number / layers)
-    return "unit", 1.0
+        return "unit", min(1.0, number / config.layers), ""
+    return "unit", 1.0, ""
 
 
 def precision(row: Row, stack: str) -> tuple[str, int, int]:

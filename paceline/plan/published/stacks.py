@@ -20,22 +20,24 @@ class Stack:
         compiled: Whether it runs norms, residuals and activations as few fused kernels.
         attention: Its fused attention kernel; None where scores are written and read.
         own_launch: Whether it is slower to launch than PyTorch's operations alone, by what was fitted.
+        cast_bytes: As `Software.cast_bytes`; Transformer Engine scales by steps before.
     """
 
     name: str
     compiled: bool = False
     attention: AttentionKernel | None = "flash2"
     own_launch: bool = False
+    cast_bytes: float = 5.0
 
 
 STACKS: dict[str, Stack] = {
-    "composer": Stack("LLM-Foundry (Composer, FSDP1)", attention="triton"),
+    "composer": Stack("LLM-Foundry (Composer, FSDP1)", attention="triton", cast_bytes=4.0),
     "fsdp": Stack("PyTorch FSDP"),
     "fms": Stack("IBM fms-fsdp (FSDP1, torch.compile)", compiled=True),
     "torchtitan": Stack("torchtitan (FSDP2)"),
     "nanotron": Stack("nanotron", compiled=True),
-    "megatron": Stack("Megatron-LM", compiled=True, attention="flash3"),
-    "nemo": Stack("NeMo", compiled=True, attention="flash3"),
+    "megatron": Stack("Megatron-LM", compiled=True, attention="flash3", cast_bytes=4.0),
+    "nemo": Stack("NeMo", compiled=True, attention="flash3", cast_bytes=4.0),
     "megatron_2021": Stack("Megatron-LM of 2021", compiled=True, attention=None),
     "megatron_deepspeed": Stack("Megatron-DeepSpeed of 2022", compiled=True, attention=None, own_launch=True),
 }
@@ -49,4 +51,5 @@ def software(stack: Stack, eager_passes: float, fused_passes: float, scores_pass
         scores_passes=scores_passes,
         elementwise_passes=fused_passes if stack.compiled else eager_passes,
         compiled=stack.compiled,
+        cast_bytes=stack.cast_bytes,
     )
