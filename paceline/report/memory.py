@@ -26,6 +26,8 @@ _KINDS = {
 }
 """Of each kind: how it is coloured, what it is called, and what it is."""
 _MOST_POINTS = 1000
+_FLAT = 0.005
+"""Of what is held: what changes by less does not change."""
 
 
 def memory(run: Run) -> Section:
@@ -58,10 +60,13 @@ def _sentence(run: Run, held: Sequence[Event]) -> str:
         told.append(f"At most a rank held {said.size(peak)}")
     if held:
         least, most = (pick(held, key=lambda event: event.memory) for pick in (min, max))
-        told.append(
-            f"in step {held[0].step + 1:,} rank {most.rank} held between {said.size(least.memory)}, at the start of "
-            f"{_op(least)}, and {said.size(most.memory)}, at the start of {_op(most)}"
+        amount = (
+            f"{said.size(most.memory)} from beginning to end"
+            if most.memory - least.memory < _FLAT * most.memory
+            else f"between {said.size(least.memory)}, at the start of {_op(least)}, and {said.size(most.memory)}, at "
+            f"the start of {_op(most)}"
         )
+        told.append(f"in step {held[0].step + 1:,} rank {most.rank} held {amount}")
     if plan is None:
         told.append("what was planned is not known, as the schedule is not")
     elif plan.total:

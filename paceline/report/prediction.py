@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -32,18 +33,18 @@ class Change:
 class Prediction:
     """Each rank's step as simulated with what its own ops take; nobody to wait for, and no pause between ops.
 
-    A collective takes what it took from when its last rank had come. One that is not among the events takes what others
-    took for each byte.
+    Each op takes the middle of what it took in the recorded steps. A collective is counted from when its last rank had
+    come. One that is not among the events takes what others took for each byte.
     """
 
-    def __init__(self, program: Program, step: Step) -> None:
+    def __init__(self, program: Program, *steps: Step) -> None:
         """Simulates nothing yet.
 
         Args:
-            program: What the step executed.
-            step: A recorded one, which the program suits.
+            program: What the steps executed.
+            steps: Recorded ones, at least one, which the program suits.
         """
-        self._program, self._step = program, step
+        self._program, self._steps = program, steps
 
     @cached_property
     def seconds(self) -> dict[int, float]:
@@ -71,7 +72,7 @@ class Prediction:
     def changes(self, waits: float) -> list[Change]:
         """What would help, and how much: the most first.
 
-        Collectives that take no time are simulated; pauses are what the slowest rank's step took beyond its simulation.
+        Collectives that take no time are simulated; pauses are what the slowest rank's steps had between ops.
 
         Args:
             waits: Share of a step that ranks stand still for one that is slow; 0 where none is.
@@ -79,12 +80,13 @@ class Prediction:
         slowest = max(self.seconds, key=lambda rank: self.seconds[rank])
         longest = self.seconds[slowest]
         free = _span(self.events(slowest, lambda op: 1.0 if op.kind in COMPUTE else 0.0))
-        busy = max(times.seconds - times.waiting for times in self._step.ranks if times.rank == slowest)
-        if longest <= 0 or busy <= 0:
+        own = [times for step in self._steps for times in step.ranks if times.rank == slowest]
+        length, pauses = (statistics.median(getattr(times, name) for times in own) for name in ("seconds", "between"))
+        if longest <= 0 or length <= 0:
             return []
         found = [
             Change("collectives took no time", 1 - free / longest),
-            Change("nothing happened between ops", 1 - longest / max(busy, longest)),
+            Change("nothing happened between ops", pauses / length),
         ]
         if waits:
             found.append(Change("no rank were slower than the others", waits))
@@ -93,22 +95,26 @@ class Prediction:
     @cached_property
     def _measured(self) -> dict[int, dict[Key, float]]:
         """What each compute op took each rank."""
-        found: dict[int, dict[Key, float]] = {}
-        for event in self._step.events:
+        found: dict[int, dict[Key, list[float]]] = {}
+        for event in (event for step in self._steps for event in step.events):
             if event.planned and event.kind in COMPUTE:
                 key = Key(event.kind, event.target, event.micro_batch, event.phase)
-                found.setdefault(event.rank, {})[key] = event.seconds
-        return found
+                found.setdefault(event.rank, {}).setdefault(key, []).append(event.seconds)
+        return {rank: _middles(ops) for rank, ops in found.items()}
 
     @cached_property
     def _transfers(self) -> dict[Key, float]:
         """What each collective took from when its last rank had come; of several groups, the slowest."""
-        found: dict[Key, float] = {}
-        for meeting in self._step.meetings:
-            event = meeting.events[0]
-            key = Key(event.kind, event.target, event.micro_batch, event.phase)
-            found[key] = max(meeting.seconds, found.get(key, 0.0))
-        return found
+        found: dict[Key, list[float]] = {}
+        for step in self._steps:
+            slowest: dict[Key, float] = {}
+            for meeting in step.meetings:
+                event = meeting.events[0]
+                key = Key(event.kind, event.target, event.micro_batch, event.phase)
+                slowest[key] = max(meeting.seconds, slowest.get(key, 0.0))
+            for key, seconds in slowest.items():
+                found.setdefault(key, []).append(seconds)
+        return _middles(found)
 
     @cached_property
     def _seconds_per_byte(self) -> float:
@@ -117,6 +123,10 @@ class Prediction:
         }
         whole = sum(sizes.values())
         return sum(self._transfers[key] for key in sizes) / whole if whole else 0.0
+
+
+def _middles(found: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    return {key: statistics.median(seconds) for key, seconds in found.items()}
 
 
 def _span(events: Sequence[Event]) -> float:

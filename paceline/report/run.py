@@ -18,7 +18,9 @@ from paceline.report.meetings import groups_of
 from paceline.report.prediction import Prediction
 from paceline.report.program import Program, program_of
 from paceline.report.recordings import Place, Recording, choose, find_recordings, read_recording
+from paceline.report.single_changes import Single, single_changes
 from paceline.report.steps import Step
+from paceline.report.variants import choices
 from paceline.report.what_if import WhatIf
 
 if TYPE_CHECKING:
@@ -83,10 +85,10 @@ class Run:
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """The typical step as its schedule has it; None if that is not known."""
+        """A step as its schedule has it; None if that is not known of the typical one."""
         if self.program is None or self.typical is None or not self.program.suits(self.typical.recording):
             return None
-        return Prediction(self.program, self.typical)
+        return Prediction(self.program, *(step for step in self.steps if self.program.suits(step.recording)))
 
     @cached_property
     def link(self) -> Link | None:
@@ -100,6 +102,13 @@ class Run:
             return None
         found = WhatIf(self.program, self.prediction, self.link)
         return found if found.predict(found.own).seconds > 0 else None
+
+    @cached_property
+    def single_changes(self) -> list[Single]:
+        """What one change at a time would do, as far as that can be simulated."""
+        if self.what_if is None or self.program is None:
+            return []
+        return single_changes(self.what_if, choices(self.program))
 
     @property
     def typical(self) -> Step | None:

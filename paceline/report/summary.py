@@ -112,13 +112,38 @@ def verdict(run: Run) -> str:
 
 
 def _hope(run: Run, waits: float) -> str:
-    """What is expected to help most; `waits` is the share of a step that ranks stand still for a slow one."""
+    """What is expected to help most: of what steps lose, and of settings."""
+    return _loss(run, waits) + _setting(run)
+
+
+def _setting(run: Run) -> str:
+    """Which other stage or bucket size would shorten a step most, if one would."""
+    if run.what_if is None:
+        return ""
+    own = run.what_if.own
+    now = run.what_if.predict(own).seconds
+    mine = [each for each in run.single_changes if each.setting.devices == own.devices and each.times == 1]
+    best = min(mine, key=lambda each: each.step.seconds, default=None)
+    if best is None or (gain := 1 - best.step.seconds / now) < _LEAST_GAIN:
+        return " No other stage or bucket size is expected to shorten a step by 1 %."
+    flag = (
+        f"--strategy.zero {best.setting.stage}"
+        if best.setting.stage != own.stage
+        else f"--strategy.bucket-mb {best.setting.bucket_mb:g}"
+    )
+    return (
+        f" Of settings, {best.words} ({flag}) is expected to help most: by simulation a step would take "
+        f"{said.share(gain)} less time."
+    )
+
+
+def _loss(run: Run, waits: float) -> str:
+    """What costs most; `waits` is the share of a step that ranks stand still for a slow one."""
     changes = [] if run.prediction is None else run.prediction.changes(waits)
     if not changes or changes[0].gain < _LEAST_GAIN:
         return ""
     return (
-        f" It would help most if {changes[0].what}: by simulation a step would take at most "
-        f"{said.share(changes[0].gain)} less time."
+        f" It would help most if {changes[0].what}: a step would take at most {said.share(changes[0].gain)} less time."
         if not waits or changes[0].gain != waits
         else f" It would help most if {changes[0].what}: a step would take about {said.share(waits)} less time."
     )

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
-from paceline.core.errors import UserError
 from paceline.report import quantities as said
 from paceline.report.html import Html, Section, data, join, table, tag
 from paceline.report.run import Run
+from paceline.report.single_changes import Single
 from paceline.report.timeline import legend
-from paceline.report.variants import Choices, Setting, choices
+from paceline.report.variants import Choices, choices
 from paceline.report.what_if import Predicted, WhatIf
 from paceline.report.what_if_grid import grid
 
 _LEAST_GAIN = 0.01
 """Of a step: a change that saves less is not worth naming."""
-_BANDWIDTHS = (0.5, 2.0)
-"""Times the run's own that are in the table."""
 
 
 def what_if(run: Run) -> Section:
@@ -32,11 +29,11 @@ def what_if(run: Run) -> Section:
         tag("p", id="what-if-told", role="status"),
         tag("canvas", id="what-if-lanes", role="img", aria_label="The step as run and with other settings"),
         legend(),
-        _changes(tried, offered),
+        _changes(tried, run.single_changes),
         tag("p", _assumed(run, tried), class_="note"),
         data("what-if-data", drawn),
     ]
-    return Section("what-if", "What if", _sentence(tried, offered), join(body))
+    return Section("what-if", "What if", _sentence(tried, run.single_changes), join(body))
 
 
 def _missing(run: Run) -> str:
@@ -63,16 +60,11 @@ def _sliders(offered: Choices) -> Iterator[Html]:
         yield tag("label", tag("span", words), slider, tag("output", id=f"what-if-{name}-told"))
 
 
-def _changes(tried: WhatIf, offered: Choices) -> Html:
+def _changes(tried: WhatIf, singles: Sequence[Single]) -> Html:
     """What one change at a time would do, of which the page has a picture for each."""
     now = tried.predict(tried.own)
     rows = [("as run", *_cells(now, now), said.size(tried.sent(tried.own)))]
-    for words, setting, times in _single(tried, offered):
-        try:
-            step = tried.predict(setting, times * tried.bandwidth)
-        except UserError:
-            continue
-        rows.append((words, *_cells(step, now), said.size(tried.sent(setting))))
+    rows += [(each.words, *_cells(each.step, now), said.size(tried.sent(each.setting))) for each in singles]
     heads = ("One change", "A step takes", "Of as run", "Nothing computes", "A rank sends")
     return table("One change at a time, by simulation", heads, rows)
 
@@ -81,34 +73,10 @@ def _cells(step: Predicted, now: Predicted) -> tuple[str, str, str]:
     return said.seconds(step.seconds), said.share(step.seconds / now.seconds), said.seconds(step.exposed)
 
 
-def _single(tried: WhatIf, offered: Choices) -> Iterator[tuple[str, Setting, float]]:
-    """Each change: in words, and as what is simulated."""
-    own = tried.own
-    for stage in offered.stages:
-        if stage != own.stage:
-            yield f"zero {stage}", replace(own, stage=stage), 1.0
-    if tried.uses_buckets(own.stage):
-        for size in offered.bucket_mb:
-            if size != own.bucket_mb:
-                yield f"buckets of {said.digits(size)} MiB", replace(own, bucket_mb=size), 1.0
-    for times in _BANDWIDTHS if tried.link.has_limit else ():
-        yield f"{'half' if times < 1 else 'twice'} the bandwidth", own, times
-    for devices in offered.devices:
-        if devices != own.devices:
-            yield said.count(devices, "device"), replace(own, devices=devices), 1.0
-
-
-def _sentence(tried: WhatIf, offered: Choices) -> str:
+def _sentence(tried: WhatIf, singles: Sequence[Single]) -> str:
     own = tried.own
     now = tried.predict(own).seconds
-    found = []
-    for words, setting, times in _single(tried, offered):
-        if setting.devices != own.devices:
-            continue
-        try:
-            found.append((tried.predict(setting, times * tried.bandwidth).seconds, words))
-        except UserError:
-            continue
+    found = [(each.step.seconds, each.words) for each in singles if each.setting.devices == own.devices]
     links = f"links of {tried.link.in_words}" if tried.link.has_limit else "links whose bandwidth cannot be told"
     told = (
         f"As run (zero {own.stage}, {said.count(own.devices, 'device')}, buckets of {said.digits(own.bucket_mb)} MiB, "

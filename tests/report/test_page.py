@@ -104,7 +104,32 @@ def test_memory_over_the_step_is_what_events_tell(run: Path, shown: Browser) -> 
     ran = sorted((e for e in step.events if e.rank == most.rank and e.memory), key=lambda event: event.start)
     assert chart["lines"][0]["values"] == pytest.approx([event.memory / 2**20 for event in ran], abs=1e-3)
     assert chart["steps"] == pytest.approx([1e3 * (event.start - step.origin) for event in ran], abs=1e-3)
-    assert f"and {said.size(most.memory)}, at the start of {most.kind}" in shown.text("#memory .sentence")
+    assert f"rank {most.rank} held" in shown.text("#memory .sentence")
+
+
+def test_when_most_memory_was_held_is_said(page: Browser, tmp_path: Path) -> None:
+    held = {"forward": 1 << 20, "backward": 3 << 20, "update": 2 << 20}
+    events = [replace(event, memory=held.get(event.kind, 0) * (1 + event.rank)) for event in SLOW]
+    folder = write_run(tmp_path / "run", events, [figures(1, 1.0)])
+    assert main(["report", str(folder)]) == 0
+    page.open(folder / "report.html")
+    told = "rank 1 held between 2.00 MiB, at the start of forward of a, and 6.00 MiB, at the start of backward of a"
+    assert told in page.text("#memory .sentence")
+    assert page.run("charts.memory.charts[0].lines[0].values") == [2, 6, 4]
+
+
+def test_the_verdict_names_the_setting_that_would_help_most(run: Path, shown: Browser) -> None:
+    found = read_run(run)
+    assert found.what_if is not None
+    now = found.what_if.predict(found.what_if.own).seconds
+    gain = max(
+        1 - each.step.seconds / now for each in found.single_changes if each.setting.devices == 2 and each.times == 1
+    )
+    said_of_it = re.search(
+        r"\(--strategy\.(zero \d|bucket-mb [\d.]+)\) is expected to help most", shown.text("#summary .sentence")
+    )
+    assert bool(said_of_it) == (gain >= 0.01)
+    assert said_of_it is not None or "No other stage or bucket size" in shown.text("#summary .sentence")
 
 
 def test_charts_show_the_figures_that_were_logged(run: Path, shown: Browser) -> None:

@@ -30,12 +30,15 @@ const charts = (() => {
     pen.restore();
   }
 
+  // What hardly changes is drawn as that.
+  const around = (plot, least, most) => [Math.max(0, least - 0.05 * most), 1.05 * most];
+
   function options(chart, marks, width) {
     const axis = { stroke: drawing.colour("soft"), grid: { stroke: drawing.colour("line"), width: 1 }, ticks: { show: false } };
     const short = (value) => value.toLocaleString("en", { maximumSignificantDigits: 4 });
     const said = (plot, value) => (value === null || value === undefined ? "–" : drawing.digits(value));
     return {
-      width, height: 190, scales: { x: { time: false } },
+      width, height: 190, scales: { x: { time: false }, y: chart.notes ? { range: around } : {} },
       axes: [{ ...axis, size: 30 }, { ...axis, size: 62, values: (plot, values) => values.map(short) }],
       series: [
         { label: chart.x || "step", value: (plot, value) => (value === null || value === undefined ? "–" : value.toLocaleString("en")) },

@@ -181,7 +181,7 @@ const timeline = (() => {
       }
       if (wide > 3) { context.strokeStyle = colours.page; context.lineWidth = 1; context.strokeRect(left, y, wide, tall); }
       context.globalAlpha = 1;
-      if (wide > 34) label(i, left, wide, y + tall / 2, kind, stood > 0 || alpha < 1);
+      if (wide > 16) label(i, left, wide, y + tall / 2, kind, stood > 0 || alpha < 1);
       right = Math.max(right, left + 1);
       isExposed = stood > 0;
       state.drawn++;
@@ -191,11 +191,13 @@ const timeline = (() => {
   function label(i, left, wide, y, kind, plate) {
     const seen = Math.max(left, gutter), room = Math.min(left + wide, width) - seen - 8;
     const short = { forward: "F ", backward: "B " }[kind] || "";
-    let text = short + data.names[state.step.name[i]];
+    let text = short + data.names[state.step.name[i]].replace(/^bucket /, "");
     if (context.measureText(text).width > room) {
       text = text.slice(0, Math.floor(text.length * room / context.measureText(text).width) - 1) + "…";
       if (text.length < 3) return;
     }
+    // Stripes that a name would hide say more than the name.
+    if (plate && context.measureText(text).width + 4 > 0.5 * wide) return;
     if (plate) { context.fillStyle = colours.page; context.fillRect(seen + 2, y - 7, context.measureText(text).width + 4, 14); }
     context.fillStyle = plate ? colours.text : kind === "backward" ? colours["on-dark"] : colours["on-light"];
     context.fillText(text, seen + 4, y + 0.5);

@@ -110,16 +110,20 @@ const whatIf = (() => {
       const stood = place(times.end[i]) - place(times.end[i] - times.exposed[i]);
       if (stood > 0) { context.fillStyle = pens.stripes; context.fillRect(right - stood, top + 2, stood, LANE - 4); }
       if (wide > 3) { context.strokeStyle = pens.page; context.lineWidth = 1; context.strokeRect(left, top + 2, wide, LANE - 4); }
-      if (wide > 30) name(program, i, left, wide, top, kind, stood > 0, pens);
+      if (wide > 16) name(program, i, left, wide, top, kind, stood > 0, pens);
     }
   }
 
   function name(program, i, left, wide, top, kind, plate, pens) {
     const short = { forward: "F ", backward: "B " }[kind] || "";
-    let label = short + data.names[program.name[i]];
+    let label = short + data.names[program.name[i]].replace(/^bucket /, "");
     const long = context.measureText(label).width;
-    if (long > wide - 6) label = label.slice(0, Math.floor(label.length * (wide - 6) / long) - 2) + "…";
-    if (label.length < 3) return;
+    if (long > wide - 6) {
+      label = label.slice(0, Math.floor(label.length * (wide - 6) / long) - 2) + "…";
+      if (label.length < 3) return;
+    }
+    // Stripes that a name would hide say more than the name.
+    if (plate && context.measureText(label).width + 4 > 0.5 * wide) return;
     if (plate) { context.fillStyle = pens.page; context.fillRect(left + 2, top + 4, context.measureText(label).width + 4, LANE - 8); }
     context.fillStyle = plate ? pens.text : kind === "backward" ? pens["on-dark"] : pens["on-light"];
     context.fillText(label, left + 4, top + LANE / 2 + 0.5);
