@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.checkpoint.module_states import extra_states, persistent_buffers, tied_names
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.plain import encode
-from paceline.checkpoint.random_states import random_states
+from paceline.checkpoint.random_states import Generator, random_states
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.writing import OwnPart
 from paceline.engine.engine import Engine
@@ -41,6 +41,7 @@ def add_values(
     schedulers: Sequence[Stateful],
     loader: Stateful | None,
     extra: Any,
+    generators: Sequence[Generator] = (),
 ) -> None:
     """Adds to a rank's part what is said in JSON, and the tensors in it."""
     put = partial(_put, part)
@@ -50,7 +51,7 @@ def add_values(
     part.values["optimizers"] = states.values(put) if first or cut else []
     if not first and not cut:
         part.values["optimizers"] = [{"states": {}} for _ in states.optimizers]
-    part.values["random"] = encode(random_states(engine.world.device), put, "the random states")
+    part.values["random"] = encode(random_states(engine.world.device, generators), put, "the random states")
     part.values["loader"] = None if loader is None else encode(loader.state_dict(), put, "loader.state_dict()")
     if first:
         part.values["common"] = {
@@ -87,7 +88,7 @@ def add_tensors(
     def add(name: str, start: int, elements: Tensor, shape: tuple[int, ...]) -> None:
         copy = kept.get(name)
         if copy is None or (copy.shape, copy.dtype) != (elements.shape, elements.dtype):
-            copy = torch.empty(elements.shape, dtype=elements.dtype)
+            copy = torch.empty(elements.shape, dtype=elements.dtype, device="cpu")
         used[name] = copy.copy_(elements)
         part.add(name, start, copy, shape)
 
@@ -100,7 +101,7 @@ def add_tensors(
             add(state.name, *written, ranges.spec(state.parameter).shape)
         if part.rank == 0:
             for name, buffer in persistent_buffers(engine.module):
-                part.add(f"model/{name}", 0, buffer.reshape(-1).cpu().clone(), tuple(buffer.shape))
+                part.add(f"model/{name}", 0, _elements(buffer), tuple(buffer.shape))
     if keeps_copies:
         _copies[engine] = used
 
@@ -108,6 +109,12 @@ def add_tensors(
 def _put(part: OwnPart, tensor: Tensor) -> str:
     """Adds a tensor of this rank's own; returns its name."""
     name = f"values of rank {part.rank}/{len(part.tensors)}"
-    elements = tensor.reshape(-1).cpu().clone()
+    elements = _elements(tensor)
     part.add(name, 0, elements, tuple(elements.shape))
     return name
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """A copy of a tensor's elements in row-major order: one-dimensional, on the CPU."""
+    copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+    return copy.copy_(tensor.detach().reshape(-1))

@@ -34,7 +34,7 @@ def hand_on(folder: Path, files: Sequence[tuple[int, str, int]], world: World) -
         path, sends = folder / name, world.rank == source
         receives = not sends and world.local_rank == 0 and not path.exists()
         end = _End(path, "rb" if sends else "xb" if receives else "")
-        buffer = torch.empty(min(size, _PIECE), dtype=torch.uint8)
+        buffer = torch.empty(min(size, _PIECE), dtype=torch.uint8, device="cpu")
         for start in range(0, size, _PIECE):
             piece = buffer[: min(_PIECE, size - start)]
             if sends:

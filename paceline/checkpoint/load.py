@@ -21,7 +21,7 @@ from paceline.checkpoint.manifest import Manifest, Stored
 from paceline.checkpoint.module_states import persistent_buffers, set_extra_states, tied_names
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.plain import decode
-from paceline.checkpoint.random_states import set_random_states
+from paceline.checkpoint.random_states import Generator, require_generators, set_random_states
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.reader import DamagedError, Reader
 from paceline.checkpoint.save import as_sequence, finish_earlier
@@ -53,6 +53,7 @@ class Loaded:
     same_random: bool
 
 
+@torch.inference_mode(False)
 def load(
     path: str | Path,
     model: nn.Module,
@@ -60,6 +61,7 @@ def load(
     *,
     scheduler: Stateful | Sequence[Stateful] = (),
     loader: Stateful | None = None,
+    rng: Generator | Sequence[Generator] = (),
 ) -> Loaded:
     """Goes on from a checkpoint, with any number of ranks, at any stage and precision. A collective call.
 
@@ -74,6 +76,7 @@ def load(
             Their settings, such as lr, become those that were saved.
         scheduler: Those that were saved; or none.
         loader: What has a `load_state_dict`. Needs as many ranks as saved, unless they all saved the same.
+        rng: Generators that were saved, which go on as all random numbers do: with as many ranks; or none.
 
     Returns:
         The step, `extra`, and what else is known.
@@ -89,7 +92,7 @@ def load(
     """
     engine = engine_of(model)
     engine.require_between_steps("pl.load", replaces=True)
-    optimizers, schedulers = as_sequence(optimizer), as_sequence(scheduler)
+    optimizers, schedulers, generators = as_sequence(optimizer), as_sequence(scheduler), as_sequence(rng)
     # A checkpoint that is being written in the background may be the one that is meant.
     finish_earlier(engine.world)
     # What a folder holds may change meanwhile: rank 0's list is everybody's.
@@ -97,7 +100,7 @@ def load(
     folders = [Path(name) for name in _agree(list(map(str, found or ())), error, f"pl.load from {path}")[0]]
     for number, folder in enumerate(folders):
         try:
-            return _load(folder, engine, optimizers, schedulers, loader)
+            return _load(folder, engine, optimizers, schedulers, loader, generators)
         except DamagedError as damaged:
             if number + 1 == len(folders):
                 raise
@@ -112,6 +115,7 @@ def _load(
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[Stateful],
     loader: Stateful | None,
+    generators: Sequence[Generator],
 ) -> Loaded:
     """Loads one checkpoint. A collective call."""
     ranges = Ranges(engine)
@@ -124,6 +128,8 @@ def _load(
             states.require_fit(manifest.values["optimizers"])
         if schedulers and len(schedulers) != (saved := len(manifest.values["schedulers"])):
             raise UserError(f"the checkpoint holds {saved} schedulers; pl.load was given {len(schedulers)}")
+        saved_random = manifest.ranks[engine.world.rank % manifest.world_size]["random"] or {}
+        require_generators(generators, len(saved_random.get("own", ())))
         return manifest, None if loader is None else _place_in_data(manifest, engine)
 
     prepared, error = _attempt(prepare)
@@ -140,10 +146,10 @@ def _load(
     engine.weights_replaced()
     if engine.program.collectives is not None:
         engine.program.collectives.owe(held["owed"])
-    _agree(None, _taken_up(engine, schedulers, loader, held), "pl.load: schedulers and loaders")
     same_random = manifest.world_size == engine.world.world_size and held["random"] is not None
-    if same_random:
-        set_random_states(held["random"], engine.world.device)
+    if not same_random:
+        held["random"] = None
+    _agree(None, _taken_up(engine, schedulers, loader, generators, held), "pl.load: schedulers and loaders")
     return Loaded(folder, manifest.step, held["extra"], manifest.world_size, same_random)
 
 
@@ -175,7 +181,11 @@ def _read(
 
 
 def _taken_up(
-    engine: Engine, schedulers: Sequence[Stateful], loader: Stateful | None, held: dict[str, Any]
+    engine: Engine,
+    schedulers: Sequence[Stateful],
+    loader: Stateful | None,
+    generators: Sequence[Generator],
+    held: dict[str, Any],
 ) -> UserError | None:
     """Gives everybody else their states; what they raise, such as for another version of theirs."""
     try:
@@ -184,9 +194,14 @@ def _taken_up(
             scheduler.load_state_dict(saved)
         if loader is not None:
             loader.load_state_dict(held["place"])
+        # Last: what was called before may draw.
+        if held["random"] is not None:
+            set_random_states(held["random"], engine.world.device, generators)
     except Exception as error:
         # A user's class raises what it likes; other ranks must not go on without this one.
-        return UserError(f"a module, scheduler or loader does not take its state: {type(error).__name__}: {error}")
+        return UserError(
+            f"a module, scheduler, loader or generator does not take its state: {type(error).__name__}: {error}"
+        )
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint.plain import decode, encode
+from paceline.checkpoint.plain import decode, encode, holds_tensors
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.reader import Reader
 from paceline.comm.control import all_gather_json
@@ -59,6 +59,7 @@ class OptimizerStates:
                             "not the model's: make it a part of the model before pl.parallelize, which also keeps it "
                             "alike on all ranks"
                         )
+            _require_plain(optimizer)
 
     # ---- to be written
 
@@ -101,6 +102,7 @@ class OptimizerStates:
         found = []
         for optimizer in self.optimizers:
             what = type(optimizer).__name__
+            shared = {key: state for key, state in optimizer.state.items() if not isinstance(key, Tensor)}
             groups = [
                 {
                     **{
@@ -116,14 +118,22 @@ class OptimizerStates:
             for index, held in self._states(optimizer):
                 name = self._ranges.names[index]
                 for key, state in held.items():
+                    if not isinstance(key, str) or "/" in key:
+                        raise UserError(f"{what} holds {key!r} for {name}: name states by text without a slash")
                     if not self._is_of_elements(index, key, state):
-                        if isinstance(state, Tensor) and state.dim() and self._ranges.is_cut(index):
+                        if self._ranges.is_cut(index) and (shape := _shape_in(state)):
                             raise UserError(
-                                f"{what} holds {key} of shape {list(state.shape)} for a shard of {name}, which other "
+                                f"{what} holds {key} of shape {list(shape)} for a shard of {name}, which other "
                                 "numbers of ranks could not use: save at zero=0"
                             )
                         states.setdefault(name, {})[key] = encode(state, put, f"{what}'s {key} of {name}")
-            found.append({"kind": what, "groups": groups, "states": states})
+            if self._ranges.shards > 1 and (shape := _shape_in(shared)):
+                raise UserError(
+                    f"{what} holds tensors of shape {list(shape)} for no parameter in particular, which other numbers "
+                    "of ranks could not use: save at zero=0"
+                )
+            shared = encode(shared, put, f"{what}'s state")
+            found.append({"kind": what, "groups": groups, "states": states, "shared": shared})
         return found
 
     def _states(self, optimizer: Optimizer) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -159,6 +169,14 @@ class OptimizerStates:
             theirs = [group["params"] for group in one["groups"]]
             if list(map(sorted, mine)) != list(map(sorted, theirs)):
                 raise UserError(f"{kind}'s parameter groups are not those that were saved: {_difference(theirs, mine)}")
+            for index in (self._index_of[id(p)] for group in optimizer.param_groups for p in group["params"]):
+                name = self._ranges.names[index]
+                for key, state in one["states"].get(name, {}).items():
+                    if self._ranges.is_cut(index) and holds_tensors(state):
+                        raise UserError(
+                            f"{kind}'s {key} of {name} has no number for each element, of which this rank updates a "
+                            "part: load it at zero=0, or leave the optimizer out to load weights alone"
+                        )
 
     def load(self, values: Sequence[dict[str, Any]], reader: Reader) -> None:
         """Gives optimizers their settings and this rank's part of their states.
@@ -169,6 +187,7 @@ class OptimizerStates:
         """
         for number, (optimizer, saved) in enumerate(zip(self.optimizers, values, strict=True)):
             optimizer.state.clear()
+            optimizer.state.update(decode(saved.get("shared", {}), reader.read))
             for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
                 group.update(decode({key: settings[key] for key in settings if key != "params"}, reader.read))
                 self._ranges.mark(group)
@@ -192,8 +211,11 @@ class OptimizerStates:
 
     def _of_own_elements(self, number: int, index: int, reader: Reader) -> dict[str, Tensor]:
         found, parameter = {}, element_name(number, self._ranges.names[index], "")
+        local, before = self._ranges.local(index), reader.dtype(f"model/{self._ranges.names[index]}")
         for name in reader.under(parameter):
-            state = torch.empty_like(self._ranges.local(index), dtype=reader.dtype(name))
+            # As torch has it: what had the parameter's dtype has that of the parameter that it is loaded for.
+            dtype = local.dtype if reader.dtype(name) == before else reader.dtype(name)
+            state = torch.empty_like(local, dtype=dtype)
             self._ranges.fill(index, state, partial(reader.read_into, name))
             found[name.removeprefix(parameter)] = state
         return found
@@ -202,6 +224,34 @@ class OptimizerStates:
 def element_name(optimizer: int, parameter: str, state: str) -> str:
     """What a state is called in a checkpoint."""
     return f"optimizer {optimizer}/{parameter}/{state}"
+
+
+def _require_plain(optimizer: Optimizer) -> None:
+    """Refuses an optimizer whose `state_dict` is more than, or not, what it holds.
+
+    Raises:
+        UserError: It is such a one.
+    """
+    kind = type(optimizer)
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    if kind.state_dict is Optimizer.state_dict and not any(hooks):
+        return
+    given = optimizer.state_dict()
+    held = {id(state) for state in optimizer.state.values()}
+    if {*given} != {"state", "param_groups"} or any(id(state) not in held for state in given["state"].values()):
+        more = ", ".join(sorted(map(str, {*given} - {"state", "param_groups"}))) or "other states"
+        raise UserError(
+            f"{kind.__name__} has a state_dict of its own, with {more}, which would be lost: keep that in the "
+            "optimizer's state or param_groups; or leave the optimizer out, and give its state_dict() as extra"
+        )
+
+
+def _shape_in(state: Any) -> tuple[int, ...]:
+    """The shape of the first tensor in a value that has more than one element by its shape; () without any."""
+    if isinstance(state, Tensor):
+        return tuple(state.shape)
+    inner = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    return next(filter(None, map(_shape_in, inner)), ())
 
 
 def _difference(saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> str:

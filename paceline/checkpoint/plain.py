@@ -34,8 +34,8 @@ def encode(value: Any, put: Callable[[Tensor], str], where: str) -> Any:
     match value:
         case None | bool() | str():
             return value
-        case np.generic():
-            return encode(value.item(), put, where)
+        case np.generic() if not isinstance(plain := value.item(), np.generic):
+            return encode(plain, put, where)
         case int():
             return int(value)
         case float():
@@ -44,12 +44,14 @@ def encode(value: Any, put: Callable[[Tensor], str], where: str) -> Any:
             return {"$bytes": base64.b85encode(value).decode()}
         case Tensor() if (lack := _lack(value)) is not None:
             raise UserError(f"{where} is a tensor {lack}, which a checkpoint cannot hold: give a dense one with values")
-        case Tensor() if not value.dim():
+        case Tensor() if not value.dim() and not value.is_complex():
             return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(value.item(), put, where)]}
         case Tensor():
             return {"$tensor": [put(value.detach()), list(value.shape)]}
-        case np.ndarray() if value.dtype.kind in "biuf":
-            return {"$array": [put(torch.from_numpy(value.copy())), list(value.shape)]}
+        # Of a class of its own, such as a masked one, an array is more than its elements.
+        case np.ndarray() if type(value) is np.ndarray and value.dtype.name in ITEM_BYTES:
+            native = value.astype(value.dtype.newbyteorder("="))
+            return {"$array": [put(torch.from_numpy(native)), list(value.shape)]}
         case list():
             return [encode(item, put, f"{where}[{index}]") for index, item in enumerate(value)]
         case tuple():
@@ -71,6 +73,8 @@ def _lack(tensor: Tensor) -> str | None:
     """Why a tensor's elements cannot be written one after another; None where they can."""
     if tensor.is_meta:
         return "on the device meta"
+    if tensor.is_nested:
+        return "of tensors"
     if tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}"
     return None if str(tensor.dtype).removeprefix("torch.") in ITEM_BYTES else f"of {tensor.dtype}"
@@ -100,7 +104,7 @@ def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
         case "$bytes", str():
             return base64.b85decode(held)
         case "$scalar", [str(dtype), number] if isinstance(getattr(torch, dtype, None), torch.dtype):
-            return torch.tensor(decode(number, get), dtype=getattr(torch, dtype))
+            return torch.tensor(decode(number, get), dtype=getattr(torch, dtype), device="cpu")
         case "$tensor", [str(name), list(shape)]:
             return get(name).reshape(shape)
         case "$array", [str(name), list(shape)]:
@@ -112,3 +116,10 @@ def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
         case "$counter", list():
             return Counter({decode(key, get): decode(item, get) for key, item in held})
     raise ValueError(f"{tag} is no kind of value")
+
+
+def holds_tensors(encoded: Any) -> bool:
+    """Whether there are tensors with dimensions in what `encode` returned."""
+    if isinstance(encoded, list):
+        return any(map(holds_tensors, encoded))
+    return isinstance(encoded, dict) and ("$tensor" in encoded or any(map(holds_tensors, encoded.values())))

@@ -24,6 +24,7 @@ class Ranges:
 
     Attributes:
         names: Of all parameters, by index.
+        shards: Into how many parts parameters are cut.
     """
 
     def __init__(self, engine: Engine, writers: Sequence[int] | None = None) -> None:
@@ -37,6 +38,7 @@ class Ranges:
         self._writers = range(engine.world.world_size) if writers is None else writers
         self._flat = engine.program.parameters.flat
         self._world = engine.world
+        self.shards = self._flat.shards
         self.names = [slot.spec.name for slot in self._flat.layout.slots]
 
     def spec(self, index: int) -> ParameterSpec:
@@ -92,7 +94,7 @@ class Ranges:
         if self.is_gathered(index):
             whole = self._gathered(index, tensor, dtype)
         elif tensor is None:
-            return 0, torch.empty(0, dtype=dtype)
+            return 0, torch.empty(0, dtype=dtype, device="cpu")
         else:
             whole = tensor.detach().reshape(-1)
         first, last = self._share(index)

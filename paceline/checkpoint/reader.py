@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -86,7 +87,7 @@ class Reader:
             DamagedError: They are not what was written; names the file.
         """
         stop = self._tensors[name].numel if stop is None else stop
-        result = torch.empty(stop - start, dtype=self.dtype(name))
+        result = torch.empty(stop - start, dtype=self.dtype(name), device="cpu")
         self.read_into(name, start, result)
         return result
 
@@ -113,7 +114,7 @@ class Reader:
             step = READ_BYTES // dtype.itemsize
             for first in range(0, part.stop - part.start, step):
                 last = min(first + step, part.stop - part.start)
-                self._fill(torch.empty(last - first, dtype=dtype), name, part, first, last)
+                self._fill(torch.empty(last - first, dtype=dtype, device="cpu"), name, part, first, last)
                 yield (last - first) * dtype.itemsize
 
     def _fill(self, target: Tensor, name: str, part: Part, first: int, last: int) -> None:
@@ -133,7 +134,7 @@ class Reader:
             low, high = max(begin, first), min(end, last)
             place = target[low - first : high - first]
             in_place = is_plain and target.dtype == dtype and (low, high) == (begin, end)
-            values = place if in_place else torch.empty(end - begin, dtype=dtype)
+            values = place if in_place else torch.empty(end - begin, dtype=dtype, device="cpu")
             _read(path, file, offset + begin * item, as_bytes(values))
             if checksums(values) != part.checksums[begin // block : -(-end // block)]:
                 raise DamagedError(_damaged(path, f"the checksum of {name} is wrong: some of it has changed"))
@@ -170,13 +171,16 @@ def _open(path: Path) -> _File:
         DamagedError: It is not there, or has none.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Not waiting for whoever writes to a pipe that lies in the file's place.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in _NO_DAMAGE:
             raise UserError(f"{path} cannot be opened: {error.strerror}") from error
         raise DamagedError(_damaged(path, str(error))) from error
     try:
-        size = os.fstat(descriptor).st_size
+        if not stat.S_ISREG((found := os.fstat(descriptor)).st_mode):
+            raise DamagedError(_damaged(path, "it is no file"))
+        size = found.st_size
         file = _File(descriptor, size, {}, _LENGTH_BYTES)
         length = int.from_bytes(_piece(path, file, 0, _LENGTH_BYTES), "little")
         if length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):

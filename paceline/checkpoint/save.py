@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import operator
 import platform
 import secrets
+import sys
 import threading
 import time
 import warnings
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.contents import Stateful, add_owed, add_tensors, add_values
 from paceline.checkpoint.folder import discard, make_folder
 from paceline.checkpoint.optimizer_states import OptimizerStates
+from paceline.checkpoint.random_states import Generator
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.rank_file import sync
 from paceline.checkpoint.writing import OwnPart, commit, write_part
@@ -101,7 +104,7 @@ class Saving:
                         strategy,
                         versions(),
                         PATIENCE_SECONDS,
-                        lambda: self._is_abandoned or (background and not main.is_alive()),
+                        lambda: self._is_abandoned or (background and _is_over_by_failure(main)),
                         part.token,
                     )
             except Exception as error:
@@ -130,6 +133,7 @@ def save(
     step: int,
     scheduler: Stateful | Sequence[Stateful] = (),
     loader: Stateful | None = None,
+    rng: Generator | Sequence[Generator] = (),
     extra: Any = None,
     background: bool = False,
 ) -> Saving:
@@ -147,9 +151,11 @@ def save(
         step: How many steps were done, for `load` to return: the same on every rank.
         scheduler: One or several, a `GradScaler` among them or whatever else all ranks have alike; rank 0's is saved.
         loader: What has a `state_dict` of this rank's place in the data.
+        rng: Generators that the loop draws from besides torch's, Python's and NumPy's own: of each rank its own.
         extra: Numbers, text, lists, dictionaries and tensors; rank 0's is saved.
         background: Whether to return when all is copied in memory, and write beside training. One save is under way at
-            a time: the next waits for it, as `load` does, and warns if it failed. The memory is kept for the next.
+            a time: the next waits for it, as `load` and the program's end do, and warns if it failed. The memory is
+            kept for the next.
 
     Returns:
         The checkpoint's path, and in the background how far it is.
@@ -168,9 +174,10 @@ def save(
     """
     # Here, so that a warning names the line that called.
     finish_earlier(engine_of(model).world)
-    return save_beside((), path, model, optimizer, step, scheduler, loader, extra, background)
+    return save_beside((), path, model, optimizer, step, scheduler, loader, rng, extra, background)
 
 
+@torch.inference_mode(False)
 def save_beside(
     beside: Iterable[Path],
     path: str | Path,
@@ -179,6 +186,7 @@ def save_beside(
     step: int,
     scheduler: Stateful | Sequence[Stateful] = (),
     loader: Stateful | None = None,
+    rng: Generator | Sequence[Generator] = (),
     extra: Any = None,
     background: bool = False,
 ) -> Saving:
@@ -193,7 +201,7 @@ def save_beside(
         step = _whole(step)
         ranges = Ranges(engine)
         states = OptimizerStates(ranges, engine.program.parameters.all, as_sequence(optimizer))
-        add_values(part, engine, states, as_sequence(scheduler), loader, extra)
+        add_values(part, engine, states, as_sequence(scheduler), loader, extra, as_sequence(rng))
         if world.rank == 0:
             make_folder(path)
     except Exception as error:
@@ -235,6 +243,18 @@ def _whole(step: Any) -> int:
     if not 0 <= number < 2**63:
         raise UserError(f"step: expected how many steps were done, a whole number from 0 up, got {step!r}")
     return number
+
+
+def _is_over_by_failure(main: threading.Thread) -> bool:
+    """Whether the program has ended by an exception, after which other ranks' parts may never come."""
+    return not main.is_alive() and getattr(sys, "last_value", None) is not None
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """Says of a save that a program ended without waiting for that it failed. Threads have ended by now."""
+    if _in_flight is not None and not _in_flight[1]._is_seen and (error := _in_flight[1].error) is not None:
+        print(f"paceline: {_in_flight[1].path} was not saved: {_told(error)}", file=sys.stderr)
 
 
 def finish_earlier(world: World) -> None:

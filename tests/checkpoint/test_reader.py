@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from torch import Tensor
 from paceline.checkpoint import reader as module
 from paceline.checkpoint.manifest import Part, Stored
 from paceline.checkpoint.rank_file import checksums, file_name, write_rank_file
-from paceline.checkpoint.reader import Reader
+from paceline.checkpoint.reader import DamagedError, Reader
 
 BLOCK = 64
 """Bytes, in these tests."""
@@ -78,3 +79,11 @@ def test_what_is_wanted_in_place_needs_a_block_at_each_end_at_most(tmp_path: Pat
         reader.read_into("x", 99, target)
     assert torch.equal(target, torch.arange(99.0, 900.0))
     assert sizes == [BLOCK // 4, BLOCK // 4]
+
+
+def test_a_pipe_in_a_file_s_place_is_not_waited_for(tmp_path: Path) -> None:
+    reader = written(tmp_path, torch.arange(10.0), [])
+    (tmp_path / file_name(0)).unlink()
+    os.mkfifo(tmp_path / file_name(0))
+    with pytest.raises(DamagedError, match=r"rank-00000\.safetensors cannot be read: it is no file"):
+        reader.read("x")

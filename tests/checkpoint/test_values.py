@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,4 +224,105 @@ def taken_up_by_some(path: Path) -> str:
 
 def test_what_one_rank_cannot_take_up_ends_the_load_on_all(ranks, tmp_path: Path) -> None:
     for message in ranks(2, taken_up_by_some, tmp_path):
-        assert message == "rank 0: a module, scheduler or loader does not take its state: KeyError: 'pace'"
+        assert message == "rank 0: a module, scheduler, loader or generator does not take its state: KeyError: 'pace'"
+
+
+def generators(seed: int) -> list[Any]:
+    return [
+        torch.Generator().manual_seed(seed),
+        np.random.default_rng(seed),
+        np.random.RandomState(seed),
+        random.Random(seed),
+    ]
+
+
+def drawn(own: list[Any]) -> list[float]:
+    tensors, numpy, legacy, python = own
+    return [torch.rand((), generator=tensors).item(), numpy.random(), legacy.random_sample(), python.random()]
+
+
+def with_generators(path: Path, saves: bool) -> tuple[list[float], bool]:
+    model, own = parallel(), generators(pl.init().rank if saves else 9)
+    if saves:
+        drawn(own)
+        pl.save(path / "at 1", model, step=1, rng=own)
+        return drawn(own), True
+    loaded = pl.load(path / "at 1", model, rng=own)
+    return drawn(own), loaded.same_random
+
+
+def test_generators_of_a_loop_s_own_go_on_with_as_many_ranks(ranks, tmp_path: Path) -> None:
+    expected = ranks(2, with_generators, tmp_path, True)
+    assert expected[0] != expected[1]
+    assert ranks(2, with_generators, tmp_path, False) == expected
+    fresh = drawn(generators(9))
+    assert ranks(3, with_generators, tmp_path, False) == [(fresh, False)] * 3
+
+
+def test_what_is_no_generator_or_another_one_is_refused(tmp_path: Path) -> None:
+    model = parallel()
+    with pytest.raises(pl.UserError, match=r"rng: expected generators of torch, NumPy or Python, .* got a int"):
+        pl.save(tmp_path / "at 1", model, step=1, rng=3)  # type: ignore[arg-type]
+    pl.save(tmp_path / "at 1", model, step=1, rng=np.random.default_rng(0))
+    with pytest.raises(pl.UserError, match=r"the states of 1 generators; pl\.load was given 4"):
+        pl.load(tmp_path / "at 1", model, rng=generators(0))
+    with pytest.raises(pl.UserError, match="generator does not take its state"):
+        pl.load(tmp_path / "at 1", model, rng=random.Random(0))
+    pl.load(tmp_path / "at 1", model)
+
+
+@pytest.mark.parametrize("where", [torch.inference_mode, partial(torch.device, "meta"), torch.no_grad])
+def test_where_tensors_are_made_otherwise_all_is_as_ever(tmp_path: Path, where: Callable[[], Any]) -> None:
+    model = parallel()
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.ones(1, 2)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    extra = {"tensor": torch.ones(3), "scalar": torch.tensor(2.0)}
+    with where():
+        pl.save(tmp_path / "at 1", model, optimizer, step=1, extra=extra, background=True)
+        found = pl.load(tmp_path / "at 1", model, optimizer).extra
+    assert torch.equal(found["tensor"], extra["tensor"]) and torch.equal(found["scalar"], extra["scalar"])
+    step()
+    # Into the memory of the copies that were made there.
+    pl.save(tmp_path / "at 2", model, optimizer, step=2, background=True).wait()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.ones(4)[::4],
+        torch.tensor([1 + 2j, 3 + 4j]).conj().imag,
+        torch.tensor(1 + 2j),
+        np.array([1, 2], dtype=">i4"),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    ],
+    ids=["one of a stride", "negative", "complex", "of another byte order", "by columns"],
+)
+def test_elements_come_back_whatever_way_they_lie_in_memory(tmp_path: Path, given: Any) -> None:
+    model = parallel()
+    pl.save(tmp_path / "at 0", model, step=0, extra=given)
+    found = pl.load(tmp_path / "at 0", model).extra
+    assert type(found) is type(given) and found.shape == given.shape
+    assert (torch.equal if isinstance(given, torch.Tensor) else np.array_equal)(found, given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.longdouble(1),
+        np.ones(2, np.longdouble),
+        np.ma.array([1, 2], mask=[0, 1]),
+        np.array(["a"]),
+        {1},
+        torch.float32,
+    ],
+)
+def test_what_would_come_back_as_something_else_is_refused(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(pl.UserError, match=r"extra\['here'\] is a .*, which a checkpoint cannot hold"):
+        pl.save(tmp_path / "at 0", parallel(), step=0, extra={"here": given})

@@ -84,7 +84,7 @@ def to_checkpoint(
         }
         for group, given in zip(groups, state_dict["param_groups"], strict=True)
     ]
-    return {"kind": kind, "groups": settings, "states": dict(values)}, tensors
+    return {"kind": kind, "groups": settings, "states": dict(values), "shared": {}}, tensors
 
 
 def _names(
@@ -163,7 +163,7 @@ def from_checkpoint(manifest: Manifest, reader: Reader, number: int) -> dict[str
         }
         for group in saved["groups"]
     ]
-    states: dict[int, dict[str, Any]] = {}
+    states: dict[Any, Any] = decode(saved.get("shared", {}), reader.read)
     for name, index in index_of.items():
         held = decode(saved["states"].get(name, {}), reader.read)
         under = element_name(number, name, "")

@@ -1,0 +1,59 @@
+"""A program that ends while a save goes on beside it does not lose that save, nor hide that it failed."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import paceline as pl
+from paceline.checkpoint.folder import is_complete, read_manifest
+from tests.train.processes import finished, torchrun
+
+PROGRAM = """
+import time
+import torch
+import paceline as pl
+from paceline.checkpoint import writing
+
+world = pl.init(device="cpu")
+model = pl.parallelize(torch.nn.Linear(4, 4), pl.Strategy(zero=world.world_size - 1))
+write = writing.write_rank_file
+
+def changed(path, tensors):
+%s
+    write(path, tensors)
+
+writing.write_rank_file = changed
+pl.save("at 1", model, step=1, background=True)
+%s
+"""
+
+
+def program(folder: Path, ranks: int, write: str, end: str) -> tuple[int, str, str]:
+    script = folder / "program.py"
+    script.write_text(PROGRAM % (textwrap.indent(write, "    "), end))
+    root = {"PYTHONPATH": str(Path(pl.__file__).parents[1])}
+    return finished(torchrun(ranks, str(script)) if ranks > 1 else [sys.executable, str(script)], folder, root)
+
+
+def test_a_save_that_ranks_end_beside_is_written(tmp_path: Path) -> None:
+    status, _, err = program(tmp_path, 2, "time.sleep(1.5 * world.rank)", "")
+    assert status == 0, err
+    assert read_manifest(tmp_path / "at 1").step == 1
+
+
+def test_that_it_failed_is_said_in_the_end(tmp_path: Path) -> None:
+    status, _, err = program(tmp_path, 1, "raise OSError('no room')", "")
+    assert (status, err) == (0, "paceline: at 1 was not saved: OSError: no room\n")
+
+
+@pytest.mark.full
+def test_a_rank_that_fails_keeps_the_others_no_longer(tmp_path: Path) -> None:
+    # The other's part never comes.
+    write = "if world.rank: __import__('os')._exit(0)"
+    status, _, err = program(tmp_path, 2, write, "time.sleep(1)\n1 / world.rank")
+    assert status != 0 and "ZeroDivisionError" in err
+    assert not is_complete(tmp_path / "at 1")
