@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from paceline.train.run_folder import METRICS
 
 SIZE = 64
 """MiB of a file system."""
+UNSYNCED = 3
+"""Steps that are written down after what was synced, so that there is something to lose."""
+LETTING_GO_SECONDS = 60.0
 _CLONE_NEWNS = 0x20000
 
 
@@ -53,8 +57,12 @@ def read_only(training: Training) -> str:
 def power_loss(training: Training) -> str:
     """Nothing reaches an ext4 any more, and all processes are killed: what was not synced is lost with the memory."""
     options = _new_ext4(training)
-    training.start_and_wait(checkpoints=2)
-    known, step = training.checkpoints(), training.must_be_midway()
+    process = training.start_and_wait(checkpoints=2)
+    known = training.checkpoints()
+    # What is written after the latest checkpoint is told to no disk.
+    written = training.last_step() + UNSYNCED
+    training.wait_for(process, lambda: training.last_step() >= written, f"step {written}")
+    step = training.must_be_midway()
     size = (training.run / METRICS).stat().st_size
     refused = _aborted(training)
     training.kill()
@@ -119,9 +127,19 @@ def _mounted(training: Training, *arguments: str) -> Path:
         _run("mount", *arguments, str(folder))
     except FaultError as error:
         raise LackingError(f"the right to mount, and the file system: {error}") from None
-    # Lazily, so that a process that is still there does not keep it.
-    training.closing.callback(_run, "umount", "-l", str(folder))
+    training.closing.callback(_unmount, folder)
     return folder
+
+
+def _unmount(folder: Path) -> None:
+    """Unmounts a file system once the last thread that was killed has let go of it: till then it goes on as it is."""
+    deadline = time.monotonic() + LETTING_GO_SECONDS
+    while subprocess.run(["umount", str(folder)], capture_output=True).returncode:
+        if time.monotonic() > deadline:
+            # Lazily, so that a process that is still there does not keep it.
+            _run("umount", "-l", str(folder))
+            return
+        time.sleep(0.05)
 
 
 def _refused(write: Callable[[], object], number: int) -> str:

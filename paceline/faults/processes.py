@@ -11,7 +11,7 @@ import time
 from paceline.faults.outcome import curve, wrong_with_checkpoints
 from paceline.faults.training import FaultError, Training
 
-KILLS = 30
+KILLS = 100
 PAUSE_SECONDS = 2.0
 
 
@@ -108,7 +108,7 @@ def kill_at_random(training: Training) -> str:
             training.wait_for(process, lambda: training.last_step() > before, f"a step after {before}")  # noqa: B023
         try:
             # Every other time while it starts, goes on or ends, as it comes.
-            process.wait(rng.uniform(0, 2) if struck % 2 else rng.uniform(0, 12))
+            process.wait(rng.uniform(0, 2) if struck % 2 else rng.uniform(0, 8))
         except subprocess.TimeoutExpired:
             training.kill()
             struck += 1
