@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from paceline.command_line import json_file
-from paceline.command_line.help_page import fill
 from paceline.core.errors import UserError
+from paceline.plan import failures as failing
 from paceline.plan import forecast_table as table
-from paceline.plan import quantities
+from paceline.plan import quantities, scaling, what_if
 from paceline.plan.arguments import PlanArguments
-from paceline.plan.budget import Budget, budget
-from paceline.plan.numbers import numbers
+from paceline.plan.budget import budget
+from paceline.plan.estimate import Estimate
+from paceline.plan.explain import terms
+from paceline.plan.numbers import forecast_numbers
 from paceline.plan.recommend import would_fit
 from paceline.plan.request import Request, request
 from paceline.plan.search import Found, search
+from paceline.plan.text import print_table
 
 
 def forecast(options: PlanArguments, devices: int) -> int:
@@ -27,32 +33,59 @@ def forecast(options: PlanArguments, devices: int) -> int:
     tokens = quantities.tokens(options.tokens, "--tokens") if options.tokens else 0
     found = search(asked.case, asked.samples, precisions=asked.precisions)
     best = found.recommended
-    money = _budget(options, asked, found, tokens)
-    changes = [] if best else would_fit(asked.case, asked.samples, asked.precisions[0])
-    json_file.write(options.json, _json(asked, found, money, changes))
-    if options.json != json_file.SCREEN:
-        print(table.head(asked))
-        for warning in asked.case.subject.work(1, asked.precisions[0]).warnings:
-            print(fill(f"warning: {warning}", "  "))
-        print()
+    numbers = forecast_numbers(asked, found)
+    shows = options.json != json_file.SCREEN
+    if shows:
+        table.show_head(asked)
         table.show_table(found, options.all)
-        table.show_recommended(found, money)
-        if best is None:
-            table.show_misfit(found, changes)
+    if best is None:
+        numbers["would_fit"] = would_fit(asked.case, asked.samples, asked.precisions[0])
+        if shows:
+            table.show_misfit(found, numbers["would_fit"])
+    else:
+        numbers |= _about(options, asked, found, best, tokens, shows)
+    json_file.write(options.json, numbers)
     if options.write:
         _write(options, asked, found, tokens)
     return 0 if best else 1
 
 
-def _budget(options: PlanArguments, asked: Request, found: Found, tokens: int) -> Budget | None:
-    if not tokens or found.recommended is None:
-        return None
-    watts = asked.case.hardware.device.watts
-    return budget(found.recommended, tokens, watts, options.price, options.power_price)
-
-
-def _json(asked: Request, found: Found, money: Budget | None, changes: list[str]) -> dict[str, Any]:
-    return {**numbers(asked, found), "budget": money.to_dict() if money else None, "would_fit": changes}
+def _about(
+    options: PlanArguments, asked: Request, found: Found, best: Estimate, tokens: int, shows: bool
+) -> dict[str, Any]:
+    """Shows what there is to say of the recommended setting, and gives its numbers."""
+    case, numbers = asked.case, dict[str, Any]()
+    budgeted = broken = None
+    if tokens:
+        budgeted = budget(best, tokens, case.hardware.device.watts, options.price, options.power_price)
+        numbers["budget"] = budgeted.to_dict()
+    if options.failures:
+        hosts = math.ceil(case.devices / case.hardware.devices_per_host)
+        saving = options.save_seconds or failing.saving_seconds(case.subject.shapes.numel, hosts)
+        broken = failing.failures(3600 * options.failures, saving, options.restart_seconds)
+        numbers["failures"] = broken.to_dict()
+    if shows:
+        table.show_recommended(found, best, budgeted, broken)
+    if options.explain:
+        told = list(terms(case, best))
+        numbers["terms"] = [asdict(term) for term in told]
+        if shows:
+            table.show_terms(told)
+    if options.what_if:
+        changed = list(what_if.changes(case, asked.samples, found))
+        numbers["what_if"] = [change.to_dict() for change in changed]
+        if shows:
+            print()
+            print_table(what_if.HEADS, [what_if.cells(change, best) for change in changed])
+    if options.scaling or options.picture:
+        points = list(scaling.curve(case, asked.samples, best.setting.strategy.precision))
+        numbers["scaling"] = scaling.to_dict(points)
+        if options.picture:
+            title = f"{case.subject.name} on {case.hardware.device.name}, {asked.samples:,} samples on each device"
+            scaling.draw(points, f"{title}, or {asked.batch:,} in all", Path(options.picture))
+        if shows and options.scaling:
+            table.show_scaling(points)
+    return numbers
 
 
 def _write(options: PlanArguments, asked: Request, found: Found, tokens: int) -> None:

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 
 from paceline.command_line.help_page import fill
 from paceline.core.strategy import Strategy
+from paceline.plan import scaling
 from paceline.plan.budget import Budget
 from paceline.plan.estimate import Estimate
+from paceline.plan.explain import Term
+from paceline.plan.failures import Failures
 from paceline.plan.quantities import gib, short
 from paceline.plan.recommend import in_words, reason
 from paceline.plan.request import Request
+from paceline.plan.scaling import Point
 from paceline.plan.search import Found
 from paceline.plan.text import print_table
 from paceline.report import quantities as said
@@ -37,17 +41,20 @@ HEADS = (
 )
 
 
-def head(request: Request) -> str:
-    """What is planned, in a line or two."""
+def show_head(request: Request) -> None:
+    """Prints what is planned, and what could not be found out about it."""
     case = request.case
     hardware, subject = case.hardware, case.subject
     hosts = math.ceil(case.devices / hardware.devices_per_host)
     where = f", {hosts:,} hosts of {hardware.devices_per_host}" if hosts > 1 else ""
     kind = f"samples of {subject.context:,}" if subject.context > 1 else "samples"
-    return (
+    print(
         f"{subject.name}, {subject.shapes.numel:,} parameters, on {case.devices:,} x {hardware.device.name}{where}\n"
         f"a step: {request.batch_tokens:,} tokens, {request.batch:,} {kind}, {request.samples:,} on each device"
     )
+    for warning in subject.work(1, request.precisions[0]).warnings:
+        print(fill(f"warning: {warning}", "  "))
+    print()
 
 
 def show_table(found: Found, everything: bool) -> None:
@@ -107,11 +114,8 @@ def _number(number: float) -> str:
     return f"{number:.3f}" if number < 9.9995 else f"{number:.2f}" if number < 99.995 else f"{number:,.0f}"
 
 
-def show_recommended(found: Found, budget: Budget | None) -> None:
+def show_recommended(found: Found, best: Estimate, budget: Budget | None, failures: Failures | None) -> None:
     """Prints the recommended setting: why, where its time and memory go, what binds it."""
-    best = found.recommended
-    if best is None:
-        return
     print()
     print(fill(f"Take {in_words(best)}: {reason(found)}.", "  "))
     waits = [f"{name} {said.seconds(time)}" for name, time in _longest(best)]
@@ -125,6 +129,25 @@ def show_recommended(found: Found, budget: Budget | None) -> None:
     print(f"  sends   {gib(best.sent)} GiB from each rank in a step")
     if budget is not None:
         print(f"  budget  {budget.in_words}")
+    if failures is not None:
+        print(fill(f"  faults  {failures.in_words}", " " * 10))
+
+
+def show_terms(terms: Sequence[Term]) -> None:
+    """Prints each term with its formula, and below it its source."""
+    print()
+    width = max(len(term.name) for term in terms)
+    for term in terms:
+        print(fill(f"{term.name:<{width}}  {term.value} = {term.formula}", " " * (width + 2)))
+        print(fill(f"{'':<{width}}  [{term.source}]", " " * (width + 3)))
+
+
+def show_scaling(points: Sequence[Point]) -> None:
+    """Prints the way from one device to a hundred thousand."""
+    print()
+    print_table(scaling.HEADS, [scaling.cells(point) for point in points], left=2)
+    print("left: as many samples on each device; right: the same batch, as long as each device has a sample of it")
+    print(fill(scaling.in_words(points)[:1].upper() + scaling.in_words(points)[1:] + "."))
 
 
 def _longest(best: Estimate) -> list[tuple[str, float]]:

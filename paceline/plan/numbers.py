@@ -11,7 +11,7 @@ from paceline.plan.request import Request
 from paceline.plan.search import Found
 
 
-def numbers(asked: Request, found: Found) -> dict[str, Any]:
+def forecast_numbers(asked: Request, found: Found) -> dict[str, Any]:
     """What was asked and what was found."""
     case = asked.case
     return {

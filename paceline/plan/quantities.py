@@ -32,7 +32,8 @@ def tokens(text: str, option: str) -> int:
 def samples(batch_tokens: str, context: int, devices: int) -> int:
     """Samples of a step on one device, from a step's tokens.
 
-    As is usual, k and M of a batch may be 1,024s: 4M is 4,194,304 tokens where 4,000,000 are no whole samples.
+    As is usual, k and M of a batch may be 1,024s: 4M is 4,194,304 tokens where 4,000,000 are no whole samples, or
+    devices cannot share these.
 
     Raises:
         UserError: They are no whole number of samples, or devices cannot share these equally.
@@ -40,7 +41,8 @@ def samples(batch_tokens: str, context: int, devices: int) -> int:
     given = tokens(batch_tokens, "--batch-tokens")
     suffix = batch_tokens.strip()[-1:].lower()
     binary = given // _DECIMAL.get(suffix, 1) * {"k": 2**10, "m": 2**20}.get(suffix, 1)
-    whole = next((each // context for each in (given, binary) if each and each % context == 0), 0)
+    counts = [each // context for each in (given, binary) if each and each % context == 0]
+    whole = next((count for count in counts if count % devices == 0), counts[-1] if counts else 0)
     if not whole:
         near = max(1, round(given / context)) * context
         raise UserError(
@@ -72,6 +74,11 @@ def short(number: float) -> str:
         if number >= 0.9995 * size:
             return f"{digits(number / size)}{letter}"
     return digits(number)
+
+
+def si(number: float) -> str:
+    """As `short`, with the G of units: 3.35T, 360G."""
+    return short(number).replace("B", "G")
 
 
 def duration(value: float) -> str:

@@ -11,9 +11,10 @@ from paceline.models.presets import PRESETS
 from paceline.plan import profiles, quantities
 from paceline.plan.arguments import PlanArguments
 from paceline.plan.case import Case
-from paceline.plan.hardware import Hardware, Link
+from paceline.plan.hardware import Hardware
 from paceline.plan.models import meta_model_and_inputs
 from paceline.plan.subject import Subject, of_module, transformer
+from paceline.plan.what_if import with_network
 
 if TYPE_CHECKING:
     from paceline.train.config import TrainConfig
@@ -56,7 +57,7 @@ def request(options: PlanArguments, devices: int) -> Request:
     Raises:
         UserError: They name what there is not, or sizes that do not go together.
     """
-    hardware = _with_network(_hardware(options), options.network)
+    hardware = with_network(_hardware(options), options.network)
     config = _config(options)
     subject = _subject(options, config)
     if options.batch_tokens:
@@ -75,11 +76,6 @@ def _hardware(options: PlanArguments) -> Hardware:
     if options.here:
         raise UserError("--here: not there yet")
     return profiles.hardware(options.hardware)
-
-
-def _with_network(hardware: Hardware, factor: float) -> Hardware:
-    between = hardware.between
-    return replace(hardware, between=Link(between.latency, between.bandwidth * factor))
 
 
 def _config(options: PlanArguments) -> TrainConfig | None:

@@ -105,3 +105,44 @@ def test_times_need_hardware_and_learned_positions_their_tokens(capsys: pytest.C
     assert "gpt2-124m has learned positions for 1,024 tokens" in capsys.readouterr().err
     assert main(["plan", "--devices", "8", "--hardware", "a100"]) == 2
     assert "got neither" in capsys.readouterr().err
+
+
+def test_what_may_be_asked_beside_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "gpt2-124m", "--hardware", "a100", "--devices", "16", "--batch-tokens", "512k"]
+    extra = ["--what-if", "--failures", "6", "--explain", "--all", "--json", str(tmp_path / "plan.json")]
+    assert main([*arguments, *extra]) == 0
+    shown = capsys.readouterr().out
+    assert max(len(line) for line in shown.splitlines()) <= 120
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert "half the network between hosts" in shown and len(plan["what_if"]) == 4
+    assert "save every" in shown and 0.9 < plan["failures"]["goodput"] < 1
+    terms = {term["name"]: term for term in plan["terms"]}
+    assert {"multiplying", "moving", "compute", "update", "MFU", "optimizer", "activations", "fits"} <= terms.keys()
+    assert all(term["formula"] and term["source"] and term["value"] in shown for term in plan["terms"])
+    assert len(plan["settings"]) == len([line for line in shown.splitlines() if line.startswith("zero ")])
+
+
+def test_half_the_network_and_a_slow_rank_are_in_all_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "gpt2-124m", "--hardware", "a100", "--devices", "64", "--batch-tokens", "128k"]
+
+    def seconds(*extra: str) -> float:
+        assert main([*arguments, *extra, "--json", "-"]) == 0
+        return json.loads(capsys.readouterr().out)["recommended"]["seconds"]
+
+    plain = seconds()
+    assert seconds("--network", "0.5") > 1.05 * plain
+    assert seconds("--slow-rank", "1.5") > 1.05 * plain
+
+
+def test_the_way_to_many_devices_is_shown_and_drawn(tmp_path: Path, monkeypatch, capsys) -> None:
+    from paceline.plan import scaling
+
+    monkeypatch.setattr(scaling.curve, "__defaults__", ((1, 8, 100_000),))
+    arguments = ["plan", "--model", "gpt2-124m", "--hardware", "h100", "--devices", "8", "--scaling"]
+    pytest.importorskip("matplotlib")
+    assert main([*arguments, "--picture", str(tmp_path / "way.svg")]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^100,000 +zero", shown, re.M) and "communication takes over" in shown
+    assert (tmp_path / "way.svg").read_text().startswith("<?xml")
+    assert main([*arguments, "--picture", str(tmp_path / "way.nonsense")]) == 2
+    assert "name a .png" in capsys.readouterr().err

@@ -53,3 +53,9 @@ def test_how_they_are_shown() -> None:
         "1.50 minutes",
         "5.00 seconds",
     ]
+
+
+def test_of_two_ways_to_read_a_batch_the_one_that_devices_can_share_is_meant() -> None:
+    """512k is 500 samples of 1,024 tokens, or 512 of them."""
+    assert samples("512k", 1024, 16) == 32
+    assert samples("512k", 1024, 10) == 50

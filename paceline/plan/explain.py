@@ -1,0 +1,163 @@
+"""Each term of the recommended setting: its number, its formula with what went in, its source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.core.ops import COMPUTE
+from paceline.plan.case import FREE, Case
+from paceline.plan.costs import OPTIMIZER_BYTES
+from paceline.plan.estimate import Estimate
+from paceline.plan.network import spread
+from paceline.plan.quantities import gib, si
+from paceline.report import quantities as said
+
+
+@dataclass(frozen=True)
+class Term:
+    """One number of a forecast.
+
+    Attributes:
+        name: What it is.
+        value: The number, with its unit.
+        formula: How it comes about, with the numbers that went in.
+        source: Who says so.
+    """
+
+    name: str
+    value: str
+    formula: str
+    source: str
+
+
+def terms(case: Case, estimate: Estimate) -> Iterator[Term]:
+    """The terms of a setting's time and memory.
+
+    Args:
+        case: Model, machines, devices.
+        estimate: The setting.
+    """
+    yield from _computing(case, estimate)
+    yield from _communicating(case, estimate)
+    yield from _rest(case, estimate)
+    yield from _memory(case, estimate)
+
+
+def _computing(case: Case, estimate: Estimate) -> Iterator[Term]:
+    setting, hardware = estimate.setting, case.hardware
+    precision, kernels = setting.strategy.precision, case.hardware.kernels
+    work = case.subject.work(setting.samples, precision)
+    operations = [op for unit in work.units for op in (*unit.forward, *unit.backward)]
+    spent = case.spent(setting)
+    flops = {kind: sum(op.flops * op.count for op in operations if op.kind == kind) for kind in ("matmul", "attention")}
+    moved = sum(op.bytes * op.count for op in operations)
+    count = sum(op.count for op in operations)
+    ceiling = hardware.device.ceiling[precision]
+    yield Term(
+        "multiplying",
+        f"{said.seconds(spent.compute)} a micro-batch",
+        f"matmuls {si(flops['matmul'])}FLOP at {si(ceiling)}FLOP/s x {kernels.matmul_efficiency:g} and "
+        f"{kernels.matmul_passes:g} passes over their matrices, attention {si(flops['attention'])}FLOP at "
+        f"{kernels.attention_efficiency:g} of it",
+        f"operations: {work.source}; ceiling: {hardware.source}; shares: docs/accuracy.md",
+    )
+    yield Term(
+        "moving",
+        f"{said.seconds(spent.moving)} a micro-batch",
+        f"{si(moved)}B in {count:,} kernels; those that only move take bytes / "
+        f"({si(hardware.device.bandwidth)}B/s x {kernels.memory_efficiency:g}), and all at least "
+        f"{1e6 * kernels.launch:g} us to launch",
+        "roofline (Williams et al. 2009)",
+    )
+    plain = setting.micro_batches * (spent.compute + spent.moving + spent.launching)
+    yield Term(
+        "compute",
+        said.seconds(estimate.compute),
+        f"{setting.micro_batches} micro-batches x {said.seconds(plain / setting.micro_batches)}, and "
+        f"{said.seconds(max(0.0, estimate.compute - plain))} of recomputing, copying gradients, and computing "
+        f"{1 + kernels.contention:.2f} times as long beside communication",
+        "simulation of the engine's schedule",
+    )
+
+
+def _communicating(case: Case, estimate: Estimate) -> Iterator[Term]:
+    setting, hardware = estimate.setting, case.hardware
+    schedule = case.schedule(setting.strategy)
+    host = hardware.devices_per_host
+    groups = {
+        "world": spread(case.devices, host),
+        "shard": spread(schedule.shards, host),
+        "replicate": spread(schedule.replicas, host, schedule.shards),
+    }
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for op in case.ops(setting.strategy, 1):
+        if op.kind not in COMPUTE and op.stream != "statistics":
+            number, size = found.get((op.kind, op.group), (0, 0))
+            found[op.kind, op.group] = (number + 1, size + op.bytes)
+    for (kind, group), (number, size) in found.items():
+        where = groups[group]
+        n, hosts = where.ranks, where.hosts
+        twice = "2 x " if kind == "all_reduce" else ""
+        within = f"B (n-1)/n / {si(hardware.within.bandwidth)}B/s"
+        between = f"B (h-1)/h / ({where.within} x {si(hardware.between.bandwidth)}B/s)"
+        formula = f"max({within}, {between})" if where.within > 1 and hosts > 1 else between if hosts > 1 else within
+        yield Term(
+            kind,
+            f"{gib(size)} GiB a micro-batch in {number}",
+            f"{twice}{formula} + a latency for each step of the ring; n = {n}, h = {hosts}; waited for "
+            f"{said.seconds(estimate.exposed.get(kind, 0.0))} of a step",
+            "ring (Thakur et al. 2005), links: datasheet x 0.8 (nccl-tests)",
+        )
+
+
+def _rest(case: Case, estimate: Estimate) -> Iterator[Term]:
+    hardware, strategy = case.hardware, estimate.setting.strategy
+    moves = hardware.device.bandwidth * hardware.kernels.memory_efficiency
+    updated = case.subject.shapes.numel / strategy.shards(case.devices)
+    yield Term(
+        "update",
+        said.seconds(estimate.optimizer),
+        f"{si(updated)} parameters x {OPTIMIZER_BYTES} bytes (and 6 for a cast) / {si(moves)}B/s",
+        "Adam reads 4 and writes 3 fp32 numbers each",
+    )
+    yield Term(
+        "slowest rank",
+        said.seconds(estimate.bubble),
+        f"{hardware.kernels.straggling:g} of the step for each doubling of hosts"
+        + (f", and a rank that takes {case.slow_rank:g} times as long" if case.slow_rank > 1 else ""),
+        "fitted: docs/accuracy.md",
+    )
+    yield Term(
+        "MFU",
+        f"{100 * estimate.mfu:.1f} %",
+        f"{si(estimate.flops)}FLOP / {said.seconds(estimate.seconds)} / {si(estimate.peak_flops)}FLOP/s",
+        "6 N + 12 L h s a token (Chowdhery et al. 2022), the datasheet's peak",
+    )
+
+
+def _memory(case: Case, estimate: Estimate) -> Iterator[Term]:
+    setting, memory = estimate.setting, estimate.memory
+    strategy = setting.strategy
+    shards = strategy.shards(case.devices)
+    stage, low = strategy.stage, strategy.low
+    states = f"{'12' if low else '8'} P{f' / {shards}' if stage else ''}"
+    held = {
+        "parameters": f"{2 if low else 4} P{f' / {shards}' if stage == 3 else ''}",
+        "gradients": f"4 P{f' / {shards}' if stage >= 2 else ''}, and what autograd holds at the peak",
+        "optimizer": f"{states}: {'fp32 master and ' if low else ''}Adam's two states",
+        "activations": f"what is kept for backward by {setting.samples} x {case.subject.context:,} tokens, traced",
+        "logits": "the output layer's results",
+        "buckets": "two slots for whole gradients",
+        "gathered": "two slots for whole units, and small units",
+        "framework": "context and communicators, outside of the allocator",
+    }
+    for name, size in memory.by_kind.items():
+        if size:
+            yield Term(name, f"{gib(size)} GiB", held[name], "the schedule's buffers, P padded")
+    yield Term(
+        "fits",
+        f"{gib(memory.peak)} of {gib(estimate.capacity)} GiB",
+        f"{100 * FREE:g} % of {gib(case.hardware.device.memory)} GiB stay free for fragments",
+        f"fullest in {memory.moment}",
+    )
