@@ -168,8 +168,8 @@ class _Gradients:
         if not self._seen_shared:
             self._seen_shared = True
             self.held += shared
-        # The embedding's share of a tied weight's gradient is whole before it is added to the output layer's.
-        now = self.held + own + (self._largest.get(ROOT, 0) if first else 0)
+        # The embedding's share of a tied weight's gradient is whole beside the output layer's, and their sum a third.
+        now = self.held + own + (2 * self._largest.get(ROOT, 0) if first else 0)
         if not adds and (not self._copies or unit not in self._early):
             self.held += own
         if first and self._copies:
