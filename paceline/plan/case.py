@@ -15,7 +15,7 @@ from paceline.core.strategy import Strategy
 from paceline.plan.bound import Spent, binding, spent
 from paceline.plan.costs import step_costs
 from paceline.plan.estimate import Estimate, Setting
-from paceline.plan.footprint import Footprint, footprint
+from paceline.plan.footprint import FREE, Footprint, footprint
 from paceline.plan.hardware import Hardware
 from paceline.plan.subject import Subject
 
@@ -23,9 +23,6 @@ STEPS = 2
 """Simulated; what the first sends after its update is under way as the second begins, as in every later one."""
 ALIKE = 3
 """Micro-batches that are simulated at most: those between the first and the last of a step all take the same."""
-
-FREE = 0.04
-"""Share of a device's memory that is to stay free: what fragments of the allocator and other libraries take of it."""
 
 _UPDATES = ("update", "cast")
 

@@ -23,6 +23,10 @@ from paceline.plan.work import UnitWork, Work
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buckets", "gathered", "framework")
 """In the order in which a table shows them."""
 
+FREE = 0.07
+"""Share of a device's memory that a forecast leaves free for a run to fit. Published peaks whose kernels are known
+exceed their forecasts by up to 6 % (docs/accuracy.md); fragments of the allocator come beside."""
+
 
 @dataclass(frozen=True)
 class Footprint:

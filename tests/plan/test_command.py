@@ -59,7 +59,7 @@ def test_what_is_written_is_a_run_of_paceline_train(tmp_path: Path, capsys: pyte
 
 
 def test_nothing_fits_says_by_how_much_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "llama-70b", "--hardware", "h100", "--devices", "8", "--batch-tokens", "64k"]
+    arguments = ["plan", "--model", "llama-70b", "--hardware", "h100", "--devices", "16", "--batch-tokens", "128k"]
     assert main(arguments) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r"Nothing fits: zero 3, .* misses by [\d.]+ GiB", shown)

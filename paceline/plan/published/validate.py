@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.core.errors import UserError
 from paceline.models.flops import flops_per_token
+from paceline.plan.footprint import FREE
 from paceline.plan.published.describe import measured_in_tests
 from paceline.plan.published.errors import Errors, constant_utilisation, errors, in_order
 from paceline.plan.published.measured import measures_time
@@ -48,7 +49,7 @@ class Checked:
         return [
             row
             for row, each in self.memories
-            if each.ran_out and each.available is not None and each.peak_predicted <= each.available
+            if each.ran_out and each.available is not None and each.peak_predicted <= (1 - FREE) * each.available
         ]
 
 
