@@ -31,6 +31,12 @@ def open_on_the_cpu() -> tuple[NcclTransport, int]:
     return OverGloo(dist.new_group(backend="gloo"), world.device), world.rank
 
 
+def end(transport: NcclTransport) -> None:
+    """Where nothing was sent: the other rank may not have joined yet, and would find nobody."""
+    dist.barrier(transport._group)
+    transport.close()
+
+
 def of(rank: int) -> torch.Tensor:
     return torch.arange(6.0) + 10 * rank
 
@@ -105,7 +111,7 @@ def refused() -> tuple[str, str]:
         transport.run("all_to_all/direct", torch.zeros(2), "bucket 1")
     with pytest.raises(UserError) as shared:
         transport.allocate_shared(2, torch.float32)
-    transport.close()
+    end(transport)
     return str(unknown.value), str(shared.value)
 
 
@@ -137,7 +143,7 @@ def operations() -> list[tuple[str, float]]:
     transport = NcclTransport(dist.new_group(backend="gloo"), pl.init().device)
     with patch.object(dist, "_make_nccl_premul_sum", lambda factor: f"each part times {factor}", create=True):
         found = [transport._operation(scale) for scale in (1.0, 0.5, 0.125)]
-    transport.close()
+    end(transport)
     return [(str(operation), left) for operation, left in found]
 
 
