@@ -124,12 +124,13 @@ class _Sizes:
         return self.tokens * self.config.vocabulary // self.tensor * (self.item + 4)
 
 
-def matmul(rows: int, inner: int, columns: int, sizes_dtype: str, batch: int = 1, count: int = 1) -> Operation:
+def matmul(rows: int, inner: int, columns: int, dtype: str, batch: int = 1, count: int = 1) -> Operation:
     """(rows, inner) times (inner, columns), so often: 2 x the product of all operations, each matrix moved once."""
-    item = ITEMSIZE[sizes_dtype]
-    moved = float(batch * (rows * inner + inner * columns + rows * columns) * item)
+    item = ITEMSIZE[dtype]
+    operand = 1 if dtype == "float8" else item
+    moved = float(batch * ((rows * inner + inner * columns) * operand + rows * columns * item))
     flops = 2.0 * batch * rows * inner * columns
-    return Operation("matmul", flops, moved, sizes_dtype, (batch, rows, inner, columns), count)
+    return Operation("matmul", flops, moved, dtype, (batch, rows, inner, columns), count)
 
 
 def memory(moved: float, dtype: str, count: int = 1) -> Operation:

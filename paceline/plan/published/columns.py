@@ -41,7 +41,8 @@ SYNONYMS: dict[str, str] = {
     # the batch
     "samples": (
         "microbatch microbatch_size micro_batch micro_batch_size mbs local_batch local_batch_size batch_size_per_gpu "
-        "batch_per_gpu per_gpu_batch per_gpu_batch_size per_device_batch_size device_train_microbatch_size"
+        "batch_per_gpu per_gpu_batch per_gpu_batch_size per_device_batch_size device_train_microbatch_size local_bs "
+        "lbs batch_per_rank per_rank_batch_size batch_per_device batch_per_dp_rank microbatch_per_gpu sequences_per_gpu"
     ),
     "micro_batches": (
         "grad_accum grad_accumulation gradient_accumulation gradient_accumulation_steps batch_accum "

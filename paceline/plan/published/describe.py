@@ -53,6 +53,8 @@ def describe(row: Row) -> Described:
     """
     if row.fault:
         raise UserError(row.fault)
+    if any(re.search(r"(?<![a-z])(q?lora|peft)(?![a-z])", cell.lower()) for cell in row.raw.values()):
+        raise UserError("fine-tuning with adapters: only training of all parameters is predicted")
     config, noted = shape(row)
     assumed = [noted] if noted else []
     gpu = row.text("gpu") or _gpu_in(row)

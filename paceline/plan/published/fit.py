@@ -5,8 +5,9 @@ short; errors beyond 10 % weigh as their root (Huber 1964), as a bad run is no m
 of each constant is drawn to what was held likely before (`fitted.PRIOR`), as strongly as that was known. Rows of
 vtrain_a100.csv, many and alike, weigh together as much as those of llm_foundry.csv.
 
-What is left out of a fold is forgotten by one Gauss-Newton step from the fit to all rows, which is as good as fitting
-again where so few constants meet so many rows, and takes no time.
+What is left out of a fold is forgotten by one Gauss-Newton step from the fit to all rows, which takes no time. What is
+forecast then differs from what fitting again gives by 0.6 % at most where one of nine sizes of models is left out, and
+by 1.3 % where two are.
 """
 
 from __future__ import annotations

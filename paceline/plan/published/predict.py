@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from paceline.core.errors import UserError
 from paceline.plan import profiles
-from paceline.plan.fitted import FITTED, Constants, kernels
+from paceline.plan.fitted import FITTED, LAUNCH, Constants, kernels
 from paceline.plan.hardware import Hardware, Link
 from paceline.plan.published.describe import Described, describe
 from paceline.plan.published.measured import measured_seconds
@@ -16,7 +16,11 @@ from paceline.plan.published.stacks import STACKS, software
 from paceline.plan.published.table import Row
 from paceline.plan.step import StepTime, step_time
 
-HIERARCHY = re.compile(r"(gb200|gh200|b200|h200|h100|a100|v100|mi300x|l40s|4090)")
+_DEVICES = re.compile(r"(gb200|gh200|b200|h200|h100|a100|v100|mi300x|l40s|4090)")
+
+
+_SAID = {"precision", "bf16", "fp16", "fp8", "mode"}
+"""Columns that say what was computed in."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ def predict(row: Row, constants: Constants = FITTED) -> Prediction:
     """
     described = describe(row)
     hardware = machines(described, constants)
+    if not _SAID & row.values.keys() and described.run.dtype not in hardware.device.ceiling:
+        # Devices before A100 multiply in float16.
+        run = replace(described.run, dtype="float16")
+        described = replace(described, run=run, assumed=(*described.assumed, "float16"))
     peaks = hardware.device.peak
     peak = peaks.get(described.run.dtype) or peaks.get("bfloat16") or next(iter(peaks.values()))
     measured, column = measured_seconds(row, described, peak)
@@ -85,6 +93,9 @@ def machines(described: Described, constants: Constants = FITTED) -> Hardware:
     device = found.device.name
     made = kernels(device, stack.attention or "flash2", constants)
     within, between = found.within, found.between
+    compiled = described.compiled if described.compiled is not None else stack.compiled
+    # An operation of `transformer_work` is about three kernels, and two where neighbours are fused.
+    made = replace(made, launch=LAUNCH * (2 if compiled else 3))
     if stack.own_launch:
         made = replace(made, launch=constants.launch)
         within = replace(within, latency=constants.exchange_latency)
@@ -108,7 +119,7 @@ def profile(gpu: str, stack: str) -> Hardware:
         UserError: There is none; the message names the nearest.
     """
     text = gpu.lower().replace("_", "-")
-    found = HIERARCHY.search(text)
+    found = _DEVICES.search(text)
     name = found[1] if found else text
     if name == "a100" and re.search(r"40 ?-?g", text):
         name = "a100-40gb"

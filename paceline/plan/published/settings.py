@@ -63,7 +63,8 @@ def recompute(row: Row, stack: str, config: ModelConfig) -> tuple[Recompute, flo
 
 def precision(row: Row, stack: str) -> tuple[str, int, int]:
     """What matmuls compute in, and bytes of parameters gathered and of gradients reduced."""
-    text = " ".join((row.text("precision"), row.text("mode")))
+    told = {"precision", "fp8", "bf16", "fp16"} & row.values.keys()
+    text = " ".join((row.text("precision"), row.text("mode"), "" if told else row.text("table")))
     eight = row.text("fp8") not in ("", "false", "none", "no", "off", "0") or re.search(
         r"fp8|float8|mxfp8", text + " " + row.text("parallelism")
     )

@@ -152,9 +152,13 @@ def shape(row: Row) -> tuple[ModelConfig, str]:
         UserError: Neither does.
     """
     if row.text("experts") not in ("", "0", "1", "false", "none", "dense") or re.search(
-        r"mixtral|moe|\d+x\d+b|deepseek-?v[23]", row.text("model")
+        r"mixtral|moe|\d+x\d+b|deepseek-?v[23]|-a\d+b", row.text("model")
     ):
         raise UserError("a model of experts: only dense Transformers are predicted")
+    if other := re.search(
+        r"(?<![a-z])(t5|bert|vit|clip|diffusion|dit|neva|llava|whisper|mamba|retro|flux)", row.text("model")
+    ):
+        raise UserError(f"a model with {other[1]!r} in its name: only decoders are predicted")
     named, kind = _named(row), family(row)
     width, layers = row.whole("width"), row.whole("layers")
     if named is None and (width is None or layers is None):

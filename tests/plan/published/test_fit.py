@@ -83,4 +83,4 @@ def test_one_step_forgets_a_fold_as_well_as_fitting_again() -> None:
     again = fit([sample for index, sample in enumerate(every) if index not in large]).constants
     for index in large:
         one, other = (step_of(every[index].described, constants).total for constants in (without, again))
-        assert one == pytest.approx(other, rel=0.01)
+        assert one == pytest.approx(other, rel=0.02)
