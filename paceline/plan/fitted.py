@@ -47,31 +47,31 @@ class Constants:
 
 FITTED = Constants(
     matmul_efficiency=1.0,
-    matmul_passes=1.76,
-    eager_passes=22.4,
+    matmul_passes=1.77,
+    eager_passes=22.9,
     triton_a100=0.368,
-    triton_h100=0.213,
-    contention=0.883,
-    straggling=0.00341,
-    launch=8.06e-05,
-    fused_passes=5.87,
-    scores_passes=4.42,
+    triton_h100=0.212,
+    contention=0.885,
+    straggling=0.00327,
+    launch=8.05e-05,
+    fused_passes=5.89,
+    scores_passes=4.4,
     exchange_latency=3.83e-05,
 )
 """The fit to llm_foundry.csv (130 rows) and vtrain_a100.csv (929 rows)."""
 
 ERRORS = Constants(
-    matmul_efficiency=0.012,
-    matmul_passes=0.15,
-    eager_passes=3.3,
-    triton_a100=0.0041,
-    triton_h100=0.0034,
-    contention=0.056,
-    straggling=0.0015,
+    matmul_efficiency=0.0117,
+    matmul_passes=0.146,
+    eager_passes=3.18,
+    triton_a100=0.00414,
+    triton_h100=0.00337,
+    contention=0.0559,
+    straggling=0.00142,
     launch=4e-07,
-    fused_passes=2.0,
-    scores_passes=0.62,
-    exchange_latency=1.2e-06,
+    fused_passes=1.99,
+    scores_passes=0.609,
+    exchange_latency=1.19e-06,
 )
 """Standard errors of the same."""
 

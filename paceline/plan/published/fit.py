@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> int:
     for title, constants in (("FITTED", found.constants), ("ERRORS", found.errors)):
         print(f"{title} = Constants(")
         for name in NAMES:
-            print(f"    {name}={getattr(constants, name):.3g},")
+            print(f"    {name}={float(format(getattr(constants, name), '.3g'))},")
         print(")")
     return 0
 
