@@ -42,6 +42,9 @@ WRITTEN = "parameters written"
 STATISTICS = "statistics"
 """Target of the small all-reduce that sums what ranks must agree on (see `engine.statistics`)."""
 
+BUFFERS = "buffers of"
+"""How the target begins of what sends rank 0's buffers that forwards change; their dtype follows."""
+
 GRADIENTS = "gradients"
 """Target of the op that makes reduced gradients the parameters' `grad`."""
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from paceline.core.buffers import Buffers
 from paceline.core.collectives.algorithms import traffic
 from paceline.core.layout import Bucket
-from paceline.core.ops import STATISTICS, WRITTEN, Key, Kind, Op, Phase, Span
+from paceline.core.ops import BUFFERS, STATISTICS, WRITTEN, Key, Kind, Op, Phase, Span
 from paceline.core.placement import Placement
 
 
@@ -119,6 +119,14 @@ class Transfers(Placement):
     def reduce_late(self, bucket: Bucket, index: int) -> tuple[Op, ...]:
         """The ops that reduce gradients which came after their bucket was: from memory of their own, then added."""
         return tuple(replace(op, planned=False, after=(), reads=(), writes=()) for op in self.reduce(bucket, index))
+
+    def send_buffers(self, dtype: str, micro_batch: int, numel: int, itemsize: int) -> Op:
+        """The op that sends rank 0's buffers of one dtype, where forwards change such, after a step's update."""
+        target = f"{BUFFERS} {dtype}"
+        op = self._communicate(
+            "broadcast", target, micro_batch, "update", (), (), (), numel, itemsize, stream="statistics"
+        )
+        return replace(op, planned=False)
 
     @property
     def scale(self) -> float:

@@ -239,8 +239,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def broadcast_buffers(model: nn.Module) -> None:
     """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call.
 
-    Buffers are otherwise each rank's own once `parallelize` has sent them. Called before evaluating or saving, if their
-    values depend on the data that a rank saw.
+    After every step those that its forwards have changed are sent anyway, as by DDP. Call it where they were changed
+    otherwise: by hand on one rank, or in a forward that no backward came after.
     """
     engine_of(model).broadcast_buffers()
 

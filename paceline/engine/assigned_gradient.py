@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from paceline.engine.gradient_shard import GradientShard
 
@@ -13,6 +14,9 @@ _GRAD: Any = torch._C.TensorBase.grad
 
 
 def _get(parameter: nn.Parameter) -> Tensor | None:
+    if TracingContext.try_get() is not None:
+        # torch.compile describes a parameter with its gradient, and what it compiles is not about that.
+        return None
     with torch._C.DisableTorchFunctionSubclass():
         found: Tensor | None = _GRAD.__get__(parameter)
         return found

@@ -272,13 +272,17 @@ class BackwardPass:
             squares = gradients.square_sum() if schedule.shards > 1 else None
             slow = sorted(self._slow.union(late))
             checks = (state.micro_batch, executor.take_hash())
-            program.statistics.fill(used, slow, squares, gradients.carries, checks)
+            unknown = program.module_buffers.unknown()
+            program.statistics.fill(used, slow, squares, gradients.carries, unknown, checks)
             executor.end()
             executor.done(Key("statistics", STATISTICS, state.micro_batch, "backward"))
         executor.begin(Key("publish", GRADIENTS, state.micro_batch, "backward"))
         if program.collectives is not None:
             program.statistics.require_alike()
             self._reduce_late(late, program.statistics.late(slow, first=state.step == 0))
+            if program.statistics.changes_buffers(first=state.step == 0):
+                program.module_buffers.agree()
+            program.module_buffers.step_over()
             used = used if gradients.complete else program.statistics.used()
         gradients.publish(used, keep=program.world.rank == 0 or not schedule.has_server)
         executor.end()

@@ -115,6 +115,7 @@ class ForwardPass:
             self._load_extra()
         else:
             self._program.parameters.unpin()
+            self._program.send_buffers(self._state.last_micro_batch)
             self._index = self._state.micro_batch
             self._program.executor.load(self._state.step, self._program.schedule.forward(self._index))
         self._unshard_idle()

@@ -26,7 +26,7 @@ _DESCRIPTIONS = frozenset(
         *("element_size", "is_floating_point", "is_complex", "data_ptr", "is_contiguous", "untyped_storage"),
         *("storage_offset", "get_device", "__repr__", "__hash__"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "is_same_size", "__format__", "__reduce_ex__"),
-        *("__deepcopy__", "is_coalesced", "_has_compatible_shallow_copy_type"),
+        *("__deepcopy__", "is_coalesced", "_has_compatible_shallow_copy_type", "_is_view"),
     }
 )
 

@@ -25,6 +25,7 @@ from paceline.engine.executor import Executor
 from paceline.engine.gradients import Gradients
 from paceline.engine.materialise import Materialiser
 from paceline.engine.memory_meter import reader
+from paceline.engine.module_buffers import ModuleBuffers
 from paceline.engine.parameters import Parameters
 from paceline.engine.records import MOST_OPS
 from paceline.engine.sharded_parameter import Owner
@@ -44,6 +45,7 @@ class Program:
         parameters: The user's parameters, in their buffers.
         gradients: In their buckets; None before the first backward, and where nothing has to be moved.
         statistics: What ranks agree on.
+        module_buffers: The model's buffers.
         structure: What the model was made of.
         specs: The model's parameters, in registration order.
         executor: Launches and records ops.
@@ -89,6 +91,7 @@ class Program:
                 self.collectives.give_up(error)
             raise
         self._send(module.buffers())
+        self.module_buffers = ModuleBuffers(module, world.device)
         self._tensors.allocate(self.schedule.buffers(), "statistics")
         buffer = self._tensors.by_name.get("statistics")
         if buffer is None:
@@ -227,6 +230,10 @@ class Program:
 
     def _wait_for_reduction(self, bucket: Bucket) -> None:
         self.executor.require_reduced(bucket.name)
+
+    def send_buffers(self, micro_batch: int) -> None:
+        """Sends rank 0's buffers, where forwards of the step that is over have changed some. A collective call."""
+        self.module_buffers.send(self.schedule, self.executor, self.collectives, micro_batch)
 
     def work(self, op: Op) -> Callable[[], Traffic]:
         """The function that performs one collective of the schedule."""

@@ -35,7 +35,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
     A collective call, between two steps. Each rank reads its weights and states once and makes a CRC-32 of each; on
     GPUs they come to the host for that, one at a time. Compared are parameters as they are updated and as they are
     computed with, and states of the optimizer, where the strategy replicates them: all at stage 0, weights at stages 1
-    and 2, shards over their replicas. Buffers are each rank's own.
+    and 2, shards over their replicas. Buffers are not: between two of a step's micro-batches they are each rank's own.
 
     Args:
         model: Parallel.

@@ -17,7 +17,7 @@ _CHECKS = 2
 
 def length(parameters: int) -> int:
     """Number of fp64 elements that ranks agree on, for a model of so many parameters."""
-    return 2 * parameters + _USER_VALUES + 2 + 2 * _CHECKS
+    return 2 * parameters + _USER_VALUES + 3 + 2 * _CHECKS
 
 
 class Statistics:
@@ -40,7 +40,7 @@ class Statistics:
         self.asks_later = buffer.is_cuda
         self._later = ReadLater()
         self._parameters, self._world_size = parameters, world_size
-        self._carries = False
+        self._carries, self._buffers = False, 0
         self._values: list[float | Tensor] = []
         self._result = torch.zeros(0, dtype=torch.float64, device=buffer.device)
         self._flags = buffer[: 2 * parameters].clone()
@@ -62,7 +62,7 @@ class Statistics:
         self._values = [total + value for total, value in zip(self._values, detached, strict=True)]
 
     def fill(
-        self, used: Iterable[int], late: Iterable[int], squares: Tensor | None, carries: bool, checks: Sequence[int]
+        self, used: Iterable[int], late: Iterable[int], squares: Tensor | None, carries: bool, buffers: int, checks: Sequence[int]
     ) -> None:
         """Writes this rank's numbers into the vector that is about to be reduced.
 
@@ -71,6 +71,7 @@ class Statistics:
             late: Those whose gradient was not complete when their unit's backward was over.
             squares: Sum of squares of the reduced gradients that this rank alone holds, fp64, 0-dim.
             carries: Whether more will be added to the gradients.
+            buffers: How many buffers were changed that ranks have not agreed to send.
             checks: The number of the micro-batch, and a hash of the collectives launched: alike on all ranks.
         """
         wanted = (frozenset(used), frozenset(late))
@@ -82,13 +83,14 @@ class Statistics:
             self._written = wanted
         own = 2 * self._parameters
         self.buffer[:own].copy_(self._flags)
-        numbers: list[float | Tensor] = [0.0] * (_USER_VALUES + 2 + 2 * _CHECKS)
+        numbers: list[float | Tensor] = [0.0] * (_USER_VALUES + 3 + 2 * _CHECKS)
         numbers[: len(self._values)] = self._values
         numbers[_USER_VALUES] = 0.0 if squares is None else squares
         numbers[_USER_VALUES + 1] = float(carries)
+        numbers[_USER_VALUES + 2] = float(buffers)
         for place, check in enumerate(checks):
-            numbers[_USER_VALUES + 2 + 2 * place : _USER_VALUES + 4 + 2 * place] = [float(check), float(check) ** 2]
-        self._carries = carries
+            numbers[_USER_VALUES + 3 + 2 * place : _USER_VALUES + 5 + 2 * place] = [float(check), float(check) ** 2]
+        self._carries, self._buffers = carries, buffers
         on_device = {
             own + place: number
             for place, number in enumerate(numbers)
@@ -152,6 +154,12 @@ class Statistics:
             return list(mine)
         flags = self.buffer[self._parameters : 2 * self._parameters]
         return flags.nonzero().flatten().tolist()
+
+    def changes_buffers(self, first: bool) -> bool:
+        """Whether some rank has changed buffers that ranks have not agreed to send; see `late`."""
+        if self.buffer.is_cuda and not first:
+            return bool(self._buffers)
+        return bool(self.buffer[2 * self._parameters + _USER_VALUES + 2] > 0)
 
     def clear(self) -> None:
         """Drops the running sums."""

@@ -131,6 +131,7 @@ class Update:
         else:
             executor.complete()
             parameters.waiting.clear()
+        self._program.send_buffers(self._state.last_micro_batch)
 
     def _key(self, kind: str) -> Key:
         return Key(kind, OPTIMIZER, self._state.last_micro_batch, "update")

@@ -232,16 +232,53 @@ def buffers() -> tuple[dict, dict, dict]:
     first = snapshot(model)
     model(torch.full((5, 4), float(world.rank)) + torch.arange(5)[:, None]).sum().backward()
     own = snapshot(model)
-    pl.broadcast_buffers(model)
+    torch.optim.SGD(model.parameters(), 0.0).step()
     shared = snapshot(model)
     pl.release(model)
     return first, own, shared
 
 
-def test_buffers_are_rank_0s_at_the_start_then_each_ranks_own_until_asked_for(ranks) -> None:
+def test_buffers_are_rank_0s_at_the_start_and_after_every_step(ranks) -> None:
     (first0, own0, shared0), (first1, own1, shared1) = ranks(2, buffers)
     assert_same(first1, first0, atol=0)
     assert not torch.equal(own1["norm.running_mean"], own0["norm.running_mean"])
     assert_same(shared1, shared0, atol=0)
     assert torch.equal(shared1["norm.running_mean"], own0["norm.running_mean"])
     assert shared1["norm.num_batches_tracked"] == 1
+
+
+class Cached(nn.Module):
+    """Keeps what is of another shape on each rank, beside what is alike and never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.register_buffer("fixed", torch.arange(3.0))
+        self.register_buffer("cache", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = x.detach().flatten()
+        return self.inner(x) * self.fixed
+
+
+def cached() -> tuple[list[int], list[str], list[str]]:
+    world = pl.init()
+    model = pl.parallelize(Cached())
+    engine = pl.engine_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sizes = []
+    for step in range(3):
+        rows = 2 + (world.rank * step)
+        model(torch.ones(rows, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.append(model.cache.numel() - 4 * rows)
+    sent = sorted(engine.program.module_buffers.sent)
+    events = [event.target for event in engine.drain_events() if event.kind == "broadcast"]
+    pl.release(model)
+    return sizes, sent, events
+
+
+def test_buffers_of_other_shapes_on_each_rank_stay_and_unchanged_ones_are_not_sent(ranks) -> None:
+    # In the first step all have one shape, so they are sent then.
+    assert ranks(2, cached) == [([0, 0, 0], [], ["buffers of float32"])] * 2

@@ -1,0 +1,353 @@
+"""Losses of several parts, models and optimizers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state
+
+
+@idiom()
+def adversarial_pair(side: Side) -> Found:
+    """A GAN: two models, two optimizers, the discriminator first."""
+    generator, judge = mlp(side, outputs=WIDTH), mlp(side, seed=1, outputs=1)
+    makes, judges = side.parallel(generator), side.parallel(judge)
+    first = torch.optim.Adam(judge.parameters(), 0.01, betas=(0.5, 0.9), eps=1e-3)
+    second = torch.optim.Adam(generator.parameters(), 0.01, betas=(0.5, 0.9), eps=1e-3)
+    for step in range(3):
+        real, _ = side.batch(step)
+        noise = side.rows(side.tensor(8, WIDTH, seed=500 + step))
+        first.zero_grad()
+        loss = F.softplus(-judges(real)).mean() + F.softplus(judges(makes(noise).detach())).mean()
+        loss.backward()
+        first.step()
+        second.zero_grad()
+        F.softplus(-judges(makes(noise))).mean().backward()
+        second.step()
+    return {**state(generator), **state(judge, "judge ")}
+
+
+@idiom()
+def adversarial_pair_with_frozen_judge(side: Side) -> Found:
+    """requires_grad is switched off while the generator learns."""
+    generator, judge = mlp(side, outputs=WIDTH), mlp(side, seed=1, outputs=1)
+    makes, judges = side.parallel(generator), side.parallel(judge)
+    first = torch.optim.SGD(judge.parameters(), 0.05)
+    second = torch.optim.SGD(generator.parameters(), 0.05)
+    for step in range(3):
+        real, _ = side.batch(step)
+        noise = side.rows(side.tensor(8, WIDTH, seed=500 + step))
+        judge.requires_grad_(True)
+        first.zero_grad()
+        (F.softplus(-judges(real)).mean() + F.softplus(judges(makes(noise).detach())).mean()).backward()
+        first.step()
+        judge.requires_grad_(False)
+        second.zero_grad()
+        F.softplus(-judges(makes(noise))).mean().backward()
+        second.step()
+    return {**state(generator), **state(judge, "judge ")}
+
+
+@idiom(refused=(("zero 3", "hold"),), off=0.15)
+def gradient_penalty(side: Side) -> Found:
+    """A WGAN's critic: the norm of its gradient by its input is part of the loss."""
+    model = mlp(side, outputs=1)
+    net = side.parallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-2)
+    for step in range(3):
+        x, _ = side.batch(step)
+        x.requires_grad_(True)
+        score = net(x)
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        loss = score.mean() + 0.5 * (slope.square().sum(1).add(1e-3).sqrt() - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def adversarial_inputs(side: Side) -> Found:
+    """The gradient by the input first (FGSM), then a step at the moved input."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x, y = side.batch(step)
+        x.requires_grad_(True)
+        (slope,) = torch.autograd.grad((net(x) - y).square().mean(), x)
+        moved = (x + 0.1 * torch.tanh(1e2 * slope / side.ranks)).detach()
+        (net(moved) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def adversarial_inputs_by_backward(side: Side) -> Found:
+    """As above by loss.backward() and zero_grad, as tutorials do."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x, y = side.batch(step)
+        x.requires_grad_(True)
+        (net(x) - y).square().mean().backward()
+        moved = (x + 0.5 * x.grad / side.ranks).detach()
+        optimizer.zero_grad()
+        (net(moved) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom(against="ddp")
+def contrastive_with_gathered_features(side: Side) -> Found:
+    """CLIP: features of all ranks, a rank's own with their graph, and a learned scale."""
+
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text = mlp(side, outputs=4), mlp(side, seed=1, outputs=4)
+            self.scale = nn.Parameter(torch.tensor(1.0, dtype=side.dtype))
+
+        def forward(self, x):
+            return F.normalize(self.image(x), dim=1), F.normalize(self.text(x.flip(1)), dim=1), self.scale.exp()
+
+    model = Towers()
+    net = side.parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    for step in range(3):
+        x, _ = side.batch(step)
+        image, text, scale = net(x)
+        scores = scale * side.gather(image) @ side.gather(text).T
+        goal = torch.arange(len(scores))
+        ((F.cross_entropy(scores, goal) + F.cross_entropy(scores.T, goal)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+class Heads(nn.Module):
+    """A trunk and two heads."""
+
+    def __init__(self, side: Side) -> None:
+        super().__init__()
+        self.trunk = mlp(side, outputs=WIDTH)
+        self.heads = nn.ModuleDict({"a": nn.Linear(WIDTH, 2), "b": nn.Linear(WIDTH, 2)}).to(side.dtype)
+
+    def forward(self, x, task):
+        return self.heads[task](self.trunk(x))
+
+
+@idiom(unused=True)
+def tasks_in_turn(side: Side) -> Found:
+    """Another head in every other step."""
+    model = Heads(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    for step in range(4):
+        x, y = side.batch(step)
+        (net(x, "ab"[step % 2]) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom(unused=True)
+def tasks_in_turn_with_zeros(side: Side) -> Found:
+    """The same where gradients are zeroed and not dropped, so that momentum goes on."""
+    model = Heads(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    for step in range(4):
+        x, y = side.batch(step)
+        (net(x, "ab"[step % 2]) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return state(model)
+
+
+@idiom()
+def tasks_weighed_by_learned_uncertainty(side: Side) -> Found:
+    model = Heads(side)
+    model.register_parameter("weights", nn.Parameter(torch.zeros(2, dtype=side.dtype)))
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in range(3):
+        x, y = side.batch(step)
+        losses = torch.stack([(net(x, task) - y).square().mean() for task in "ab"])
+        ((-model.weights).exp() * losses + model.weights).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def triplets(side: Side) -> Found:
+    model = mlp(side, outputs=4)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x, _ = side.batch(step)
+        F.triplet_margin_with_distance_loss(
+            net(x), net(x.flip(1)), net(-x), distance_function=lambda a, b: (a - b).square().sum(1), margin=50.0
+        ).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def siamese_with_a_stopped_gradient(side: Side) -> Found:
+    model = nn.ModuleDict({"body": mlp(side, outputs=4), "predicts": nn.Linear(4, 4).to(side.dtype)})
+
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, a, b):
+            first, second = self.parts["body"](a), self.parts["body"](b)
+            p, q = self.parts["predicts"](first), self.parts["predicts"](second)
+            return p, q, first.detach(), second.detach()
+
+    whole = Siamese()
+    net = side.parallel(whole)
+    optimizer = torch.optim.SGD(whole.parameters(), 0.1)
+    for step in range(3):
+        x, _ = side.batch(step)
+        p, q, first, second = net(x, x.flip(1))
+        ((p - second).square().mean() + (q - first).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(whole)
+
+
+@idiom(against="ddp", off=0.1)
+def actor_and_critic_over_several_epochs(side: Side) -> Found:
+    """PPO: old probabilities without gradients, then several epochs of minibatches with clipping."""
+    model = Heads(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    x, y = side.batch(0)
+    with torch.no_grad():
+        old = net(x, "a").log_softmax(1)[:, 0]
+        gain = y[:, 0] - net(x, "b")[:, 0]
+    for _ in range(2):
+        for part in torch.arange(len(x)).chunk(2):
+            ratio = (net(x[part], "a").log_softmax(1)[:, 0] - old[part]).exp()
+            value = net(x[part], "b")[:, 0]
+            policy = -torch.min(ratio * gain[part], ratio.clamp(0.8, 1.2) * gain[part]).mean()
+            (policy + 0.5 * (value - y[part, 0]).square().mean()).backward()
+            side.clip(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def distillation_from_a_parallel_teacher(side: Side) -> Found:
+    teacher = mlp(side, seed=3)
+    teaches = side.parallel(teacher) if side.ranks == 1 or type(side).__name__ == "Paceline" else teacher
+    teacher.requires_grad_(False)
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        for x, _ in side.micro_batches(net, step):
+            with torch.no_grad():
+                wanted = teaches(x)
+            (net(x) - wanted).square().mean().div(side.micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def losses_of_every_block(side: Side) -> Found:
+    """Deep supervision by what hooks caught."""
+    model = mlp(side, blocks=3)
+    net = side.parallel(model)
+    caught = []
+    for block in model[1:-1]:
+        block.register_forward_hook(lambda module, args, output: caught.append(output))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x, y = side.batch(step)
+        loss = (net(x) - y).square().mean() + sum(hidden.square().mean() for hidden in caught)
+        caught.clear()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def weights_of_losses_by_their_gradients(side: Side) -> Found:
+    """A loss's weight from the gradient of what the trunk gave, by autograd.grad inside a step."""
+    model = Heads(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in range(3):
+        x, y = side.batch(step)
+        first = (net(x, "a") - y).square().mean()
+        second = (net(x, "b") + y).abs().mean()
+        weight = side.mean(first.detach()) / (side.mean(second.detach()) + 1)
+        (first + weight.to(first.dtype) * second).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def encoder_and_decoder_apart(side: Side) -> Found:
+    """A VAE of two parallel models, one graph, one optimizer."""
+    encoder, decoder = mlp(side, outputs=6), mlp(side, seed=1, inputs=3, outputs=WIDTH)
+    encodes, decodes = side.parallel(encoder), side.parallel(decoder)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], 0.01, eps=1e-3)
+    for step in range(3):
+        x, _ = side.batch(step)
+        mean, spread = encodes(x).chunk(2, dim=1)
+        noise = side.rows(side.tensor(8, 3, seed=700 + step))
+        again = decodes(mean + noise * (spread / 2).exp())
+        ((again - x).square().mean() + 0.1 * (mean.square() + spread.exp() - spread - 1).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**state(encoder), **state(decoder, "decoder ")}
+
+
+@idiom()
+def a_loss_that_is_a_module_with_parameters(side: Side) -> Found:
+    """Centre loss: the loss is a parallel model of its own, with an optimizer of its own."""
+    model = mlp(side, outputs=4)
+    centres = nn.Linear(4, 3).to(side.dtype)
+    net, judges = side.parallel(model), side.parallel(centres)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(centres.parameters(), 0.5)]
+    for step in range(3):
+        x, _ = side.batch(step)
+        F.cross_entropy(judges(net(x)), (x[:, 0] > 0).long() + (x[:, 1] > 0).long()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {**state(model), **state(centres, "centres ")}
+
+
+@idiom()
+def total_variation_of_two_fits(side: Side) -> Found:
+    """Two models that learn from each other, with detached answers."""
+    a, b = mlp(side), mlp(side, seed=5)
+    first, second = side.parallel(a), side.parallel(b)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (a, b)]
+    for step in range(3):
+        x, y = side.batch(step)
+        one, two = first(x), second(x)
+        ((one - y).square().mean() + (one - two.detach()).square().mean()).backward()
+        ((two - y).square().mean() + (two - one.detach()).square().mean()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    fit(side, first, optimizers[0], 1)
+    return {**state(a), **state(b, "b ")}

@@ -1,0 +1,137 @@
+"""Runs an idiom by two ranks and holds it against one process, or against DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+import warnings
+from functools import cache
+
+import torch
+
+import paceline as pl
+from tests.idioms import averages, loops, losses, modules
+from tests.idioms.side import IDIOMS, Ddp, Found, Paceline, Side
+from tests.ranks import RankError, RankPool
+
+__all__ = ["IDIOMS", "PLACES", "averages", "held", "loops", "losses", "modules"]
+
+_STAGES = {f"zero {zero}": pl.Strategy(zero=zero, bucket_mb=1e-4) for zero in range(4)}
+PLACES: dict[str, tuple[pl.Strategy, int]] = {
+    **{name: (strategy, 1) for name, strategy in _STAGES.items()},
+    **{f"{name}, 2 micro-batches": (strategy, 2) for name, strategy in _STAGES.items()},
+    **{
+        f"{name}, low": (pl.Strategy(zero=zero, bucket_mb=1e-4, precision="bfloat16"), 1)
+        for zero, name in enumerate(_STAGES)
+    },
+    **{
+        f"{name}, one copy": (pl.Strategy(zero=zero, bucket_mb=1e-4, share_parameters=True), 1)
+        for zero, name in enumerate(_STAGES)
+        if zero
+    },
+    "zero 3, hold": (pl.Strategy(zero=3, bucket_mb=1e-4, accumulation="hold"), 2),
+    "zero 3, defer": (pl.Strategy(zero=3, bucket_mb=1e-4, accumulation="defer"), 2),
+}
+"""Strategies, and how many micro-batches a step has."""
+LIMIT = 10.0
+
+
+def on_rank(name: str, strategy: pl.Strategy | None, dtype: torch.dtype, micro: int) -> tuple[str, str, Found]:
+    """(class of the error, message, result) of one rank; without a strategy, of DDP."""
+    warnings.simplefilter("ignore")
+    idiom = IDIOMS[name]
+    if strategy is None:
+        return "", "", idiom.run(Ddp(dtype, micro, unused=idiom.unused))
+    side = Paceline(dtype, micro, strategy)
+    try:
+        found = idiom.run(side)
+        for model in side.models:
+            pl.release(model)
+        return "", "", found
+    except Exception as error:
+        told = (type(error).__name__, f"{error}\n{traceback.format_exc(limit=-6)}", {})
+        with contextlib.suppress(Exception):
+            pl.shutdown()
+        return told
+
+
+@cache
+def alone(name: str, micro: int, low: bool) -> Found:
+    """What one process ends with, in float64."""
+    return IDIOMS[name].run(Side(torch.float64, micro))
+
+
+_by_ddp: dict[tuple[str, int, torch.dtype], list[Found]] = {}
+_low: dict[str, list[Found]] = {}
+
+
+def expected(name: str, micro: int, pool: RankPool) -> list[Found]:
+    """What each rank is to end with."""
+    if IDIOMS[name].against == "one":
+        return [alone(name, micro, False)] * 2
+    key = (name, micro, torch.float64)
+    if key not in _by_ddp:
+        _by_ddp[key] = [found for *_, found in pool(2, on_rank, name, None, torch.float64, micro, timeout=LIMIT)]
+    return _by_ddp[key]
+
+
+def held(name: str, place: str, pool: RankPool) -> tuple[str, str]:
+    """What became of an idiom somewhere, and why."""
+    idiom, (strategy, micro) = IDIOMS[name], PLACES[place]
+    low = strategy.low
+    if low and not idiom.low:
+        return "left out", ""
+    try:
+        wanted = expected(name, micro, pool)
+    except Exception as error:
+        return "INVALID", f"{type(error).__name__}: {error}"
+    dtype = torch.float32 if low else torch.float64
+    try:
+        told = pool(2, on_rank, name, strategy, dtype, micro, timeout=LIMIT)
+    except RankError as error:
+        return "HUNG", str(error)[-2500:]
+    places = {f"zero {strategy.zero}", *(["low"] if low else []), *(["one copy"] if strategy.share_parameters else [])}
+    words = idiom.refusal(places)
+    if strategy.share_parameters and words is None:
+        words = idiom.refusal({"zero 3"})
+    errors = [(kind, message) for kind, message, _ in told if kind]
+    if errors:
+        ours = [message for kind, message in errors if kind in ("EngineError", "UserError")]
+        if not ours:
+            return "RAISED", "\n".join(f"{kind}: {message}" for kind, message in errors)
+        if words is None or not re.search(words, ours[0]):
+            return "REFUSED", ours[0]
+        return "refused", ours[0]
+    tolerance = idiom.off if low else 1e-9
+    for rank, (_, _, found) in enumerate(told):
+        if why := difference(wanted[rank], found, tolerance):
+            return "WRONG", f"rank {rank}: {why}"
+    if low and strategy.zero:
+        if name not in _low:
+            zero = pool(2, on_rank, name, PLACES["zero 0, low"][0], dtype, micro, timeout=LIMIT)
+            _low[name] = [found for *_, found in zero]
+        for rank, (_, _, found) in enumerate(told):
+            if _low[name][rank] and (why := difference(_low[name][rank], found, 4e-3)):
+                return "WRONG", f"rank {rank}, against zero 0: {why}"
+    return "right", ""
+
+
+def difference(wanted: Found, found: Found, tolerance: float) -> str:
+    """The largest difference that is too large, in words."""
+    if not wanted:
+        return ""
+    if wanted.keys() != found.keys():
+        return f"{sorted(found)} and not {sorted(wanted)}"
+    worst, where = 0.0, ""
+    for name, value in wanted.items():
+        if found[name].shape != value.shape:
+            return f"{name} is of shape {list(found[name].shape)} and not {list(value.shape)}"
+        if not value.numel():
+            continue
+        apart = ((found[name].double() - value.double()).abs() / value.double().abs().clamp(min=1)).max().item()
+        if not apart <= worst:
+            worst, where = apart, name
+            if worst != worst:
+                break
+    return f"{where} is off by {worst:.1e}" if not worst <= tolerance else ""
