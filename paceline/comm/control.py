@@ -24,7 +24,7 @@ from paceline.comm import whereabouts
 from paceline.comm.authentication import TAG, is_signed, sign
 from paceline.comm.cpu.registry import find_deadlock
 from paceline.comm.patience import Silence, limit
-from paceline.comm.transport import CommunicationError
+from paceline.comm.transport import CommunicationError, DisagreementError
 from paceline.comm.watch import missing
 from paceline.comm.world import World, current_world, keep_process_group
 
@@ -126,7 +126,7 @@ class _Control:
                     # It was the same a while ago, and nothing of this rank is under way that could change it.
                     self._left = sent
                     found.transport.abort(suspicion)
-                    raise CommunicationError(suspicion)
+                    raise DisagreementError(suspicion)
                 suspicion = found.reason if found is not None else ""
                 if silence.left() <= 0:
                     raise self._silent(label)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
@@ -46,3 +48,22 @@ def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module, strategy
                 f"ranks built different models; the first difference is parameter or buffer {index}: {sides}. Build "
                 "the model from the same configuration on every rank"
             )
+
+
+def checksum(tensor: Tensor) -> int:
+    """The CRC-32 of a tensor's elements, in their order."""
+    with torch._C.DisableTorchFunctionSubclass():
+        elements = tensor.detach().reshape(-1).cpu().contiguous()
+        return zlib.crc32(elements.view(torch.uint8).numpy().data) if elements.numel() else 0
+
+
+def differing(tensors: Mapping[int, Tensor], what: str) -> list[int]:
+    """Which tensors are not the same on every rank, to the bit; also those that a rank lacks. A collective call.
+
+    Args:
+        tensors: By a number that means the same on all ranks.
+        what: They are, for messages.
+    """
+    told = all_gather_json({str(index): checksum(tensor) for index, tensor in tensors.items()}, what)
+    indices = sorted({int(index) for each in told for index in each})
+    return [index for index in indices if len({each.get(str(index)) for each in told}) > 1]

@@ -25,7 +25,7 @@ from paceline.engine.forward import ForwardPass
 from paceline.engine.full_parameters import leave
 from paceline.engine.gradient_norm import GradientNorm
 from paceline.engine.gradients import Gradients
-from paceline.engine.hooks import install, open_for_states, watch_parameters
+from paceline.engine.hooks import install, open_for_states, refuse_other_parameters, watch_parameters
 from paceline.engine.materialise import Init, materialiser
 from paceline.engine.optimizers import leave_optimizers, watch_optimizers
 from paceline.engine.outputs import Leftovers, own_copies, require_seen
@@ -91,7 +91,7 @@ class Engine:
         self.norm = GradientNorm(self.program, self.update, self.settle)
         self.backward.when_over = self.update.resume
         self._leftovers: dict[str, Leftovers] = {}
-        self._handles: list[_Handle] = [*install(module, self.units, self)]
+        self._handles: list[_Handle] = [*install(module, self.units, self), *refuse_other_parameters(module)]
         if self.schedule.copies_gradients:
             before = self._accumulates if Gradients.looks_before(self.schedule) else None
             trained = [p for p in module.parameters() if p.requires_grad]

@@ -36,6 +36,7 @@ class Gradients:
         fired: Indices of the parameters that autograd has added a gradient to in this backward.
         synchronises: Whether this backward reduces the step's gradients.
         used: Those that have a gradient on this rank, in this step where it is not dropped in between.
+        published: Where in memory each gradient lies that was published last.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Gradients:
         self.flat = FlatGradients(schedule, tensors, 1)
         self.earlier = EarlierGradients(self.flat, parameters, wait)
         self._copied: set[int] = set()
+        self.published: dict[int, int] = {}
         self.synchronises = True
         self.fired: set[int] = set()
         self.used: set[int] = set()
@@ -172,6 +174,7 @@ class Gradients:
             keep: Whether this rank holds the reduced gradients (with a parameter server, only rank 0 does).
         """
         chosen = set(used) if keep else set()
+        self.published.clear()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in self.flat.trainable:
                 carried, place = self.earlier.carried.get(index), self.flat.reduced_of(index)
@@ -204,6 +207,9 @@ class Gradients:
         if self.flat.schedule.shards > 1 or wait is not None:
             gradient = as_shard(gradient, wait, self.flat.schedule.shards > 1)
         set_gradient(self._all[index], gradient)
+        if wait is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.published[index] = gradient.data_ptr()
 
     def end_local(self) -> None:
         """Ends a backward whose gradients stay on this rank: each is where the next one adds to it."""

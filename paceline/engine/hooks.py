@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from paceline.core.errors import EngineError
 from paceline.engine.outputs import tensors_in
 
 P = ParamSpec("P")
@@ -148,6 +149,28 @@ def open_for_states(
             part.register_load_state_dict_post_hook(after),
         )
     ]
+
+
+def refuse_other_parameters(model: nn.Module) -> list[RemovableHandle]:
+    """Lets `load_state_dict` of a model or a part of it refuse, before it changes anything, to put others in place.
+
+    The handles end that.
+    """
+
+    def before(module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *rest: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise EngineError(
+                "load_state_dict(assign=True) after pl.parallelize would put other parameters in the place of the "
+                "parallel ones: leave out assign=True, which copies the values, or load before pl.parallelize"
+            )
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise EngineError(
+                "load_state_dict under torch.__future__.set_swap_module_params_on_conversion(True), after "
+                "pl.parallelize, would swap the parallel parameters for others: set it to False meanwhile, which copies the values"
+            )
+
+    hook = ModuleHook(before)
+    return [part.register_load_state_dict_pre_hook(hook) for part in model.modules()]
 
 
 def watch_parameters(

@@ -30,7 +30,7 @@ class ModuleBuffers:
         self._modules = list(module.named_modules())
         self.sent: dict[str, list[object]] = {}
         self._own: set[str] = set()
-        """Names of those that are each rank's own, as they are of other shapes on each: what was computed for a batch."""
+        """Names of those that are each rank's own, as they are of other shapes on each."""
         self._is_due = False
         self._seen: dict[str, tuple[Tensor, int]] = {}
         self.take()

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import EngineError
+from paceline.engine.agreement import checksum
 from paceline.engine.api import engine_of
 from paceline.engine.engine import Engine
 
@@ -58,7 +58,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
     engine.settle()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     sums = {
-        f"{held.name}/{held.shard}": _checksum(held.tensor)
+        f"{held.name}/{held.shard}": checksum(held.tensor)
         for held in (*_weights(engine), *_states(engine, optimizers))
         if _holders(engine, held.shard) > 1
     }
@@ -110,11 +110,6 @@ def _states(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[_Held]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _checksum(tensor: Tensor) -> int:
-    elements = tensor.detach().reshape(-1).cpu().contiguous()
-    return zlib.crc32(elements.view(torch.uint8).numpy().data) if elements.numel() else 0
 
 
 def _differ(told: Sequence[dict[str, int]]) -> list[str]:

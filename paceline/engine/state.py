@@ -34,6 +34,7 @@ class StepState:
         gradients: What `p.grad` holds: none yet, this rank's share of a sum that later backwards add to (local), or
             the same reduced gradients as on the other ranks, or this rank's shard of them (reduced).
         generation: How many updates the weights have had.
+        is_used: Whether an update came after the latest backward.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class StepState:
         self.phase: Literal["idle", "forward", "backward"] = "idle"
         self.synchronises = True
         self.gradients: Literal["none", "local", "reduced"] = "none"
-        self._updated = self._is_partly_loaded = False
+        self._updated = self._is_partly_loaded = self.is_used = False
         self._deferrals = self._resets = 0
 
     @contextmanager
@@ -90,11 +91,12 @@ class StepState:
         self.micro_batch += 1
         self.phase = "idle"
         self.gradients = "reduced" if self.synchronises else "local"
+        self.is_used = False
 
     def end_update(self) -> None:
         """An optimizer has changed the weights."""
         self.generation += 1
-        self._updated = True
+        self._updated = self.is_used = True
         self.phase = "idle"
 
     def reset(self) -> None:

@@ -62,7 +62,13 @@ class Statistics:
         self._values = [total + value for total, value in zip(self._values, detached, strict=True)]
 
     def fill(
-        self, used: Iterable[int], late: Iterable[int], squares: Tensor | None, carries: bool, buffers: int, checks: Sequence[int]
+        self,
+        used: Iterable[int],
+        late: Iterable[int],
+        squares: Tensor | None,
+        carries: bool,
+        buffers: int,
+        checks: Sequence[int],
     ) -> None:
         """Writes this rank's numbers into the vector that is about to be reduced.
 

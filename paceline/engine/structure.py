@@ -35,7 +35,9 @@ class Structure:
         self._members = [
             (held, set(held), path) for path, m in module.named_modules() for held in (m._parameters, m._modules)
         ]
-        self._frozen = [p for p, slot in zip(parameters, layout.slots, strict=True) if not slot.spec.trainable]
+        self._frozen = [
+            (slot.spec.name, p) for p, slot in zip(parameters, layout.slots, strict=True) if not slot.spec.trainable
+        ]
 
     def holds(self, identity: int) -> bool:
         """Whether a parameter with this `id()` is the model's."""
@@ -68,9 +70,10 @@ class Structure:
                         f"{_joined(path, name)} was added to the model after pl.parallelize, so its gradients would "
                         "not be reduced: call pl.release(model) and pl.parallelize(model) again"
                     )
-        if any(parameter.requires_grad for parameter in self._frozen):
+        unfrozen = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
+        if unfrozen is not None:
             raise EngineError(
-                "a parameter was unfrozen after pl.parallelize, so its gradients would not be reduced: call "
+                f"{unfrozen} was unfrozen after pl.parallelize, so its gradients would not be reduced: call "
                 "pl.release(model) and pl.parallelize(model) again"
             )
 

@@ -29,6 +29,13 @@ class UnitOrder:
             # A rank that failed in the first step may not have agreed on the order that others have.
             self._known = all(all_gather_json(self._known, "pl.reset: whether the order of units is known"))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `adopt` has something to do that ranks do together."""
+        program = self._program
+        known = self._known or program.schedule.shards_parameters
+        return not known or program.gradients is None or self.slots_changed
+
     def adopt(self) -> None:
         """A step's first backward begins: gradients lie as the order has it from now on. Collective the first time."""
         program = self._program

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.core.errors import EngineError
 from paceline.core.ops import GRADIENTS, OPTIMIZER, READ, Key, Op
+from paceline.engine.agreement import differing
 from paceline.engine.assigned_gradient import set_gradient
 from paceline.engine.forward import ForwardPass
 from paceline.engine.freed import return_freed_memory
-from paceline.engine.gradient_shard import GradientShard
+from paceline.engine.gradient_shard import GradientShard, as_shard
 from paceline.engine.optimizers import prepare_optimizer, require_states_of
 from paceline.engine.program import Program
 from paceline.engine.state import StepState
@@ -60,7 +62,7 @@ class Update:
             gradient = parameters.all[index].grad
             if gradient is not None and not isinstance(gradient, GradientShard) and parameters.flat.number[1] > 1:
                 # The loop has made it itself, of the parameter's own shape.
-                set_gradient(parameters.all[index], parameters.flat.cut(index, gradient))
+                set_gradient(parameters.all[index], as_shard(parameters.flat.cut(index, gradient), None, True))
         parameters.show_local()
         self._shards = [p.grad for p in parameters.all if isinstance(p.grad, GradientShard)]
         for shard in self._shards:
@@ -143,16 +145,32 @@ class Update:
             EngineError: They are.
         """
         program, state = self._program, self._state
-        parameters = program.parameters.all
         state.require_whole_backward(what)
-        if program.world.world_size == 1 or state.gradients == "reduced":
+        if program.world.world_size == 1 or (state.gradients == "reduced" and not state.is_used):
             return
-        held = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
-        if not held:
+        made = self._made_by_hand()
+        if not made:
             return
         state.require_reduced(what)
-        raise EngineError(
-            f"{what}: {program.layout.slots[held[0]].spec.name} has a gradient of a backward that paceline did not "
-            "see, so it is this rank's own. Compute the loss from what model(...) returns; units that only run inside "
-            "a reentrant checkpoint around the whole model are not seen either"
-        )
+        # All ranks may have been given the same: by all-reducing it in the loop.
+        if other := differing(made, f"{what}: gradients that no backward of the model left"):
+            raise EngineError(
+                f"{what}: {program.layout.slots[other[0]].spec.name} has a gradient of a backward that paceline did "
+                "not see, or put into p.grad by hand, and it is this rank's own. Compute the loss from what model(...) "
+                "returns and call backward on it, with inputs=[...] for some parameters alone, or put the same "
+                "gradient there on every rank; units that only run inside a reentrant checkpoint around the whole "
+                "model are not seen either"
+            )
+
+    def _made_by_hand(self) -> dict[int, Tensor]:
+        """The gradients that no backward of this model has left and no update has used, by index."""
+        gradients, reduced = self._program.gradients, self._state.gradients == "reduced"
+        published = gradients.published if gradients is not None and reduced else {}
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+                index: parameter.grad
+                for index, parameter in enumerate(self._program.parameters.all)
+                if parameter.grad is not None
+                and not (reduced and isinstance(parameter.grad, GradientShard))
+                and published.get(index) != parameter.grad.data_ptr()
+            }

@@ -24,7 +24,9 @@ def explain(difference: Difference, changing: Sequence[str] = ()) -> str:
     named = f"{d.parameter} (unit {d.unit}{f', {_bucket(d.bucket)}' if d.bucket else ''})"
     size = "cannot be compared" if d.size == float("inf") else f"differs by {d.size:.1e}"
     states = (
-        f". Forward changes the buffers {', '.join(changing[:3])}, which are each rank's own until the step is over" if changing else ""
+        f". Forward changes the buffers {', '.join(changing[:3])}, which are each rank's own until the step is over"
+        if changing
+        else ""
     )
     if d.kind == "weights" and d.step == 0:
         return (

@@ -19,6 +19,7 @@ from tests.engine.models import (
     assert_same,
     data,
     in_parallel,
+    loss_on,
     make,
     rows_of,
     sharded,
@@ -51,21 +52,45 @@ def test_losses_that_are_not_computed_from_what_the_model_returns(ranks, strateg
         assert_all_same(found, without_outputs(make(nn.Linear, 4, 2), kind))
 
 
-def own_gradient(strategy: Strategy) -> str:
+def given_by_hand(strategy: Strategy, steps_before: int, factor: float) -> tuple[str, dict, dict]:
+    """What a step on `p.grad` that the loop has made comes to: its error, and weights before and after."""
     model = pl.parallelize(make(nn.Linear, 4, 2), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.bias.grad = torch.ones(2, dtype=torch.float64)
-    with pytest.raises(EngineError) as caught:
+    for step in range(steps_before):
+        loss_on(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before, message = snapshot(model), ""
+    model.bias.grad = torch.ones(2, dtype=torch.float64) * (1 + factor * pl.init().rank)
+    try:
+        optimizer.step()
+        optimizer.zero_grad()
+    except EngineError as error:
+        message = str(error)
+        pl.reset(model)
+    after = snapshot(model)
+    if not message:
+        loss_on(model, 9).backward()
         optimizer.step()
     pl.release(model)
-    return str(caught.value)
+    return message, before, after
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
 @stages
-def test_a_step_on_gradients_that_nothing_reduced_is_an_error(ranks, strategy) -> None:
-    for message in ranks(2, own_gradient, strategy):
+def test_a_step_on_gradients_that_nothing_reduced_is_an_error(ranks, strategy, steps_before) -> None:
+    for message, before, after in ranks(2, given_by_hand, strategy, steps_before, 1.0):
+        assert_same(after, before, atol=0)
         assert "bias has a gradient of a backward that paceline did not see" in message
         assert "Compute the loss from what model(...) returns" in message
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@stages
+def test_gradients_that_every_rank_puts_there_alike_are_stepped_on(ranks, strategy, steps_before) -> None:
+    for message, before, after in ranks(2, given_by_hand, strategy, steps_before, 0.0):
+        assert not message
+        assert_same(after, {"weight": before["weight"], "bias": before["bias"] - 0.1})
 
 
 def changed_after(strategy: Strategy, kind: str) -> str:
@@ -95,10 +120,14 @@ def change(model: nn.Module, kind: str) -> None:
         # Adding broadcasts it, and so would copying its gradient.
         model.head.bias.data = torch.zeros(1, dtype=torch.float64)
     else:
-        model.load_state_dict(snapshot(model), assign=True)
+        torch.__future__.set_swap_module_params_on_conversion(kind == "swapped")
+        try:
+            model.load_state_dict(snapshot(model), assign=kind == "assigned")
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-KINDS = ["unfrozen", "replaced", "added module", "added parameter", "assigned", "reshaped"]
+KINDS = ["unfrozen", "replaced", "added module", "added parameter", "assigned", "reshaped", "swapped"]
 
 
 @pytest.mark.parametrize(("strategy", "kind"), diagonal(STAGES, KINDS))

@@ -7,13 +7,25 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
 from paceline.comm.transport import CommunicationError
 from paceline.core.strategy import Strategy
-from tests.engine.models import SEVERAL, WORLDS, Stack, assert_same, data, in_worlds, loss_on, make, snapshot, train
+from tests.engine.models import (
+    SEVERAL,
+    STAGES,
+    WORLDS,
+    Stack,
+    assert_same,
+    data,
+    in_worlds,
+    loss_on,
+    make,
+    snapshot,
+    train,
+)
 
 STEPS = 4
 
@@ -126,3 +138,32 @@ def test_where_all_gather_a_unit_to_compute_with_it_another_order_is_an_error_th
     assert time.monotonic() - began < 40, "nobody waits until the limit for a rank that gave up elsewhere"
     assert all(isinstance(message, str) for message in results), results
     assert any("ranks disagree" in message and "blocks." in message for message in results), results
+
+
+def two_in_one_graph(strategy: Strategy | None) -> dict[str, Tensor]:
+    """Each rank runs the two models in another order, so that autograd begins with the one or the other."""
+    models = [make(), make(lambda: Stack(blocks=1))]
+    rank = 0
+    if strategy is not None:
+        rank = pl.init().rank
+        for model in models:
+            pl.parallelize(model, strategy)
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    for step in range(3):
+        losses = [loss_on(model, step) for model in (models if rank == 0 else models[::-1])]
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {
+        f"{number} {name}": value for number, model in enumerate(models) for name, value in snapshot(model).items()
+    }
+    for model in models if strategy is not None else ():
+        pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_two_models_in_one_graph_that_each_rank_runs_in_another_order(ranks, zero) -> None:
+    expected = two_in_one_graph(None)
+    for found in ranks(2, two_in_one_graph, STAGES[f"zero {zero}"], timeout=20):
+        assert_same(found, expected)

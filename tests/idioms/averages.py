@@ -19,7 +19,7 @@ def average_by_copy_and_lerp(side: Side) -> Found:
     average = copy.deepcopy(model).requires_grad_(False)
     net = side.parallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
-    for step in range(3):
+    for _ in range(3):
         fit(side, net, optimizer, 1)
         for name, value in average.state_dict().items():
             value.lerp_(model.state_dict()[name].to(value.dtype), 0.3)

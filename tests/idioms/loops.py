@@ -168,7 +168,9 @@ def an_optimizer_is_replaced(side: Side) -> Found:
     return state(model)
 
 
-@idiom(refused=(("zero 1", "zero to 0"), ("zero 2", "zero to 0"), ("zero 3", "zero to 0"), ("low", "float32")), low=False)
+@idiom(
+    refused=(("zero 1", "zero to 0"), ("zero 2", "zero to 0"), ("zero 3", "zero to 0"), ("low", "float32")), low=False
+)
 def second_order_steps(side: Side) -> Found:
     """LBFGS."""
     model = mlp(side)
@@ -239,7 +241,9 @@ def hooks_on_tensors_and_modules(side: Side) -> Found:
     model = mlp(side)
     net = side.parallel(model)
     norms = []
-    model[1].register_full_backward_hook(lambda module, into, out: norms.append(out[0].detach().double().square().sum()))
+    model[1].register_full_backward_hook(
+        lambda module, into, out: norms.append(out[0].detach().double().square().sum())
+    )
     model[2].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
     model[2].register_forward_hook(lambda module, args, output: output + args[0])
     model[1].register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
@@ -342,7 +346,7 @@ def the_module_behind_a_wrapper(side: Side) -> Found:
     net = side.parallel(model)
     bare = getattr(net, "module", net)
     optimizer = torch.optim.SGD(bare.parameters(), 0.1)
-    for step in range(3):
+    for _ in range(3):
         fit(side, net, optimizer, 1)
         with torch.no_grad(), side.whole(model):
             x, _ = side.batch(3)
@@ -472,7 +476,10 @@ def a_sparse_table_with_its_optimizer(side: Side) -> Found:
     torch.manual_seed(0)
     model = Model().to(side.dtype)
     net = side.parallel(model)
-    optimizers = [torch.optim.SparseAdam(model.table.parameters(), 0.01), torch.optim.Adam(model.head.parameters(), 0.01)]
+    optimizers = [
+        torch.optim.SparseAdam(model.table.parameters(), 0.01),
+        torch.optim.Adam(model.head.parameters(), 0.01),
+    ]
     for step in range(3):
         x, y = side.batch(step)
         (net(x) - y).square().mean().backward()

@@ -100,9 +100,7 @@ def orthogonal_weights(side: Side) -> Found:
 @idiom(against="ddp", off=0.2)
 def batch_norm(side: Side) -> Found:
     torch.manual_seed(0)
-    return trained(
-        side, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
-    )
+    return trained(side, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)))
 
 
 @idiom(against="ddp", off=0.2)
@@ -239,7 +237,7 @@ def adapters_are_merged_for_evaluation(side: Side) -> Found:
     net = side.parallel(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     notes = []
-    for step in range(3):
+    for _ in range(3):
         fit(side, net, optimizer, 1)
         with side.whole(model), torch.no_grad():
             merged = layer.weight + layer.up @ layer.down
@@ -334,7 +332,12 @@ def convolutions(side: Side) -> Found:
     return trained(
         side,
         nn.Sequential(
-            nn.Unflatten(1, (1, WIDTH)), nn.Conv1d(1, 4, 3), *blocks, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 2)
+            nn.Unflatten(1, (1, WIDTH)),
+            nn.Conv1d(1, 4, 3),
+            *blocks,
+            nn.AdaptiveAvgPool1d(1),
+            nn.Flatten(),
+            nn.Linear(4, 2),
         ),
     )
 

@@ -196,7 +196,7 @@ class Signals:
             return ""
         if found.reason == before:
             found.transport.abort(found.reason)
-            raise CommunicationError(found.reason)
+            raise DisagreementError(found.reason)
         return found.reason
 
     def _look(self, peer: int, target: int) -> None:
