@@ -295,7 +295,7 @@ class BackwardPass:
             slow = sorted(self._slow.union(late))
             checks = (state.micro_batch, executor.take_hash())
             unknown = program.module_buffers.unknown()
-            program.statistics.fill(used, slow, squares, gradients.carries, unknown, checks)
+            program.statistics.fill(used, slow, squares, gradients.carries, checks, unknown)
             executor.end()
             executor.done(Key("statistics", STATISTICS, state.micro_batch, "backward"))
         executor.begin(Key("publish", GRADIENTS, state.micro_batch, "backward"))

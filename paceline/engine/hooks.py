@@ -166,8 +166,8 @@ def refuse_other_parameters(model: nn.Module) -> list[RemovableHandle]:
         if torch.__future__.get_swap_module_params_on_conversion():
             raise EngineError(
                 "load_state_dict under torch.__future__.set_swap_module_params_on_conversion(True), after "
-                "pl.parallelize, would swap the parallel parameters for others: set it to False meanwhile, which copies "
-                "the values"
+                "pl.parallelize, would swap the parallel parameters for others: set it to False meanwhile, which "
+                "copies the values"
             )
 
     hook = ModuleHook(before)

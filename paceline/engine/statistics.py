@@ -67,8 +67,8 @@ class Statistics:
         late: Iterable[int],
         squares: Tensor | None,
         carries: bool,
-        buffers: int,
         checks: Sequence[int],
+        buffers: int = 0,
     ) -> None:
         """Writes this rank's numbers into the vector that is about to be reduced.
 
@@ -77,8 +77,8 @@ class Statistics:
             late: Those whose gradient was not complete when their unit's backward was over.
             squares: Sum of squares of the reduced gradients that this rank alone holds, fp64, 0-dim.
             carries: Whether more will be added to the gradients.
-            buffers: How many buffers were changed that ranks have not agreed to send.
             checks: The number of the micro-batch, and a hash of the collectives launched: alike on all ranks.
+            buffers: How many buffers were changed that ranks have not agreed to send.
         """
         wanted = (frozenset(used), frozenset(late))
         if wanted != self._written:
