@@ -12,6 +12,7 @@ from paceline.bench import gpu
 from paceline.cli import main
 from paceline.models.flops import flops_per_token
 from paceline.models.presets import preset
+from tests.quick import full
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,11 +21,19 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bench gpu: torch sees no GPU" in capsys.readouterr().err
 
 
-def test_every_system_but_the_compiled_one_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [system.label for system in gpu.systems()]
-    assert names[:2] == ["PyTorch: plain, autocast", "PyTorch: compiled, autocast"]
+NAMES = [system.label for system in gpu.systems()]
+
+
+# Each system has a process of its own.
+@pytest.mark.parametrize(
+    "left_out", [("compiled", "zero 0", "zero 1", "zero 2"), full(("compiled",))], ids=["few", "all"]
+)
+def test_every_system_but_the_compiled_one_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], left_out: tuple[str, ...]
+) -> None:
+    assert NAMES[:2] == ["PyTorch: plain, autocast", "PyTorch: compiled, autocast"]
     file = tmp_path / "gpu.json"
-    chosen = tuple(name for name in names if "compiled" not in name)
+    chosen = tuple(name for name in NAMES if not name.endswith(left_out) and left_out[0] not in name)
     with patch("paceline.bench.gpu.peak_flops", lambda name, precision: 1e12):
         rows = gpu.measure(gpu.GpuBench(("nano",), chosen, rounds=2, steps=1, json=str(file)))
     assert [f"{row.system}: {row.setting}" for row in rows] == list(chosen)

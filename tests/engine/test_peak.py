@@ -86,7 +86,8 @@ LARGE = {
 }
 
 
-QUICK = {"zero 2, one copy", "zero 3, N=2"}
+QUICK = {"zero 3, N=2"}
+"""That a host holds one copy where ranks share memory, test_one_copy.py tells in every run."""
 
 
 @pytest.mark.parametrize("name", some(LARGE, QUICK))
