@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.core.ops import COMPUTE
-from paceline.plan.case import FREE, Case
+from paceline.plan.case import Case
 from paceline.plan.costs import OPTIMIZER_BYTES
 from paceline.plan.estimate import Estimate
+from paceline.plan.footprint import FREE
 from paceline.plan.network import spread
 from paceline.plan.quantities import gib, si
 from paceline.report import quantities as said

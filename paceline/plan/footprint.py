@@ -133,9 +133,13 @@ def moments(work: Work, schedule: Schedule, micro_batches: int = 1) -> Iterator[
             unit = work.units[position]
             inside = unit.kept - kept[position]
             logits = work.logits if position == last else 0
-            of_autograd = gradients.backward(unit.unit, first=position == 0)
-            now = alive + inside - logits + unit.backward_peak
-            yield Moment(f"backward of {unit.unit or 'the model'}", now, logits, of_autograd)
+            of_others, own, one_by_one = gradients.backward(unit.unit, first=position == 0)
+            beyond = unit.backward_peak
+            if unit.backward_whole and not one_by_one:
+                # Its gradients come while what it keeps goes.
+                beyond = max(unit.backward_whole, beyond) - own
+            now = alive + inside - logits + beyond
+            yield Moment(f"backward of {unit.unit or 'the model'}", now, logits, of_others + own)
             alive -= kept[position]
     yield Moment("update", 0, 0, gradients.published)
 
@@ -164,21 +168,25 @@ class _Gradients:
         """A micro-batch's forward begins."""
         self._index, self._seen_shared = micro_batch, False
 
-    def backward(self, unit: str, first: bool) -> int:
-        """What there is at most during a unit's backward, which is the model's last one where it is the `first`."""
-        adds = self._index > 0 and (not self._copies or (self._defers and not self._low))
+    def backward(self, unit: str, first: bool) -> tuple[int, int, bool]:
+        """What there is during a unit's backward, which is the model's last one where it is the `first`.
+
+        Returns:
+            Bytes of other gradients and of its own at most, and whether its own are there one at a time.
+        """
         # Where gradients are added to what is there, autograd makes one parameter's at a time.
+        adds = self._index > 0 and (not self._copies or (self._defers and not self._low))
         own, shared = (self._largest.get(unit, 0), 0) if adds else (self._of.get(unit, 0), self._of.get(ROOT, 0))
         if not self._seen_shared:
             self._seen_shared = True
             self.held += shared
         # The embedding's share of a tied weight's gradient is whole beside the output layer's, and their sum a third.
-        now = self.held + own + (2 * self._largest.get(ROOT, 0) if first else 0)
+        others = self.held + (2 * self._largest.get(ROOT, 0) if first else 0)
         if not adds and (not self._copies or unit not in self._early):
             self.held += own
         if first and self._copies:
             self.held = 0
-        return now
+        return others, own, adds
 
 
 def _computed_bytes(schedule: Schedule) -> tuple[Mapping[str, int], Mapping[str, int]]:

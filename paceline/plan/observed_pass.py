@@ -63,6 +63,7 @@ class ObservedPass(TorchDispatchMode):
         self._savers: dict[int, str] = {}
         self._changes: list[tuple[str, str, int, int]] = []
         self._gradients: set[int] = set()
+        self._parts: set[int] = set()
         self._alive_between: set[int] = set()
         self._inputs: dict[str, set[int]] = defaultdict(set)
         self._attention: dict[str, set[int]] = defaultdict(set)
@@ -105,6 +106,7 @@ class ObservedPass(TorchDispatchMode):
             serial = self._register(tensor)
             if serial is not None and self.phase == "backward" and tuple(tensor.shape) in self._shared:
                 self._gradients.add(serial)
+                self._parts.add(serial)
             if serial is not None and func._schema.name.startswith(f"aten::{ATTENTION}") and self.phase == "forward":
                 self._attention[self.unit].add(serial)
         if func._schema.is_mutable and self.phase == "forward":
@@ -204,6 +206,21 @@ class ObservedPass(TorchDispatchMode):
                 # A unit that allocates nothing has at least what is there as it begins.
                 alive += change
                 found[phase, unit] = max(found.get((phase, unit), 0), alive)
+        return found
+
+    def peaks_with_gradients(self) -> dict[str, int]:
+        """Bytes that are there at most in each unit's backward, with its own parameters' gradients as they come.
+
+        Gradients of parameters that several units use are apart.
+        """
+        alive, found, own = 0, dict[str, int](), defaultdict[str, int](int)
+        for phase, unit, serial, change in self._changes:
+            if serial in self._gradients:
+                own[unit] += 0 if serial in self._parts else change
+            else:
+                alive += change
+            if phase == "backward":
+                found[unit] = max(found.get(unit, 0), alive + own[unit])
         return found
 
     def _sums(self, owners: Mapping[int, str]) -> dict[str, int]:

@@ -156,6 +156,7 @@ def extended(one: Work, two: Work, samples: int) -> Work | None:
                 sizes(a.kept_attention, b.kept_attention),
                 sizes(a.forward_peak, b.forward_peak),
                 sizes(a.backward_peak, b.backward_peak),
+                sizes(a.backward_whole, b.backward_whole),
             )
         )
     return replace(

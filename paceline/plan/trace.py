@@ -191,7 +191,8 @@ class _Trace:
             ):
                 raise _Unalike
         kept, inputs, attention = seen.kept(), seen.kept_where_recomputed(False), seen.kept_where_recomputed(True)
-        peaks, before, found = seen.peaks(), 0, dict[str, UnitWork]()
+        peaks, whole, before = seen.peaks(), seen.peaks_with_gradients(), 0
+        found: dict[str, UnitWork] = {}
         for name in (*seen.order, ""):
             if name in self.skipped:
                 continue
@@ -205,6 +206,7 @@ class _Trace:
                 attention.get(name, 0),
                 max(0, peaks.get(("forward", name), 0) - before),
                 max(0, peaks.get(("backward", name), 0) - before),
+                max(0, whole.get(name, 0) - before),
             )
         for name, key in self.skipped.items():
             found[name] = replace(found[self.ran[key][1]], unit=name)

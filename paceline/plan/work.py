@@ -51,6 +51,7 @@ class UnitWork:
         forward_peak: Bytes that the forward holds at its fullest beyond what it keeps.
         backward_peak: Bytes that the backward holds at its fullest beyond what was kept, gradients of parameters
             apart.
+        backward_whole: The same with the gradients of the unit's own parameters, as they come; 0: not known.
     """
 
     unit: str
@@ -61,6 +62,7 @@ class UnitWork:
     kept_attention: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
+    backward_whole: int = 0
 
     @property
     def flops(self) -> float:

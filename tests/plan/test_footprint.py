@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.core.build_layout import build_layout
@@ -62,6 +64,13 @@ def test_a_tied_gradient_stays_from_the_head_to_the_end_and_meets_the_embedding_
     assert found["backward of head"].gradients == 2 * BYTES
     assert found["backward of blocks.0"].gradients == 2 * BYTES
     assert found["backward of embed"].gradients == 4 * BYTES, "both shares, their sum and the unit's own"
+
+
+def test_gradients_that_come_while_activations_go_are_counted_once() -> None:
+    head = replace(WORK.units[-1], backward_whole=BYTES + 2)
+    known = replace(WORK, units=(*WORK.units[:-1], head))
+    found = next(each for each in moments(known, schedule(Strategy(), 2)) if each.name == "backward of head")
+    assert found.total == 10 + 2000 + 600 + BYTES + 2 and found.gradients == BYTES
 
 
 def test_copies_after_backward_leave_all_of_autograd_s_gradients_until_then() -> None:

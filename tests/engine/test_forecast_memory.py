@@ -1,0 +1,85 @@
+"""What one step's tensors take on a rank, beside what the planner says of it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline.bench.model import _AliveBytes
+from paceline.core.strategy import Strategy
+from paceline.models.config import ModelConfig
+from paceline.models.transformer import Transformer
+from paceline.plan.footprint import footprint
+from paceline.plan.trace import trace
+from tests.quick import some
+
+SIZES = {
+    "many weights": (ModelConfig(layers=4, width=192, heads=4, context=32, vocabulary=512), 1),
+    "many tokens": (ModelConfig(layers=4, width=64, heads=4, context=128, vocabulary=256), 4),
+    "llama": (
+        ModelConfig(
+            layers=4,
+            width=128,
+            heads=4,
+            kv_heads=2,
+            ff=352,
+            context=64,
+            vocabulary=1024,
+            norm="rmsnorm",
+            position="rotary",
+            activation="swiglu",
+            bias=False,
+            tied=False,
+        ),
+        2,
+    ),
+}
+"""Models and sequences of a micro-batch."""
+
+WORLDS = [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]
+"""Ranks and stage."""
+
+CASES = {f"{size}, zero {zero}, N={n}": (size, n, zero) for size, (n, zero) in product(SIZES, WORLDS)}
+
+QUICK = {"llama, zero 3, N=2"}
+
+
+def fullest(size: str, zero: int) -> dict[str, tuple[int, int]]:
+    """(measured, predicted) bytes of a rank's fullest moment: buffers and states, and tensors that a step makes."""
+    config, samples = SIZES[size]
+    found = {}
+    for precision, how in product(("float32", "bfloat16"), ("none", "unit")):
+        torch.manual_seed(0)
+        model = pl.parallelize(Transformer(config), Strategy(zero=zero, precision=precision, recompute=how))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens = torch.randint(config.vocabulary, (samples, config.context))
+
+        def step(model=model, optimizer=optimizer, tokens=tokens) -> None:
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        with _AliveBytes() as alive:
+            step()
+        engine = pl.engine_of(model)
+        engine.settle()
+        with torch.device("meta"):
+            shapes = Transformer(config)
+        work = trace(shapes, samples, length=config.context, precision=precision, device="cpu")
+        plan = footprint(work, engine.schedule)
+        found[f"{precision}, {how}"] = plan.steady + alive.peak, plan.peak
+        pl.barrier()
+        pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("case", some(CASES, QUICK))
+def test_the_fullest_moment_is_that_of_the_plan(ranks, case: str) -> None:
+    size, n, zero = CASES[case]
+    for found in ranks(n, fullest, size, zero):
+        for setting, (measured, predicted) in found.items():
+            assert predicted == pytest.approx(measured, rel=0.03), setting
