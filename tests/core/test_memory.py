@@ -56,6 +56,46 @@ def test_model_states_of_mixed_precision_adam_are_those_of_the_zero_paper(zero: 
     assert held == pytest.approx(WORKED[zero](parameters, ranks), rel=0.03)
 
 
+TABLE_1 = {
+    7.5: {
+        1: ("120", "120", "120"),
+        4: ("52.5", "41.3", "30"),
+        16: ("35.6", "21.6", "7.5"),
+        64: ("31.4", "16.6", "1.88"),
+        256: ("30.4", "15.4", "0.47"),
+        1024: ("30.1", "15.1", "0.12"),
+    },
+    128: {
+        1: ("2048", "2048", "2048"),
+        4: ("896", "704", "512"),
+        16: ("608", "368", "128"),
+        64: ("536", "284", "32"),
+        256: ("518", "263", "8"),
+        1024: ("513", "257", "2"),
+    },
+    1000: {
+        1: ("16000", "16000", "16000"),
+        4: ("7000", "5500", "4000"),
+        16: ("4750", "2875", "1000"),
+        64: ("4187", "2218", "250"),
+        256: ("4046", "2054", "62.5"),
+        1024: ("4011", "2013", "15.6"),
+    },
+}
+"""Rajbhandari et al. 2020, table 1: GB of a rank by billions of parameters, ranks, and stage 1 to 3."""
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 16, 64, 256, 1024])
+@pytest.mark.parametrize("billions", TABLE_1)
+def test_the_table_of_the_zero_paper(billions: float, ranks: int) -> None:
+    units = equal_units(10, int(billions * 10**8))
+    for zero, printed in zip((1, 2, 3), TABLE_1[billions][ranks], strict=True):
+        gigabytes = memory(schedule(units, Strategy(zero=zero, **MIXED), ranks)).states / 1e9
+        # It rounds some and cuts others off, after so many digits.
+        digit = 10.0 ** -len(printed.partition(".")[2])
+        assert abs(gigabytes - float(printed)) <= digit, (zero, gigabytes)
+
+
 def test_a_model_of_100_billion_parameters_takes_1600_gigabytes() -> None:
     plan = schedule(equal_units(100, 10**9), Strategy(**MIXED), 8)
     assert memory(plan).states == pytest.approx(1.6e12, rel=1e-6)
