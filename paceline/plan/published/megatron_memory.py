@@ -6,6 +6,7 @@ Megatron's own, hosts of four devices. Pure.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Literal
@@ -153,9 +154,16 @@ def _whole(row: Mapping[str, str], name: str) -> int:
     if not text:
         return 0
     try:
-        return int(float(text))
+        value = float(text.replace(",", ""))
     except ValueError:
-        raise UserError(f"{name}: expected a whole number, got {text!r}") from None
+        value = math.nan
+    if not (0 <= value <= _LARGEST and value == int(value)):
+        raise UserError(f"{name}: expected a whole number, got {text!r}")
+    return int(value)
+
+
+_LARGEST = 10**9
+"""Of any number of a run: what is more is a slip."""
 
 
 def _flag(row: Mapping[str, str], name: str) -> bool:

@@ -73,14 +73,46 @@ def predict_memory(row: Row) -> MemoryPrediction:
     out = ran_out(row)
     stack = stack_of(row)
     if "steady_bytes" in row.values or stack == "megatron":
-        run = megatron_run(row.raw)
-        return MemoryPrediction(row.number("steady_bytes"), run.steady, row.number("peak_bytes"), run.peak, out, None)
+        run = megatron_run(_options(row))
+        peak = None if out else _above_zero(row, "peak_bytes")
+        return MemoryPrediction(_above_zero(row, "steady_bytes"), run.steady, peak, run.peak, out, None)
     described = describe(row)
     available = profile(described.gpu, stack).device.memory
-    peak = None if out else row.number("peak_bytes")
-    if peak is None and not out and (share := row.number("memory_share")):
+    peak = None if out else _above_zero(row, "peak_bytes")
+    if peak is None and not out and (share := _above_zero(row, "memory_share")):
         peak = share * available
     return MemoryPrediction(None, None, peak, _peak(described), out, available)
+
+
+def _options(row: Row) -> dict[str, str]:
+    """A row's cells by the names that Megatron-LM's functional tests give them, whatever the file calls them."""
+    named = {option: row.values[name] for name, option in _OPTIONS.items() if name in row.values}
+    return {**named, **row.raw}
+
+
+_OPTIONS = {
+    "devices": "n_gpus",
+    "context": "seq_len",
+    "samples": "microbatch",
+    "layers": "n_layers",
+    "width": "d_model",
+    "heads": "n_heads",
+    "kv_heads": "kv_groups",
+    "positions": "max_pos",
+    "vocabulary": "vocab_size",
+    "layers_per_chunk": "layers_per_virtual_stage",
+    "ff": "ffn",
+    "position": "pos_emb",
+    "table": "case",
+    **{name: name for name in ("gpu", "tp", "pp", "cp", "global_batch", "dist_opt", "seq_parallel", "recompute")},
+}
+
+
+def _above_zero(row: Row, name: str) -> float | None:
+    value = row.number(name)
+    if value is not None and value <= 0:
+        raise UserError(f"{name}: expected a number above 0, got {row.values[name]!r}")
+    return value
 
 
 def _peak(described: Described) -> float:

@@ -12,6 +12,8 @@ from paceline.core.errors import UserError
 from paceline.plan.published.columns import resolve
 
 _MISSING = frozenset({"", "-", "—", "na", "n/a", "nan", "null", "not stated", "unknown", "?"})
+_LARGEST = 10**9
+"""Of any whole number of a run: what is more is a slip."""
 _TRUE = frozenset({"true", "yes", "on", "1", "y", "full", "x"})
 _FALSE = frozenset({"false", "no", "off", "0", "n", "none"})
 
@@ -66,7 +68,7 @@ class Row:
             UserError: There is something else.
         """
         value = self.number(name)
-        if value is not None and (value < 1 or value != int(value)):
+        if value is not None and (not 1 <= value <= _LARGEST or value != int(value)):
             raise UserError(f"{name}: expected a whole number of at least 1, got {self.values[name]!r}")
         return None if value is None else int(value)
 
