@@ -170,7 +170,8 @@ def test_training_equals_one_process(ranks: RankPool, name: str, mix: tuple[str,
     assert_equal_to_one_process(ranks, name, "as it is", *mix)
 
 
-@pytest.mark.parametrize("name", ["gpt2", full("switch"), full("resnet")])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt2", "switch", "resnet"])
 def test_groups_of_ranks_that_shard_and_replicate_equal_one_process(ranks: RankPool, name: str) -> None:
     assert_equal_to_one_process(ranks, name, "as it is", "hybrid", 4, 2, "adamw")
 

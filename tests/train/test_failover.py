@@ -21,14 +21,24 @@ from tests.train.processes import PATIENCE, Program, metrics, paceline, program,
 from tests.train.test_resume import curve
 
 FLAGS = ("--log.every", "1", "--log.validate-every", "0", "--log.validate-batches", "1", "--steps", "150")
+SHORT = (*FLAGS[:-1], "90")
+"""Long enough to be disturbed once."""
+
+
+def without_losses(ranks: RankPool, folder: Path, flags: list[str]) -> Path:
+    status, _, err = trained(ranks, 2, folder, [*flags, "--folder", "run"])
+    assert (status, err) == (0, "")
+    return folder / "run"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(ranks: RankPool, nano: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    status, _, err = trained(ranks, 2, folder, [*nano, *FLAGS, "--folder", "run"])
-    assert (status, err) == (0, "")
-    return folder / "run"
+    return without_losses(ranks, tmp_path_factory.mktemp("undisturbed"), [*nano, *FLAGS])
+
+
+@pytest.fixture(scope="module")
+def undisturbed_short(ranks: RankPool, nano: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return without_losses(ranks, tmp_path_factory.mktemp("undisturbed"), [*nano, *SHORT])
 
 
 def seated(started: Program) -> list[int]:
@@ -54,10 +64,10 @@ def wait_for_job(started: Program, run: Path, number: int) -> None:
     [("0", 0, True), full("0", 1, True), full("1", 1, False), full("2", 0, False), full("3", 0, False)],
 )
 def test_a_spare_takes_a_killed_ranks_place_and_losses_are_the_same_to_the_bit(
-    nano: list[str], tmp_path: Path, undisturbed: Path, zero: str, lost: int, memory: bool
+    nano: list[str], tmp_path: Path, undisturbed_short: Path, zero: str, lost: int, memory: bool
 ) -> None:
     flags = ["--workers", "2", "--spares", "1", "--strategy.zero", zero, "--checkpoint.every", "10"]
-    with program(paceline("train", *nano, *FLAGS, *flags, "--folder", "run"), tmp_path) as started:
+    with program(paceline("train", *nano, *SHORT, *flags, "--folder", "run"), tmp_path) as started:
         wait_for_step(started, tmp_path / "run", 15)
         os.kill(seated(started)[lost], signal.SIGKILL)
         status, out, err = started.finish()
@@ -69,7 +79,7 @@ def test_a_spare_takes_a_killed_ranks_place_and_losses_are_the_same_to_the_bit(
     (ranks, step), *_ = attempts
     assert ranks == 2 and (step >= 15 if memory else step % 10 == 0)
     assert f"2 ranks go on after step {step}, from {'memory' if memory else 'the latest checkpoint'}, " in out
-    found, expected = curve(tmp_path / "run"), curve(undisturbed)
+    found, expected = curve(tmp_path / "run"), curve(undisturbed_short)
     assert set(found) >= set(expected) - {step for _, step in attempts}
     if zero == "0":
         assert all(found[at] == expected[at] for at in found)
