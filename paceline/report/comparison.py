@@ -14,6 +14,8 @@ from paceline.report.run import Run
 from paceline.report.steps import mean_times
 from paceline.report.summary import key_figures, verdict
 
+_TIMES = 2.0
+"""From here on, how many times as many is easier to grasp than how much more."""
 _OF_EVERY_RUN = ("folder", "resume")
 """Settings in which runs differ as they are two."""
 
@@ -45,8 +47,12 @@ def _sentence(one: Run, other: Run) -> str:
     if rates[0] is None or rates[1] is None:
         return "Of one of the runs at least it is not known how many tokens/s it did."
     quick, slow = (one, other) if rates[0] >= rates[1] else (other, one)
-    more = max(rates[0], rates[1]) / min(rates[0], rates[1]) - 1 if min(rates[0], rates[1]) > 0 else 0.0
-    sentence = f"{quick.name} does {said.share(more)} more tokens/s than {slow.name}"
+    times = max(rates[0], rates[1]) / min(rates[0], rates[1]) if min(rates[0], rates[1]) > 0 else 1.0
+    sentence = (
+        f"{quick.name} does {said.share(times - 1)} more tokens/s than {slow.name}"
+        if times < _TIMES
+        else f"{quick.name} does {said.digits(times)} times as many tokens/s as {slow.name}"
+    )
     losses = [{row.step: row.figures["train/loss"] for row in run.history.kept} for run in (one, other)]
     if common := sorted(losses[0].keys() & losses[1].keys()):
         step = common[-1]

@@ -165,6 +165,11 @@ class History:
                 return value
         return None
 
+    def most(self, name: str) -> float | None:
+        """The largest finite value of a figure."""
+        values = [row.figures.get(name, math.nan) for row in self.rows]
+        return max(filter(math.isfinite, values), default=None)
+
     @property
     def skipped(self) -> list[int]:
         """Steps until which steps were left out since the row before, as their gradient was not finite."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,7 +89,8 @@ class Run:
         """A step as its schedule has it; None if that is not known of the typical one."""
         if self.program is None or self.typical is None or not self.program.suits(self.typical.recording):
             return None
-        return Prediction(self.program, *(step for step in self.steps if self.program.suits(step.recording)))
+        alike = [step for step in self.steps if step.recording.ranks == self.typical.recording.ranks]
+        return Prediction(self.program, *(step for step in alike if self.program.suits(step.recording)))
 
     @cached_property
     def link(self) -> Link | None:
@@ -110,10 +112,15 @@ class Run:
             return []
         return single_changes(self.what_if, choices(self.program))
 
-    @property
+    @cached_property
     def typical(self) -> Step | None:
-        """Of the steps that were read, the one in the middle by how long they took."""
-        by_length = sorted(self.steps, key=lambda step: step.seconds)
+        """Of the steps that were read, the one in the middle by how long they took.
+
+        Of a run that went on with another number of ranks, among those of most of the steps.
+        """
+        world = 0 if self.program is None else self.program.schedule.world_size
+        own = [step for step in self.steps if step.recording.world_size == world]
+        by_length = sorted(own or self.steps, key=lambda step: step.seconds)
         return by_length[(len(by_length) - 1) // 2] if by_length else None
 
     @property
@@ -152,9 +159,10 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
             "recorded; 0 is in none."
         )
     recordings = _recordings(path / EVENTS, places, most, problems)
-    program = _program(path, config, facts, recordings)
+    worlds = [_world(recording, history, facts) for recording in recordings]
+    program = _program(path, config, worlds, recordings)
     strategy = None if config is None else config.strategy
-    steps = [_step(recording, strategy, facts, program, problems) for recording in recordings]
+    steps = [_step(each, strategy, world, program, problems) for each, world in zip(recordings, worlds, strict=True)]
     return Run(
         path=path,
         config=config,
@@ -186,7 +194,8 @@ def read_own_loop(path: Path, program: Program, facts: Facts, metrics: Sequence[
     problems += damage.describe(EVENTS)
     recordings = _recordings(path / EVENTS, places, most, problems)
     known = program if any(map(program.suits, recordings)) else None
-    steps = [_step(recording, program.schedule.strategy, facts, known, problems) for recording in recordings]
+    world = max([facts.ranks, *(recording.world_size for recording in recordings)])
+    steps = [_step(recording, program.schedule.strategy, world, known, problems) for recording in recordings]
     history = History(tuple(metrics))
     return Run(path, None, facts, history, tuple(places), tuple(steps), known, (), tuple(problems), is_own_loop=True)
 
@@ -203,19 +212,26 @@ def _recordings(path: Path, places: Sequence[Place], most: int, problems: list[s
     return [read_recording(path, place, most) for place in chosen]
 
 
-def _program(path: Path, config: TrainConfig | None, facts: Facts, recordings: Sequence[Recording]) -> Program | None:
-    """The program, if a recorded step is by it."""
+def _world(recording: Recording, history: History, facts: Facts) -> int:
+    """How many ranks there were: environment.json tells of the latest start, which may have other ones than before."""
+    is_of_latest = not history.lives or recording.place.step >= history.lives[-1].first
+    return max(facts.ranks, recording.world_size) if is_of_latest else recording.world_size
+
+
+def _program(
+    path: Path, config: TrainConfig | None, worlds: Sequence[int], recordings: Sequence[Recording]
+) -> Program | None:
+    """The program of most of the recorded steps, if one is by it."""
     if config is None or not recordings:
         return None
-    worlds = {max(facts.ranks, recording.world_size) for recording in recordings}
-    program = program_of(path, config, worlds.pop()) if len(worlds) == 1 else None
+    ((world, _),) = Counter(worlds).most_common(1)
+    program = program_of(path, config, world)
     return program if program is not None and any(map(program.suits, recordings)) else None
 
 
 def _step(
-    recording: Recording, strategy: Strategy | None, facts: Facts, program: Program | None, problems: list[str]
+    recording: Recording, strategy: Strategy | None, world: int, program: Program | None, problems: list[str]
 ) -> Step:
-    world = max(facts.ranks, recording.world_size)
     try:
         groups = groups_of(strategy, world)
     except UserError:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from paceline.core.memory import memory as planned_memory
 from paceline.report import quantities as said
 from paceline.report.critical_path import What
 from paceline.report.html import Html, Section, bar, figures, join, tag
 from paceline.report.memory import plan_of
 from paceline.report.run import Run
 from paceline.report.steps import Step, straggler
+from paceline.report.variants import Setting, variant
 
 _BINDS = 0.1
 """Of a step: what a slow rank costs the others from here on is the first thing to say."""
@@ -32,7 +34,7 @@ def key_figures(run: Run) -> list[tuple[str, str, str, float | None]]:
     """The single numbers, as `figures` takes them."""
     history, spent, slow = run.history, run.history.goodput, straggler(run.steps)
     rate, mfu, exposed = history.mean("perf/tokens_per_second"), history.mean("perf/mfu"), exposed_share(run)
-    flops, peak = history.mean("perf/tflops"), history.last_figure("memory/peak_bytes")
+    flops, peak = history.mean("perf/tflops"), history.most("memory/peak_bytes")
     plan = plan_of(run)
     loss, bits = history.last_figure("train/loss"), history.last_figure("val/bits_per_byte")
     unknown = "not known"
@@ -133,8 +135,17 @@ def _setting(run: Run) -> str:
     )
     return (
         f" Of settings, {best.words} ({flag}) is expected to help most: by simulation a step would take "
-        f"{said.share(gain)} less time."
+        f"{said.share(gain)} less time{_memory_for(run, best.setting)}."
     )
+
+
+def _memory_for(run: Run, setting: Setting) -> str:
+    """What else a setting takes, where that is more."""
+    plan = plan_of(run)
+    if run.program is None or plan is None:
+        return ""
+    more = planned_memory(variant(run.program, setting, 0), run.program.micro_batches).total - plan.total
+    return f", for {said.size(more)} more of a rank's memory" if more > 0 else ""
 
 
 def _loss(run: Run, waits: float) -> str:

@@ -232,10 +232,11 @@ def _sentence(run: Run) -> str:
             f": ranks compute nothing for {said.share(exposed / seconds)} of it as they wait for collectives, and "
             f"{said.share(hidden)} of the time that collectives take is hidden behind computing"
         )
-    if run.prediction is not None and (longest := max(run.prediction.seconds.values(), default=0.0)) > 0:
+    longest = 0.0 if run.prediction is None else max(run.prediction.seconds.values(), default=0.0)
+    if 0 < longest < step.seconds:
         sentence += (
-            f". By its schedule, with nobody to wait for and no pause between ops, the slowest rank would need "
-            f"{said.seconds(longest)}"
+            ". By its schedule, with each op as it mostly is, nobody to wait for and no pause, the slowest rank would "
+            f"need {said.seconds(longest)}"
         )
     if len(times) > MOST_RANKS:
         sentence += f". Of {len(times):,} ranks those {MOST_RANKS} are drawn that the others stand still for longest"

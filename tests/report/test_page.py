@@ -296,8 +296,8 @@ def test_two_runs_side_by_side(run: Path, page: Browser, tmp_path: Path) -> None
     assert shown["Tokens/s, all ranks"][1] == "100"
     assert float(shown["Tokens/s, all ranks"][2]) == pytest.approx(100 / rate, rel=0.01)
     assert shown["The typical step"][1] == "7.50 s"
-    more = max(rate / 100, 100 / rate) - 1
-    assert f"does {said.share(more)} more tokens/s" in page.text("#figures .sentence")
+    times = max(rate / 100, 100 / rate)
+    assert f"does {said.digits(times)} times as many tokens/s" in page.text("#figures .sentence")
     assert "at step 8, the last that both tell of" in page.text("#figures .sentence")
     script = (
         "[...document.querySelectorAll('#settings tbody tr')].map((r) => [0, 2].map((i) => r.cells[i].textContent))"

@@ -142,6 +142,23 @@ def test_a_step_with_too_many_events_keeps_whole_ranks(tmp_path: Path) -> None:
     assert choose([place], 1) == [place]
 
 
+def test_a_run_that_went_on_with_other_ranks_lacks_none(tmp_path: Path) -> None:
+    alone = [replace(event, step=step) for step in (10, 11) for event in SLOW if event.rank == 0]
+    rows = [
+        figures(1, 1.0, memory__peak_bytes=7.0),
+        {"step": 10, "time": 2.0, "run/resumed_from": 10, "run/ranks": 1},
+        figures(12, 3.0, memory__peak_bytes=5.0),
+    ]
+    run = read(write_run(tmp_path / "fewer", [*SLOW, *alone], rows, ranks=1))
+    assert not [problem for problem in run.problems if "has no events of rank" in problem]
+    assert run.world_size == 2 and run.history.most("memory/peak_bytes") == 7
+    more = [*(replace(event, step=0) for event in alone[:4]), *(replace(event, step=10) for event in SLOW)]
+    run = read(write_run(tmp_path / "more", more, rows, ranks=2))
+    assert not [problem for problem in run.problems if "has no events of rank" in problem]
+    run = read(write_run(tmp_path / "missing", alone, rows, ranks=2))
+    assert len([problem for problem in run.problems if "has no events of rank 1" in problem]) == 2
+
+
 CONTENT = st.lists(
     st.one_of(
         st.binary(max_size=30),
