@@ -63,7 +63,7 @@ def test_the_figures_are_of_the_same_course(course: tuple[Path, list[dict[str, A
     assert list(kept) == list(first)
     for name, figures in first.items():
         for key in ("sent_mib", "collectives", "held_mib"):
-            assert kept[name][key][0] == pytest.approx(figures[key]), f"{name}: run docs/make_tutorial.py"
+            assert kept[name][key][0] == pytest.approx(figures[key], rel=1e-3), f"{name}: run docs/make_tutorial.py"
 
 
 def test_one_process_takes_it_too(ranks: RankPool, tmp_path: Path) -> None:
