@@ -121,18 +121,21 @@ def moments(work: Work, schedule: Schedule, micro_batches: int = 1) -> Iterator[
     recomputed = recomputed_units([unit.unit for unit in work.units], schedule.strategy)
     kept = [_kept(unit, schedule.strategy) if unit.unit in recomputed else unit.kept for unit in work.units]
     last = len(kept) - 1
+    # The model may compute something outside of its units after the output layer.
+    head = max((at for at, unit in enumerate(work.units) if unit.kept >= work.logits > 0), default=-1)
     for index in range(min(micro_batches, 2)):
         gradients.begin(index)
         alive = 0
         for position, unit in enumerate(work.units):
             alive += kept[position]
-            logits = work.logits if position == last else 0
-            now = alive - logits + unit.forward_peak
+            # What the loss makes of logits before it keeps what is left of them is theirs, too.
+            logits = work.logits + unit.forward_peak if position == head else 0
+            now = alive + unit.forward_peak - logits
             yield Moment(f"forward of {unit.unit or 'the model'}", now, logits, gradients.held)
         for position in range(last, -1, -1):
             unit = work.units[position]
             inside = unit.kept - kept[position]
-            logits = work.logits if position == last else 0
+            logits = work.logits if position == head else 0
             of_others, own, one_by_one = gradients.backward(unit.unit, first=position == 0)
             beyond = unit.backward_peak
             if unit.backward_whole and not one_by_one:

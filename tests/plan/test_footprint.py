@@ -66,6 +66,15 @@ def test_a_tied_gradient_stays_from_the_head_to_the_end_and_meets_the_embedding_
     assert found["backward of embed"].gradients == 4 * BYTES, "both shares, their sum and the unit's own"
 
 
+def test_logits_are_of_the_unit_that_keeps_them_and_count_what_the_loss_makes_of_them() -> None:
+    head = replace(WORK.units[-1], forward_peak=900)
+    work = replace(WORK, units=(*WORK.units[:-1], head, UnitWork("", (), (), kept=0, kept_input=0)))
+    found = {each.name: each for each in moments(work, schedule(Strategy(), 2))}
+    assert found["forward of head"][1:] == (10 + 2000 + 100, 500 + 900, 0)
+    assert found["backward of head"][1:] == (10 + 2000 + 100 + 5, 500, BYTES)
+    assert found["backward of the model"].logits == 0
+
+
 def test_gradients_that_come_while_activations_go_are_counted_once() -> None:
     head = replace(WORK.units[-1], backward_whole=BYTES + 2)
     known = replace(WORK, units=(*WORK.units[:-1], head))
