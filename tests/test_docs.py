@@ -17,6 +17,7 @@ from paceline.command_line.parse import parse
 from paceline.faults.arguments import FaultsArguments
 from paceline.plan.arguments import PlanArguments
 from paceline.plan.check_cli import main as check
+from paceline.plan.published.validate_cli import ValidateArguments
 from paceline.report.report_command import ReportArguments
 from paceline.train.command_line import parse_train_arguments
 from paceline.verify.arguments import parse as parse_verify_arguments
@@ -70,6 +71,9 @@ def test_every_command_is_understood(page: str, words: list[str], tmp_path: Path
     elif words[1] == "bench":
         parse_bench_arguments(words[2:])
     elif words[1] == "plan":
+        if "--validate" in words:
+            parse(ValidateArguments, words[2:], "paceline plan")
+            return
         options = parse(PlanArguments, words[2:], "paceline plan")
         assert (options.devices or 0) > 0 or options.here
     elif words[1] == "checkpoint":

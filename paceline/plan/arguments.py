@@ -16,7 +16,8 @@ class PlanArguments:
         paceline plan --model llama-8b --hardware h100 --devices 64 --batch-tokens 4M --context 8192
         paceline plan run.yaml --hardware a100 --devices 8
 
-    Without --hardware it shows each stage's exact bytes, held and sent, which need no hardware.
+    Without --hardware it shows each stage's exact bytes, held and sent, which need no hardware. How wrong forecasts
+    are, on published measurements and on your own, is told by paceline plan --validate [FILE.csv].
     """
 
     config: Annotated[str, Value("[FILE.yaml]", positional=True)] = ""
