@@ -17,7 +17,10 @@ Prints a script that lets the shell complete commands, flags and choices:
     paceline completion zsh > ~/.zfunc/_paceline        # a folder of $fpath
     paceline completion fish > ~/.config/fish/completions/paceline.fish
 """
-BENCHMARKS = ("strategies", "gpu", "model", "trainer", "events", "overhead", "comm", "network", "checkpoint", "faults")
+BENCHMARKS = (
+    *("strategies", "gpu", "model", "trainer", "events", "overhead"),
+    *("comm", "network", "plan", "checkpoint", "faults"),
+)
 """Named here, too, as their own module imports torch."""
 
 Flags = dict[str, tuple[str, ...]]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.bench import checkpoint, events, faults, gpu, model, overhead, strategies, trainer
+from paceline.bench import checkpoint, events, faults, gpu, model, overhead, plan, strategies, trainer
 from paceline.bench.comm import command as comm
 from paceline.bench.network import command as network
 from paceline.command_line.help_page import fill
@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], object]]] = {
     "overhead": (overhead.OverheadBench, overhead.main),
     "comm": (comm.CommBench, comm.main),
     "network": (network.NetworkBench, network.main),
+    "plan": (plan.PlanBench, plan.main),
     "checkpoint": (checkpoint.CheckpointBench, checkpoint.main),
     "faults": (faults.FaultsBench, faults.main),
 }

@@ -10,14 +10,18 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import msgspec
 import torch
 
+import paceline as pl
 from paceline.bench.results import machine
 from paceline.calibrate.probe import fitted
-from paceline.calibrate.rank import Measured, measure
+from paceline.calibrate.rank import Measured, measure, measure_in
+from paceline.comm.world import World
 from paceline.core.errors import UserError
-from paceline.launch.cores import threads_per_rank
+from paceline.launch.cores import available_cores, threads_per_rank
 from paceline.launch.pool import RankPool, RanksFailed
 from paceline.plan import profile_file
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
@@ -27,7 +31,7 @@ SECONDS = 12.0
 LIMIT = 600.0
 
 
-def here(ranks: int, *, anew: bool = False, report: Callable[[str], None] = lambda _: None) -> Hardware:
+def here(ranks: int, *, anew: bool = False, report: Callable[[str], object] = lambda _: None) -> Hardware:
     """This machine's CPU, as so many ranks that compute at once each have it.
 
     Args:
@@ -46,6 +50,36 @@ def here(ranks: int, *, anew: bool = False, report: Callable[[str], None] = lamb
             report(f"{error}. It is measured anew")
     report(f"measuring this machine with {ranks} rank{'s' if ranks > 1 else ''}, about {SECONDS:.0f} s")
     found = measured_here(ranks, SECONDS)
+    _keep(path, found, report)
+    return found
+
+
+def kept(ranks: int) -> Hardware | None:
+    """What was measured of this machine, if it was."""
+    path = cached(ranks)
+    try:
+        return profile_file.read(path) if path.exists() else None
+    except UserError:
+        return None
+
+
+def measured_in_job(world: World, report: Callable[[str], object] = lambda _: None) -> Hardware:
+    """This job's machines as its ranks have them, by measuring in it; kept where all are on this host.
+
+    A collective call of a job between CPUs. All ranks get the same.
+    """
+    everyone: list[dict[str, Any]] = pl.all_gather_json(
+        msgspec.to_builtins(measure_in(world, SECONDS)), "what this machine takes"
+    )
+    results = [msgspec.convert(each, Measured, strict=False) for each in everyone]
+    ranks = world.world_size
+    found = fitted(_hardware(results, ranks, torch.get_num_threads()), results[0].steps, ranks)
+    if world.rank == 0 and world.local_world_size == ranks:
+        _keep(cached(ranks), found, report)
+    return found
+
+
+def _keep(path: Path, found: Hardware, report: Callable[[str], object]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +89,11 @@ def here(ranks: int, *, anew: bool = False, report: Callable[[str], None] = lamb
         report(f"{path} cannot be written ({error.strerror}): the next plan measures again")
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    return found
+
+
+def measurable(devices: int) -> int:
+    """How many ranks are measured for a plan of so many: as many, but not more than two for each core."""
+    return min(devices, 2 * available_cores())
 
 
 def cached(ranks: int) -> Path:

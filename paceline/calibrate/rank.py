@@ -67,12 +67,20 @@ class Measured(NamedTuple):
 
 
 def measure(seconds: float) -> Measured:
-    """Measures for about so long on a quiet machine. A collective call.
+    """Measures for about so long on a quiet machine, as one rank of a job that is only for that."""
+    measured = measure_in(pl.init(device="cpu"), seconds)
+    pl.barrier()
+    pl.shutdown()
+    return measured
+
+
+def measure_in(world: World, seconds: float) -> Measured:
+    """Measures as one rank of a job. A collective call.
 
     Args:
-        seconds: Sets how often each is repeated.
+        world: The job, between CPUs.
+        seconds: Sets how often each is repeated: about so long it takes on a quiet machine.
     """
-    world = pl.init(device="cpu")
     framework = held_bytes(world.device)
     repeats = max(3, round(seconds / 3))
     found, launch = _operators(repeats)
@@ -82,10 +90,7 @@ def measure(seconds: float) -> Measured:
         found |= _collectives(world, repeats)
     stages: tuple[Stage, ...] = (0, 1, 2, 3)
     steps = {stage: _engine(Strategy(zero=stage), world, repeats) for stage in stages}
-    measured = Measured(found, launch, ceiling, _bandwidth(repeats), framework, steps)
-    pl.barrier()
-    pl.shutdown()
-    return measured
+    return Measured(found, launch, ceiling, _bandwidth(repeats), framework, steps)
 
 
 def _operators(repeats: int) -> tuple[dict[str, Rates], float]:

@@ -13,7 +13,7 @@ from paceline.plan.arguments import PlanArguments
 from paceline.plan.case import Case
 from paceline.plan.hardware import Hardware
 from paceline.plan.models import meta_model_and_inputs
-from paceline.plan.subject import Subject, of_module, transformer
+from paceline.plan.subject import Kernels, Subject, of_module, transformer
 from paceline.plan.what_if import with_network
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def request(options: PlanArguments, devices: int) -> Request:
     Raises:
         UserError: They name what there is not, or sizes that do not go together.
     """
-    hardware = with_network(_hardware(options), options.network)
+    hardware = with_network(_hardware(options, devices), options.network)
     config = _config(options)
     subject = _subject(options, config)
     if options.batch_tokens:
@@ -72,9 +72,13 @@ def request(options: PlanArguments, devices: int) -> Request:
     )
 
 
-def _hardware(options: PlanArguments) -> Hardware:
+def _hardware(options: PlanArguments, devices: int) -> Hardware:
     if options.here:
-        raise UserError("--here: not there yet")
+        # Measuring runs ranks, of which plans know nothing.
+        from paceline.calibrate.machine import here, measurable
+        from paceline.launch.screen import show
+
+        return here(measurable(devices), report=show)
     return profiles.hardware(options.hardware)
 
 
@@ -92,11 +96,12 @@ def _config(options: PlanArguments) -> TrainConfig | None:
 
 
 def _subject(options: PlanArguments, config: TrainConfig | None) -> Subject:
+    kernels: Kernels = "cpu" if options.here else "cuda"
     if config is not None:
         shape = config.model.shape(config.data.vocabulary) if options.config else PRESETS[options.model]
-        return transformer(options.config or options.model, _fitting(shape, options), options.context)
+        return transformer(options.config or options.model, _fitting(shape, options), options.context, kernels)
     model, inputs = meta_model_and_inputs(options.model)
-    return of_module(options.model, model, inputs, options.context)
+    return of_module(options.model, model, inputs, options.context, kernels)
 
 
 def _fitting(shape: ModelConfig, options: PlanArguments) -> ModelConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
@@ -41,6 +41,9 @@ class TrainConfig:
     """Samples in one optimizer step over all ranks, each as long as the model's context."""
     micro_batch: int = 4
     """Samples that a rank computes at once; a larger share of the batch is accumulated."""
+    plan: Literal["", "auto"] = ""
+    """auto: a new run takes the strategy and the micro-batch that the planner finds the fastest within memory, for this
+    machine, which it measures first if nobody has. Without it, those that are set."""
     tf32: bool = False
     """On GPUs with strategy.precision float32: multiply matrices in TF32, which is many times as fast and takes 10 bits
     of each factor's mantissa for 23."""

@@ -26,6 +26,7 @@ from paceline.train.build import build_model, make_update, open_loader, prepare_
 from paceline.train.checkpoints import Checkpoints, begin_from, left_out_of, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
 from paceline.train.failover import Former, LeaveJob, go_on
+from paceline.train.forecast import begin, planned
 from paceline.train.meter import Meter, Readback
 from paceline.train.metrics import check_trackers
 from paceline.train.not_finite import marks
@@ -95,6 +96,12 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     corpus = prepare_text(config, world, is_known=goes_on)
     text = {"tokens": corpus.facts.train.tokens, "tokenizer": zlib.crc32(corpus.definition.encode())}
     require_alike(text, "texts", "Let data.path be the same text on every host.")
+    if config.plan == "auto":
+        if resume is None:
+            say = show if world.rank == 0 else _nothing
+            config = planned(config, config.model.shape(corpus.facts.vocabulary), world, say)
+        config = replace(config, plan="")
+    forecast = begin(world)
     model = build_model(config, corpus, world)
     update = make_update(config, model, world)
     first, begun = 0, None
@@ -120,7 +127,9 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
                     _tell_resumed(outputs, folder, first, former, resume)
             (path, *_) = pl.all_gather_json(None if folder is None else str(folder.path.resolve()), "the run's folder")
             checkpoints = Checkpoints(Path(path), config.checkpoint, model, update, world, text, first, left_out)
-            training = Training(config, corpus, model, update, loader, first, outputs, stop, checkpoints, seat)
+            training = Training(
+                config, corpus, model, update, loader, first, outputs, stop, checkpoints, forecast, seat
+            )
             if former is not None:
                 former.run = Path(path)
             status = run_and_go_back(_run, training, former)
@@ -128,6 +137,10 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     pl.engine_of(model).close(whole=False)
     pl.shutdown()
     return status
+
+
+def _nothing(*_: object) -> None:
+    """Says nothing, as all ranks but 0 do."""
 
 
 def _run_folder(config: TrainConfig, resume: Resume | None) -> RunFolder:
@@ -187,6 +200,7 @@ def _run(training: Training) -> int:
                 lines = [
                     *text,
                     *summary(config, corpus, model, outputs, step - first, seconds, last),
+                    *training.forecast.told(config, model.config, outputs.world, outputs.folder),
                     *next_steps(config, outputs.world, path),
                 ]
             outputs.say(*lines, *outputs.folder.describe_problems())
@@ -238,6 +252,7 @@ def _steps(training: Training) -> tuple[int, int]:
             interval, events = meter.read(step, norm, learning_rate(step - 1, config.steps, config.optim), skipped)
             outputs.say(interval.line(outputs.columns))
             if step > first + 1:
+                training.forecast.steps.append(interval.step_seconds)
                 outputs.progress.exposed(interval.exposed_fraction)
                 if interval.crowded_fraction > CROWDED:
                     outputs.say_once("crowded", crowded(interval.crowded_fraction))

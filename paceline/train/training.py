@@ -11,6 +11,7 @@ from paceline.launch.stop import StopRequest
 from paceline.models.transformer import Transformer
 from paceline.train.checkpoints import Checkpoints
 from paceline.train.config import TrainConfig
+from paceline.train.forecast import Forecast
 from paceline.train.optim import Update
 from paceline.train.outputs import Outputs
 
@@ -29,6 +30,7 @@ class Training:
         outputs: Where results go.
         stop: Whether a stop was asked for.
         checkpoints: What a run that stops goes on from.
+        forecast: What the planner says of it.
         seat: This rank's, where ranks are replaced.
     """
 
@@ -41,6 +43,7 @@ class Training:
     outputs: Outputs
     stop: StopRequest
     checkpoints: Checkpoints
+    forecast: Forecast
     seat: Seat | None = None
 
     def leaves(self) -> float:

@@ -1,0 +1,196 @@
+"""What the planner says of a run: what `plan: auto` takes, and at the end the prediction beside the measurement."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import paceline as pl
+from paceline.comm.world import World
+from paceline.core.errors import UserError
+from paceline.models.config import ModelConfig
+from paceline.plan.case import Case
+from paceline.plan.estimate import Setting
+from paceline.plan.hardware import Device, Hardware, Kernels, Link
+from paceline.plan.recommend import in_words
+from paceline.plan.search import search
+from paceline.plan.subject import transformer
+from paceline.train.config import TrainConfig
+from paceline.train.metrics import peak_memory
+from paceline.train.run_folder import RunFolder
+
+PLAN = "plan.json"
+"""The run folder's file of it."""
+
+UNKNOWN = Hardware(
+    Device("unknown", 1 << 62, 1.0, dict.fromkeys(("float32", "bfloat16", "float16"), 1.0), {}),
+    Kernels(0.0, 1.0, 1.0, 0.0, 1.0),
+    1,
+    Link(0.0, 1.0),
+    Link(0.0, 1.0),
+)
+"""Stands for machines of which nobody knows how fast they are: what a rank holds can be told nevertheless."""
+
+
+@dataclass
+class Forecast:
+    """Collects what a run takes, beside what was predicted.
+
+    Attributes:
+        before: Bytes that this rank held before the model was built.
+        hardware: Its machine, if anybody measured it or knows it by name.
+        steps: Seconds of a step in each interval of figures, but for the first.
+    """
+
+    before: int
+    hardware: Hardware | None
+    steps: list[float] = field(default_factory=list)
+
+    def told(self, config: TrainConfig, shape: ModelConfig, world: World, folder: RunFolder) -> list[str]:
+        """Writes what was predicted beside what was measured to the run's folder; the same in a line, or none."""
+        found = self.compared(config, shape, world)
+        if found is None:
+            return []
+        folder.write_text(PLAN, json.dumps(found, indent=1) + "\n")
+        return [in_a_line(found, world.world_size)]
+
+    def compared(self, config: TrainConfig, shape: ModelConfig, world: World) -> dict[str, Any] | None:
+        """Predicted and measured step time and memory; None where the run was too short, or cannot be forecast."""
+        if not self.steps:
+            return None
+        try:
+            case = _case(self.hardware or UNKNOWN, shape, world)
+            setting = setting_of(config, world.world_size)
+            held = case.footprint(setting).peak - case.hardware.framework
+            seconds = case.estimate(setting).seconds if self.hardware is not None else None
+        except UserError:
+            return None
+        return {
+            "strategy": asdict(config.strategy),
+            "ranks": world.world_size,
+            "hardware": None if self.hardware is None else self.hardware.device.name,
+            "step_seconds": {"predicted": seconds, "measured": median(self.steps)},
+            "peak_bytes": {"predicted": held + self.before, "measured": peak_memory(world.device)},
+            "bytes_before_model": self.before,
+        }
+
+
+def in_a_line(found: dict[str, Any], ranks: int) -> str:
+    """What was predicted beside what was measured, in a line."""
+    step, peak = found["step_seconds"], found["peak_bytes"]
+    memory = f"{_mib(peak['predicted'])} of memory, measured {_mib(peak['measured'])} ({_error(peak)})"
+    if step["predicted"] is None:
+        return (
+            f"predicted: {memory}; a step took {step['measured'] * 1e3:.1f} ms (`paceline plan --here --devices {ranks}"
+            " --model tiny` measures this machine, once, and steps are predicted, too)"
+        )
+    return (
+        f"predicted: {step['predicted'] * 1e3:.1f} ms a step, measured {step['measured'] * 1e3:.1f} ({_error(step)}); "
+        f"{memory}"
+    )
+
+
+def begin(world: World) -> Forecast:
+    """What a rank holds, and its machine; before the model is built. Measures nothing."""
+    return Forecast(_held_now(world.device), known_hardware(world))
+
+
+def known_hardware(world: World) -> Hardware | None:
+    """The machine of a job's ranks: measured before, or by the name of its GPU."""
+    if world.device.type == "cuda":
+        from paceline.plan import profiles
+
+        name = torch.cuda.get_device_name(world.device).lower()
+        short = next((each for each in sorted(profiles.names(), key=len, reverse=True) if each in name), None)
+        return None if short is None else profiles.hardware(short)
+    from paceline.calibrate.machine import kept
+
+    return kept(world.world_size) if world.local_world_size == world.world_size else None
+
+
+def planned(config: TrainConfig, shape: ModelConfig, world: World, say: Callable[[str], object]) -> TrainConfig:
+    """The configuration with the fastest strategy and micro-batch within memory. A collective call.
+
+    Args:
+        config: Whose batch and precision stay.
+        shape: The model's.
+        world: The job.
+        say: Is told what is done and chosen.
+
+    Raises:
+        UserError: The GPU's figures are not known, or nothing fits.
+    """
+    found = pl.all_gather_json(known_hardware(world) is not None, "whether this machine was measured")
+    hardware = known_hardware(world) if all(found) else None
+    if hardware is None and world.device.type == "cuda":
+        raise UserError(
+            f"plan auto: {torch.cuda.get_device_name(world.device)} is none of the GPUs that the planner knows; write "
+            "its figures into a profile, let `paceline plan --hardware FILE --write run.yaml` choose, and train that"
+        )
+    if hardware is None:
+        from paceline.calibrate.machine import SECONDS, measured_in_job
+
+        say(f"plan: measuring this machine for about {SECONDS:.0f} s, once")
+        hardware = measured_in_job(world, say)
+    share = _share(config.batch, world.world_size)
+    estimate = search(_case(hardware, shape, world), share, precisions=(config.strategy.precision,)).recommended
+    if estimate is None:
+        raise UserError(
+            f"plan auto: nothing fits: {config.batch} samples of {shape.context} tokens over {world.world_size} ranks "
+            "with any stage and recomputation; take a smaller model, a shorter context or more ranks"
+        )
+    # Rank 0's choice is everyone's, whatever rounding says elsewhere.
+    setting = estimate.setting
+    chosen = {
+        name: value
+        for name, value in asdict(setting.strategy).items()
+        if name in ("zero", "shard", "recompute", "recompute_every", "accumulation", "bucket_mb")
+    }
+    chosen, samples = pl.all_gather_json([chosen, setting.samples], "the strategy that was planned")[0]
+    say(f"plan: {in_words(estimate)}: {estimate.seconds * 1e3:.1f} ms a step predicted")
+    return replace(config, strategy=replace(config.strategy, **chosen), micro_batch=samples, plan="")
+
+
+def setting_of(config: TrainConfig, ranks: int) -> Setting:
+    """How a configuration makes a step, for the rank with the most samples."""
+    share = _share(config.batch, ranks)
+    samples = min(config.micro_batch, share)
+    return Setting(config.strategy, samples, math.ceil(share / samples))
+
+
+def _case(hardware: Hardware, shape: ModelConfig, world: World) -> Case:
+    kernels = "cuda" if world.device.type == "cuda" else "cpu"
+    return Case(transformer("the model", shape, kernels=kernels), hardware, world.world_size)  # type: ignore[arg-type]
+
+
+def _share(batch: int, ranks: int) -> int:
+    return math.ceil(batch / ranks)
+
+
+def _held_now(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    # What the first optimizer would import.
+    importlib.import_module("torch._dynamo")
+
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return peak_memory(device)
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def _error(pair: dict[str, float]) -> str:
+    return f"{pair['predicted'] / pair['measured'] - 1:+.1%}"

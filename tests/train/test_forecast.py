@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.strategy import Strategy
+from paceline.models.presets import PRESETS
+from paceline.plan.hardware import Device, Hardware, Kernels, Link
+from paceline.train import forecast
+from paceline.train.config import TrainConfig
+
+QUICK = Hardware(
+    Device("quick", 10**9, 1e10, {"float32": 1e11}, {"float32": 1e11}),
+    Kernels(1e-6, 1.0, 1.0, 0.0, 0.5),
+    2,
+    Link(1e-5, 1e9),
+    Link(1e-5, 1e9),
+)
+
+
+PLAIN = TrainConfig(strategy=Strategy(gradients="sum"))
+
+
+def world(ranks: int) -> Any:
+    return SimpleNamespace(world_size=ranks, local_world_size=ranks, rank=0, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives of a job whose ranks all say the same."""
+    monkeypatch.setattr(forecast.pl, "all_gather_json", lambda value, _: [value])
+
+
+@pytest.mark.usefixtures("alone")
+def test_auto_takes_what_the_planner_finds_and_keeps_what_it_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "known_hardware", lambda _: QUICK)
+    config = TrainConfig(plan="auto", batch=8, strategy=Strategy(gradients="sum", units=("blocks.*",)))
+    said: list[str] = []
+    chosen = forecast.planned(config, PRESETS["tiny"], world(2), said.append)
+    assert chosen.plan == "" and chosen.strategy.gradients == "sum" and chosen.strategy.units == ("blocks.*",)
+    assert chosen.batch == 8 and 4 % chosen.micro_batch == 0
+    assert "zero" in said[-1] and "ms a step predicted" in said[-1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_less_memory_makes_ranks_share_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(memory: int) -> Strategy:
+        small = replace(QUICK, device=replace(QUICK.device, memory=memory))
+        monkeypatch.setattr(forecast, "known_hardware", lambda _: small)
+        return forecast.planned(PLAIN, PRESETS["small"], world(2), lambda _: None).strategy
+
+    roomy, tight = chosen(10**10), chosen(95 * 2**20)
+    assert (tight.stage, tight.recompute) != (roomy.stage, roomy.recompute)
+
+
+def test_a_run_too_short_to_be_timed_tells_nothing() -> None:
+    found = forecast.Forecast(0, QUICK)
+    assert found.compared(PLAIN, PRESETS["nano"], world(1)) is None
+
+
+def test_without_a_measured_machine_memory_alone_is_predicted() -> None:
+    found = forecast.Forecast(100 * 2**20, None, [0.02, 0.03, 0.04])
+    compared = found.compared(PLAIN, PRESETS["nano"], world(2))
+    assert compared is not None
+    assert compared["step_seconds"] == {"predicted": None, "measured": 0.03}
+    assert compared["peak_bytes"]["predicted"] > 100 * 2**20
+    assert "--here" in forecast.in_a_line(compared, 2)
+    known = forecast.Forecast(100 * 2**20, QUICK, [0.02]).compared(PLAIN, PRESETS["nano"], world(2))
+    assert known is not None and known["step_seconds"]["predicted"] > 0
+    assert "ms a step, measured 20.0" in forecast.in_a_line(known, 2)
