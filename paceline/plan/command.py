@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ def forecast(options: PlanArguments, devices: int) -> int:
     """
     asked = request(options, devices)
     tokens = quantities.tokens(options.tokens, "--tokens") if options.tokens else 0
+    began = time.perf_counter()
     found = search(asked.case, asked.samples, precisions=asked.precisions)
     best = found.recommended
-    numbers = forecast_numbers(asked, found)
+    numbers = {**forecast_numbers(asked, found), "search_seconds": time.perf_counter() - began}
     shows = options.json != json_file.SCREEN
     if shows:
         table.show_head(asked)

@@ -26,6 +26,8 @@ RECOMPUTE = (("none", 1), ("keep_attention", 2), ("keep_attention", 1), ("unit",
 """What is computed again, and of which share of the blocks: more and more of it."""
 BUCKETS = (25.0, 100.0, 400.0)
 """MiB of a bucket that are looked at where it matters."""
+WORTH_TUNING = 0.01
+"""Share of a step that has to be waited for communication for sizes of buckets to matter."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,12 @@ def search(
             continue
         found, tried = _best(case, settings, least, room)
         simulated += tried
+        if found.fits and found.communication > WORTH_TUNING * found.seconds:
+            found, tried = _tuned(case, found)
+            simulated += tried
+            looked_at += tried
         best.append(found)
     best.sort(key=lambda each: (not each.fits, each.seconds if each.fits else -each.spare))
-    if best and best[0].fits:
-        tuned, tried = _tuned(case, best[0])
-        simulated += tried
-        looked_at += tried
-        best[0] = tuned
     return Found(tuple(best), looked_at, simulated)
 
 

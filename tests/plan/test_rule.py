@@ -1,0 +1,75 @@
+"""Which strategy when: the sources' rule, derived from numbers, and the cases where it is wrong (docs/planning.md)."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.models.config import ModelConfig
+from paceline.models.flops import parameter_count
+from paceline.models.presets import PRESETS
+from paceline.plan import profiles
+from paceline.plan.case import Case
+from paceline.plan.estimate import Estimate
+from paceline.plan.run import Run
+from paceline.plan.search import search
+from paceline.plan.step import step_time
+from paceline.plan.subject import transformer
+
+HUNDRED = ModelConfig(layers=96, width=9216, heads=72, context=2048, vocabulary=50257)
+"""98 billion parameters."""
+
+
+def by_stage(model: str, hardware: str, devices: int, samples: int, context: int) -> dict[int, Estimate]:
+    """The best of each stage over all ranks."""
+    case = Case(transformer(model, PRESETS[model], context), profiles.hardware(hardware), devices)
+    found = search(case, samples)
+    return {each.setting.strategy.stage: each for each in found.best if not each.setting.strategy.shard}
+
+
+def test_where_all_fits_ddp_is_right_but_sharding_the_optimizer_is_no_slower() -> None:
+    """1.2 billion parameters on 8 A100: DDP fits, and takes 24 ms for an update that is shared out from stage 1 on."""
+    found = by_stage("llama-1b", "a100", 8, 16, 2048)
+    assert all(each.fits for each in found.values())
+    assert found[1].seconds < found[0].seconds < 1.05 * found[1].seconds
+    assert found[0].optimizer > 7 * found[1].optimizer
+    assert found[0].memory.peak > found[1].memory.peak > found[3].memory.peak
+
+
+def test_where_parameters_and_gradients_fit_zero_2_is_right() -> None:
+    """8 billion on 8 H100: DDP misses; stage 2 is as fast as 3, which computes the same and gathers more."""
+    found = by_stage("llama-8b", "h100", 8, 8, 8192)
+    assert not found[0].fits and found[1].fits and found[2].fits and found[3].fits
+    assert found[2].seconds <= 1.005 * found[3].seconds
+    assert found[2].seconds < found[1].seconds, "whole gradients leave stage 1 less room: it recomputes more"
+
+
+def test_where_they_do_not_fit_zero_3_is_the_only_one() -> None:
+    found = by_stage("llama-70b", "h100", 256, 2, 8192)
+    assert [stage for stage, each in found.items() if each.fits] == [3]
+
+
+@pytest.mark.parametrize(("devices", "wins"), [(512, 1), (4096, 8)])
+def test_100_billion_need_tensor_parallelism_only_where_samples_are_few(devices: int, wins: int) -> None:
+    """With 2,048 samples a step: 4 for each of 512 devices are enough to hide what ZeRO-3 moves; 4,096 have none."""
+    assert parameter_count(HUNDRED) == pytest.approx(98.3e9, rel=1e-3)
+    hardware, batch = profiles.hardware("h100"), 2048
+    took = {}
+    for tensor in (1, 2, 4, 8):
+        data = devices // tensor
+        if data > batch:
+            continue
+        samples = batch // data
+        size = min(samples, 4)
+        run = Run(
+            HUNDRED,
+            devices,
+            size,
+            samples // size,
+            tensor=tensor,
+            zero=3,
+            recompute="unit",
+            sequence_parallel=tensor > 1,
+        )
+        took[tensor] = step_time(run, hardware).total
+    assert min(took, key=lambda tensor: took[tensor]) == wins
+    assert (1 in took) == (devices <= batch)
