@@ -27,7 +27,7 @@ usage: paceline COMMAND [options]
 commands:
   train       train a Transformer on text: one process, --workers N, torchrun or Slurm
   sample      let a trained model continue a prompt
-  plan        what a model costs on N devices: memory and bytes sent, at each stage of ZeRO
+  plan        what fits N devices, how long a step takes, which strategy to take; exact bytes
   check       prove a run's schedule for N devices: no deadlock, no race, no gradient lost
   verify      compare N ranks with one process, for your own model and every stage of ZeRO
   checkpoint  show, verify, export, import or prune checkpoints

@@ -87,6 +87,9 @@ class Case:
         """
         hardware, precision = self.hardware, setting.strategy.precision
         split = self._step_of(setting, lambda count: self._split(setting, count, 1.0))
+        slowed = split.pop("slowed")
+        # Sums of floats differ by their order.
+        slowed = slowed if slowed > 1e-9 * split["compute"] else 0.0
         sent = self._step_of(setting, lambda count: {"bytes": float(self._sent(setting.strategy, count))})
         exposed = {kind: time for kind, time in split.items() if kind not in ("compute", "optimizer") and time > 0}
         plain = sum(split.values())
@@ -94,14 +97,15 @@ class Case:
         bubble = plain * hardware.kernels.straggling * math.log2(hosts)
         if self.slow_rank != 1.0:
             slow = self._step_of(setting, lambda count: self._split(setting, count, self.slow_rank))
-            bubble += sum(slow.values()) - plain
-        whole = {"compute": split["compute"], "optimizer": split["optimizer"], "bubble": bubble}
-        whole["communication"] = sum(exposed.values())
+            bubble += sum(slow.values()) - slow["slowed"] - plain
+        whole = {"compute": split["compute"] - slowed, "optimizer": split["optimizer"], "bubble": bubble}
+        whole["communication"] = sum(exposed.values()) + slowed
         samples = setting.samples * setting.micro_batches
         return Estimate(
             setting=setting,
             devices=self.devices,
             compute=split["compute"],
+            slowed=slowed,
             exposed=exposed,
             optimizer=split["optimizer"],
             bubble=bubble,
@@ -160,7 +164,9 @@ class Case:
 
         ops = self.ops(strategy, micro_batches)
         contention = self.hardware.kernels.contention
-        return split(timeline(ops, cost, micro_batches, STEPS, contention, self._links(strategy)))
+        found = split(timeline(ops, cost, micro_batches, STEPS, contention, self._links(strategy)))
+        alone = sum(cost(op) for op in ops if op.kind in COMPUTE and op.kind not in _UPDATES)
+        return {**found, "slowed": max(0.0, found["compute"] - alone)}
 
     def _links(self, strategy: Strategy) -> Links:
         """Groups within hosts use the links there, others the wires between hosts."""

@@ -33,6 +33,7 @@ class Estimate:
         setting: The setting.
         devices: Ranks.
         compute: Seconds of a step that go to forward and backward, recomputing and copies of gradients included.
+        slowed: Seconds of these by which computing is longer because something is communicated beside it.
         exposed: Seconds that computing stands still for communication, by collective.
         optimizer: Seconds of the update.
         bubble: Seconds that ranks wait for the slowest of them.
@@ -48,6 +49,7 @@ class Estimate:
     setting: Setting
     devices: int
     compute: float
+    slowed: float
     exposed: Mapping[str, float]
     optimizer: float
     bubble: float
@@ -63,6 +65,11 @@ class Estimate:
     def communication(self) -> float:
         """Seconds that computing stands still for collectives."""
         return sum(self.exposed.values())
+
+    @property
+    def network(self) -> float:
+        """Seconds of a step that a network without limits would save: waiting, and computing slower beside it."""
+        return self.communication + self.slowed
 
     @property
     def seconds(self) -> float:

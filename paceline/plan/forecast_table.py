@@ -119,6 +119,8 @@ def show_recommended(found: Found, best: Estimate, budget: Budget | None, failur
     print()
     print(fill(f"Take {in_words(best)}: {reason(found)}.", "  "))
     waits = [f"{name} {said.seconds(time)}" for name, time in _longest(best)]
+    if best.slowed >= 0.01 * best.seconds:
+        waits[0] += f" ({said.seconds(best.slowed)} of it as it shares the device with communication)"
     print(fill(f"  time    {said.seconds(best.seconds)}: {', '.join(waits)}; bound by {best.bound}", " " * 10))
     kinds = ", ".join(f"{name} {gib(size)}" for name, size in best.memory.by_kind.items() if size >= 2**26)
     print(
@@ -146,7 +148,12 @@ def show_scaling(points: Sequence[Point]) -> None:
     """Prints the way from one device to a hundred thousand."""
     print()
     print_table(scaling.HEADS, [scaling.cells(point) for point in points], left=2)
-    print("left: as many samples on each device; right: the same batch, as long as each device has a sample of it")
+    print(
+        fill(
+            "left: as many samples on each device; right: the same batch, as long as each device has a sample of it; "
+            "comm.: waiting, and computing slower beside it"
+        )
+    )
     print(fill(scaling.in_words(points)[:1].upper() + scaling.in_words(points)[1:] + "."))
 
 

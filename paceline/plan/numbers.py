@@ -40,6 +40,7 @@ def setting_numbers(estimate: Estimate) -> dict[str, Any]:
         "micro_batches": estimate.setting.micro_batches,
         "seconds": estimate.seconds,
         "compute": estimate.compute,
+        "slowed": estimate.slowed,
         "exposed": dict(estimate.exposed),
         "optimizer": estimate.optimizer,
         "bubble": estimate.bubble,

@@ -61,15 +61,18 @@ def _best(case: Case, samples: int, precision: str) -> Estimate | None:
 
 
 def takes_over(points: Sequence[Point], strong: bool) -> int | None:
-    """The first number of devices at which a step waits longer for communication than it computes; None: nowhere."""
+    """The first number of devices at which communication takes longer than what is computed; None: nowhere.
+
+    Communication takes what computing waits for it, and what computing is slower beside it.
+    """
     for point in points:
         estimate = point.strong if strong else point.weak
-        if estimate is not None and estimate.communication > estimate.compute:
+        if estimate is not None and estimate.network > estimate.compute - estimate.slowed:
             return point.devices
     return None
 
 
-HEADS = ("devices", "strategy", "step", "MFU", "waits", "tokens/s", "|", "strategy", "step", "MFU", "waits")
+HEADS = ("devices", "strategy", "step", "MFU", "comm.", "tokens/s", "|", "strategy", "step", "MFU", "comm.")
 
 
 def cells(point: Point) -> tuple[str, ...]:
@@ -81,7 +84,7 @@ def _cells(each: Estimate | None, rate: bool) -> tuple[str, ...]:
     if each is None:
         return ("-", "", "", "", *([""] if rate else []))
     shown = f"{each.seconds:.3g} s" if each.seconds < 1000 else f"{each.seconds:,.0f} s"
-    shares = (f"{100 * each.mfu:.1f}%", f"{100 * each.communication / each.seconds:.1f}%")
+    shares = (f"{100 * each.mfu:.1f}%", f"{100 * each.network / each.seconds:.1f}%")
     return (each.name.replace("groups of", "by"), shown, *shares, *([short(each.tokens_per_second)] if rate else []))
 
 
@@ -92,7 +95,7 @@ def in_words(points: Sequence[Point]) -> str:
         first = takes_over(points, strong)
         last = max((p.devices for p in points if (p.strong if strong else p.weak)), default=0)
         told.append(
-            f"with {what}, communication takes over (a step waits longer than it computes) at {first:,} devices"
+            f"with {what}, communication takes over (it costs more than computing does) at {first:,} devices"
             if first
             else f"with {what} communication takes over nowhere up to {last:,} devices"
         )
@@ -109,6 +112,7 @@ def to_dict(points: Sequence[Point]) -> dict[str, Any]:
             "strategy": each.name,
             "seconds": each.seconds,
             "compute": each.compute,
+            "slowed": each.slowed,
             "communication": each.communication,
             "mfu": each.mfu,
             "tokens_per_second": each.tokens_per_second,
@@ -121,7 +125,7 @@ def to_dict(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def draw(points: Sequence[Point], title: str, out: Path) -> None:
-    """Draws MFU and the share of waiting over the number of devices.
+    """Draws MFU and the share of communication over the number of devices.
 
     Raises:
         UserError: matplotlib is missing, or the file cannot be written.
@@ -139,8 +143,8 @@ def draw(points: Sequence[Point], title: str, out: Path) -> None:
         found = [(p.devices, e) for p in points if (e := p.strong if strong else p.weak) is not None]
         counts = [count for count, _ in found]
         axes.plot(counts, [100 * e.mfu for _, e in found], "o-", color=colour, label=f"MFU, {words}", markersize=4)
-        waits = [100 * e.communication / e.seconds for _, e in found]
-        axes.plot(counts, waits, "--", color=colour, label=f"waiting for communication, {words}", linewidth=1)
+        shares = [100 * e.network / e.seconds for _, e in found]
+        axes.plot(counts, shares, "--", color=colour, label=f"communication, {words}", linewidth=1)
         first = takes_over(points, strong)
         if first is not None:
             axes.axvline(first, color=colour, linewidth=0.8, alpha=0.5)

@@ -30,6 +30,7 @@ def test_json_has_what_is_shown_and_parts_add_up(capsys: pytest.CaptureFixture[s
     plan = json.loads(capsys.readouterr().out)
     assert (plan["devices"], plan["context"], plan["batch_tokens"], plan["parameters"]) == (64, 8192, 2**22, 8030261248)
     for row in plan["settings"]:
+        assert 0 <= row["slowed"] < row["compute"]
         parts = row["compute"] + sum(row["exposed"].values()) + row["optimizer"] + row["bubble"]
         assert row["seconds"] == pytest.approx(parts)
         assert row["tokens_per_second"] == pytest.approx(2**22 / row["seconds"])
