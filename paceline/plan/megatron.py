@@ -49,6 +49,7 @@ class Megatron:
         sharded: Whether parameters and gradients are divided as optimizer states are (Megatron's FSDP).
         transformer_engine: Whether blocks are Transformer Engine's; if not, Megatron's own.
         attention: "fused" by cuDNN, "flash", which works on another order of dimensions, or "unfused".
+        norm_in_attention: Whether queries and keys are normalised, and kept before and after.
         deterministic: Whether matmuls' workspaces are those of deterministic algorithms.
         architecture: Of the device.
         fused_loss: Whether the loss is compiled, which keeps fp32 logits twice.
@@ -71,6 +72,7 @@ class Megatron:
     sharded: bool = False
     transformer_engine: bool = True
     attention: Literal["fused", "flash", "unfused"] = "fused"
+    norm_in_attention: bool = False
     deterministic: bool = False
     architecture: Literal["ampere", "hopper", "blackwell"] = "ampere"
     fused_loss: bool = False
@@ -175,6 +177,8 @@ class Megatron:
         shared = 2 * qkv + 2 + (4 * inner if config.activation == "swiglu" else 2 * inner) + item * inner
         if self.dtype == "float8":
             shared += 1
+        if self.norm_in_attention:
+            shared += 2 * (config.heads + config.key_value_heads) * config.head_width / config.width
         if self.attention == "flash" and self.samples > 1:
             # What attention gives is put back into Megatron's order, and kept in both.
             shared += 2

@@ -114,6 +114,11 @@ def test_golden_memory(name: str) -> None:
     assert run.peak == pytest.approx(peak, rel=0.015)
 
 
+def test_queries_and_keys_that_are_normalised_are_kept_twice() -> None:
+    run = Megatron(SMALL, 4, tensor=2)
+    assert replace(run, norm_in_attention=True).block - run.block == 2 * 2 * 4 * 1024 * 512 / 2
+
+
 def test_workspaces_are_small_by_default_and_large_on_hopper_or_when_deterministic() -> None:
     run = Megatron(SMALL, 4)
     assert run.workspaces == (2 * 8.125 + 4) * MIB

@@ -88,6 +88,7 @@ def megatron_run(row: Mapping[str, str]) -> Megatron:
         sharded=fully,
         transformer_engine=not own,
         attention="unfused" if own else _attention(row, deterministic, architecture),
+        norm_in_attention="qk_layernorm" in case,
         deterministic=deterministic,
         architecture=architecture,
         fused_loss=_flag(row, "ce_fusion") or "cross_entropy_loss_fusion" in case,
