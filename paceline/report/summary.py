@@ -35,7 +35,8 @@ def key_figures(run: Run) -> list[tuple[str, str, str, float | None]]:
     history, spent, slow = run.history, run.history.goodput, straggler(run.steps)
     rate, mfu, exposed = history.mean("perf/tokens_per_second"), history.mean("perf/mfu"), exposed_share(run)
     flops, peak = history.mean("perf/tflops"), history.most("memory/peak_bytes")
-    plan = plan_of(run)
+    planned = plan_of(run)
+    plan = 0 if planned is None else planned.total
     loss, bits = history.last_figure("train/loss"), history.last_figure("val/bits_per_byte")
     unknown = "not known"
     items: list[tuple[str, str, str, float | None]] = [
@@ -52,12 +53,8 @@ def key_figures(run: Run) -> list[tuple[str, str, str, float | None]]:
             unknown if spent is None else said.share(spent.share),
             None if spent is None else spent.share,
         ),
-        (
-            "peak_bytes",
-            "Peak memory of a rank",
-            unknown if peak is None else said.size(peak) + (f", planned {said.size(plan.total)}" if plan else ""),
-            peak,
-        ),
+        ("peak_bytes", "Peak memory of a rank", unknown if peak is None else said.size(peak), peak),
+        ("planned_bytes", "Planned for buffers of it", *((said.size(plan), plan) if plan else (unknown, None))),
         (
             "slowest_rank",
             "Slowest rank",

@@ -93,7 +93,7 @@ def test_the_plan_of_memory_is_the_schedules(run: Path, shown: Browser) -> None:
         for name in ("parameters", "gradients", "optimizer", "buckets", "gathered", "total")
     ]
     assert f"plans {said.size(plan.total)}" in shown.text("#memory .sentence")
-    assert f"planned {said.size(plan.total)}" in shown.text("[data-figure=peak_bytes]")
+    assert value(shown, "planned_bytes") == plan.total
 
 
 def test_memory_over_the_step_is_what_events_tell(run: Path, shown: Browser) -> None:
