@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 
 import torch
 
@@ -29,6 +30,16 @@ def prepare_text(config: TrainConfig, world: World, is_known: bool = False) -> C
     # One process prepares while the others wait for its lock; it should be the one with the screen.
     time.sleep(HEAD_START_SECONDS)
     return prepare(config.data)
+
+
+def text_marks(corpus: Corpus) -> dict[str, str | int]:
+    """What texts differ in that give other samples, wherever they lie."""
+    return {
+        "tokens": corpus.facts.train.tokens,
+        "tokenizer": zlib.crc32(corpus.definition.encode()),
+        # A digest of all documents in order, and of how they are split.
+        "content": corpus.folder.name,
+    }
 
 
 def build_model(config: TrainConfig, corpus: Corpus, world: World) -> Transformer:

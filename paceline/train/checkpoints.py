@@ -36,9 +36,10 @@ def load_checkpoint(path: Path, model: Transformer, update: Update, text: dict[s
         UserError: The text was another one.
     """
     loaded = pl.load(path, model, update.optimizer)
-    if loaded.extra["text"] != text:
+    # Older checkpoints know less of it.
+    if (then := loaded.extra["text"]) != (now := {name: text[name] for name in then}):
         raise UserError(
-            f"the text has changed since {loaded.path} was saved: {loaded.extra['text']} then, {text} now. "
+            f"the text has changed since {loaded.path} was saved: {then} then, {now} now. "
             "Put back what it was, or begin a new run"
         )
     update.load_state_dict(loaded.extra["update"])

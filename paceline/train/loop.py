@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import paceline as pl
 from paceline.checkpoint.folder import CHECKPOINTS, set_aside
 from paceline.comm.devices import strategy_on
 from paceline.comm.patience import StepPatience
-from paceline.data import Corpus
 from paceline.data.samples import LeftOut
 from paceline.launch.cores import threads_per_rank
 from paceline.launch.screen import show
@@ -22,7 +20,7 @@ from paceline.launch.seat import Seat
 from paceline.launch.stop import StopRequest, ended_at_once, exit_status
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.train.alike import require_alike, settings_of_all
-from paceline.train.build import build_model, make_update, open_loader, prepare_text
+from paceline.train.build import build_model, make_update, open_loader, prepare_text, text_marks
 from paceline.train.checkpoints import Checkpoints, begin_from, left_out_of, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
 from paceline.train.failover import Former, LeaveJob, go_on
@@ -94,8 +92,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
         check_trackers(config.log)
     goes_on = former is not None and former.run is not None
     corpus = prepare_text(config, world, is_known=goes_on)
-    text = {"tokens": corpus.facts.train.tokens, "tokenizer": zlib.crc32(corpus.definition.encode())}
-    require_alike(text, "texts", "Let data.path be the same text on every host.")
+    require_alike(text := text_marks(corpus), "texts", "Let data.path be the same text on every host.")
     if config.plan == "auto":
         if resume is None:
             say = show if world.rank == 0 else _nothing
@@ -176,7 +173,7 @@ def _run(training: Training) -> int:
         last = _validate(training, config.log.batches_at_end(config.steps))
         status = exit_status(*map(sum, zip(*pl.all_gather_json(training.stop.flags(), "whether to stop"), strict=True)))
     if last is not None:
-        outputs.log(_figures(last, corpus), step)
+        outputs.log(last.figures(corpus.facts), step)
     with outputs.showing(SAVING):
         # Of a checkpoint that fails nothing is left, which makes room.
         checkpoint = training.checkpoints.save_at_end(step, outputs.say)
@@ -278,7 +275,7 @@ def _steps(training: Training) -> tuple[int, int]:
                 result = _validate(training, log.validate_batches)
                 if result is not None:
                     outputs.say(validation_line(result, corpus, step))
-                    outputs.log(_figures(result, corpus), step)
+                    outputs.log(result.figures(corpus.facts), step)
                 with outputs.showing(SAVING):
                     outputs.save(model)
     return first, 0
@@ -308,14 +305,3 @@ def _validate(training: Training, batches: int) -> Validation | None:
             stopped=lambda: bool(training.stop.received),
             progress=advance,
         )
-
-
-def _figures(result: Validation, corpus: Corpus) -> dict[str, float | int]:
-    return {
-        "val/loss": result.loss,
-        "val/bits_per_byte": result.bits_per_byte,
-        "val/gzip_bits_per_byte": corpus.facts.gzip_bits_per_byte,
-        "val/xz_bits_per_byte": corpus.facts.xz_bits_per_byte,
-        "val/share": result.share,
-        "val/seconds": result.seconds,
-    }

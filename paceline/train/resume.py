@@ -17,6 +17,7 @@ MAY_CHANGE = (
     "optim.lr",
     "optim.on_divergence",
     "micro_batch",
+    "data.cache",
     "tf32",
     "threads",
     "workers",

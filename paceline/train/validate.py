@@ -12,6 +12,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.data import TokenFile
+from paceline.data.corpus import Facts
 from paceline.data.loader import validation_batches
 from paceline.data.samples import sample_count
 
@@ -31,6 +32,17 @@ class Validation:
     """Which part of the held-out text it was measured on, from 0 to 1."""
     seconds: float
     """Wall time."""
+
+    def figures(self, text: Facts) -> dict[str, float | int]:
+        """By their names in a run's figures, with what compressing the held-out text takes."""
+        return {
+            "val/loss": self.loss,
+            "val/bits_per_byte": self.bits_per_byte,
+            "val/gzip_bits_per_byte": text.gzip_bits_per_byte,
+            "val/xz_bits_per_byte": text.xz_bits_per_byte,
+            "val/share": self.share,
+            "val/seconds": self.seconds,
+        }
 
 
 @torch.no_grad()

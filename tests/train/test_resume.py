@@ -199,14 +199,22 @@ def test_workers_go_on_in_a_folder_that_the_run_was_given(
     assert started == [2, 2], "the folder is the run's own"
 
 
-def test_text_that_has_changed_is_refused(ranks: RankPool, text: Path, nano: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["turned round", "in another order"])
+def test_text_that_has_changed_is_refused(
+    ranks: RankPool, text: Path, nano: list[str], tmp_path: Path, undisturbed: Path, how: str
+) -> None:
     (tmp_path / "text").mkdir()
     for path in text.iterdir():
         (tmp_path / "text" / path.name).write_text(path.read_text())
     flags = [*nano, "--data.path", str(tmp_path / "text"), *FLAGS, "--folder", "run", "--steps"]
+    # Neither the tokenizer nor the number of tokens tells of another order.
+    flags[:0] = ["--data.tokenizer", str(undisturbed / "tokenizer.json")]
     assert trained(ranks, 1, tmp_path, [*flags, "2"])[0] == 0
-    for path in (tmp_path / "text").iterdir():
-        path.write_text(path.read_text()[::-1])
+    paths = sorted((tmp_path / "text").iterdir())
+    contents = [path.read_text() for path in paths]
+    new = [content[::-1] for content in contents] if how == "turned round" else contents[::-1]
+    for path, content in zip(paths, new, strict=True):
+        path.write_text(content)
     status, _, err = called(tmp_path, "train", "--resume", "run", "--steps", "4")
     assert status == 2 and "the text has changed since" in err
 
