@@ -235,12 +235,20 @@ def _fused_attention(row: Row) -> bool | None:
 
 
 def _network(row: Row, per_host: int) -> float | None:
-    """Bytes a second of each device, of a host's "1600 Gb/s" or a device's "400 Gb/s"."""
-    found = re.search(r"(\d+(?:\.\d+)?)\s*g(?:b|bit|bps)", row.text("network"))
-    if not found:
-        return None
-    gigabits = float(found[1])
-    return gigabits * 1e9 / 8 / (per_host if gigabits > 800 else 1)
+    """Bytes a second of each device between hosts, of words such as "1600 Gb/s per node", "8x400 Gbps" or "50 GB/s"."""
+    told = re.search(r"\d+(\.\d+)?\s*[GT]b(ps|/s).*", row.values.get("table", ""))
+    for part in re.split(r"[,;+&]| and ", row.values.get("network") or (told[0] if told else "")):
+        found = re.search(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*([GT])(B|b|ig)", part)
+        if not found or re.search(r"nvlink|nvswitch|pcie", part, re.IGNORECASE):
+            continue
+        size = float(found[2]) * {"G": 1e9, "T": 1e12}[found[3]] / (1 if found[4] == "B" else 8)
+        size *= int(found[1] or 1)
+        # No device has a wire of its own of more than 800 Gb/s.
+        shared = bool(found[1]) or re.search(r"node|host|server|machine", part, re.IGNORECASE) or size > 100e9
+        if size and not re.search(r"per[ _-]*(gpu|device)|/gpu", part, re.IGNORECASE):
+            return size / (per_host if shared else 1)
+        return size or None
+    return None
 
 
 def measured_in_tests(row: Row) -> str:

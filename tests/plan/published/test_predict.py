@@ -51,11 +51,31 @@ def test_what_a_row_says_changes_its_forecast(tmp_path: Path) -> None:
     assert eight < compiled < plain < again < slow
 
 
-def test_a_network_is_a_host_s_or_a_device_s(tmp_path: Path) -> None:
-    one = predict(row(tmp_path, **CELLS, interconnect="RoCE 1600 Gb/s a host")).described
-    other = predict(row(tmp_path, **CELLS, network="200 Gbps")).described
-    assert one.network == other.network == 25e9
-    assert machines(one).between.bandwidth == pytest.approx(20e9)
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("RoCE 1600 Gb/s per node (stated for A100)", 25e9),
+        ("800 Gbps node-node", 12.5e9),
+        ("8x400 Gb/s InfiniBand", 50e9),
+        ("200 Gbps", 25e9),
+        ("NVLink 900 GB/s, EFA 3.2 Tbps", 50e9),
+        ("50 GB/s per GPU", 50e9),
+        ("400 Gigabit", 50e9),
+        ("InfiniBand", None),
+        ("0 Gb/s", None),
+    ],
+)
+def test_a_network_is_a_host_s_or_a_device_s(tmp_path: Path, words: str, size: float | None) -> None:
+    described = predict(row(tmp_path, **CELLS, interconnect=words)).described
+    assert described.network == (None if size is None else pytest.approx(size))
+
+
+def test_a_row_s_network_is_what_its_forecast_uses(tmp_path: Path) -> None:
+    described = predict(row(tmp_path, **CELLS, network="200 Gbps")).described
+    assert machines(described).between.bandwidth == pytest.approx(0.8 * 25e9)
+    titled = predict(row(tmp_path, **CELLS, table="H100 80GB with 1600 Gbps node-node interconnect")).described
+    assert titled.network == pytest.approx(25e9)
+    assert predict(row(tmp_path, **CELLS, table="H100 80GB BF16")).described.network is None
 
 
 def test_a_device_nobody_knows_is_refused(tmp_path: Path) -> None:
