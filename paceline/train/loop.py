@@ -31,7 +31,7 @@ from paceline.train.not_finite import marks
 from paceline.train.optim import learning_rate
 from paceline.train.outputs import Outputs
 from paceline.train.progress import Progress, ValidationProgress
-from paceline.train.resume import Resume, find_resume
+from paceline.train.resume import Resume, as_planned, find_resume
 from paceline.train.rewind import run_and_go_back
 from paceline.train.run_folder import EVENTS, RunFolder, check_run_folder, create_run_folder
 from paceline.train.samples import write_samples
@@ -94,7 +94,9 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     corpus = prepare_text(config, world, is_known=goes_on)
     require_alike(text := text_marks(corpus), "texts", "Let data.path be the same text on every host.")
     if config.plan == "auto":
-        if resume is None:
+        if resume is not None:
+            config = as_planned(config, resume)
+        else:
             say = show if world.rank == 0 else _nothing
             config = planned(config, config.model.shape(corpus.facts.vocabulary), world, say)
         config = replace(config, plan="")

@@ -17,6 +17,7 @@ MAY_CHANGE = (
     "optim.lr",
     "optim.on_divergence",
     "micro_batch",
+    "plan",
     "data.cache",
     "tf32",
     "threads",
@@ -89,6 +90,12 @@ def find_resume(config: TrainConfig) -> Resume | None:
     if step >= config.steps:
         raise UserError(f"resume: {run} has done its {step} steps: give more --steps to train on")
     return Resume(run.resolve(), None if chosen is None else chosen.resolve())
+
+
+def as_planned(config: TrainConfig, resume: Resume) -> TrainConfig:
+    """With the strategy and the micro-batch of the run that is gone on with, which a planner chose for it."""
+    begun = _begun(resume.run, config)
+    return replace(config, strategy=begun.strategy, micro_batch=begun.micro_batch)
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -6,10 +6,13 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from paceline.checkpoint.folder import read_manifest
+from paceline.core.strategy import Strategy
 from tests.quick import full
 from tests.ranks import RankPool
 from tests.train.processes import called, finished, metrics, paceline, program, trained
@@ -111,6 +114,22 @@ def test_the_same_command_with_a_folder_goes_on_in_it(nano: list[str], tmp_path:
         assert (status, err) == (0, "") and words in out
     status, _, err = called(tmp_path, *command, "4")
     assert status == 2 and "mine has done its 4 steps" in err
+
+
+def test_the_same_command_goes_on_with_what_the_planner_chose(
+    nano: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = Strategy(zero=1, bucket_mb=3.0, gradients="sum")
+    monkeypatch.setattr(
+        "paceline.train.loop.planned", lambda config, *_: replace(config, strategy=chosen, micro_batch=1)
+    )
+    command = ["train", *nano, *FLAGS, "--plan", "auto", "--folder", "mine", "--resume", "auto", "--steps"]
+    assert called(tmp_path, *command, "2")[0] == 0
+    monkeypatch.delattr("paceline.train.loop.planned")
+    status, out, err = called(tmp_path, *command, "4")
+    assert (status, err) == (0, "") and "going on after step 2" in out
+    manifest = read_manifest(tmp_path / "mine" / "checkpoints" / "step-00000004")
+    assert (manifest.strategy["zero"], manifest.strategy["bucket_mb"]) == (1, 3.0)
 
 
 @pytest.mark.parametrize("killed", ["before it wrote its settings", "before its first checkpoint"])
