@@ -55,8 +55,13 @@ def test_a_run_folder_holds_all_of_the_run(run: tuple[Path, str]) -> None:
     names = {item.name for item in path.iterdir()}
     assert names == {
         "checkpoints", "config.yaml", "environment.json", "events.jsonl", "metrics.jsonl", "model.safetensors",
-        "tokenizer.json",
+        "plan.json", "tokenizer.json",
     }  # fmt: skip
+    compared = json.loads((path / "plan.json").read_text())
+    assert compared["step_seconds"]["measured"] > 0
+    # Close enough that a kind of memory that is left out, or counted twice, would show.
+    assert compared["peak_bytes"]["predicted"] == pytest.approx(compared["peak_bytes"]["measured"], rel=0.4)
+    assert "predicted: " in run[1]
     facts = json.loads((path / "environment.json").read_text())
     assert facts["ranks"] == 2 and facts["versions"]["torch"] and facts["cores"] >= 1 and "--steps" in facts["command"]
     assert yaml.safe_load((path / "config.yaml").read_text())["steps"] == 12
