@@ -17,6 +17,7 @@ from paceline.plan.arguments import PlanArguments
 from paceline.plan.budget import budget
 from paceline.plan.estimate import Estimate
 from paceline.plan.explain import terms
+from paceline.plan.held import held_over_time
 from paceline.plan.numbers import forecast_numbers
 from paceline.plan.recommend import would_fit
 from paceline.plan.request import Request, request
@@ -71,6 +72,7 @@ def _about(
     if options.explain:
         told = list(terms(case, best))
         numbers["terms"] = [asdict(term) for term in told]
+        numbers["memory_over_time"] = held_over_time(case, best.setting)
         if shows:
             table.show_terms(told)
     if options.what_if:

@@ -117,6 +117,9 @@ def test_what_may_be_asked_beside_a_plan(tmp_path: Path, capsys: pytest.CaptureF
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert "half the network between hosts" in shown and len(plan["what_if"]) == 4
     assert "save every" in shown and 0.9 < plan["failures"]["goodput"] < 1
+    over_time = [held for _, held in plan["memory_over_time"]]
+    memory = plan["recommended"]["memory"]
+    assert over_time[-1] == memory["steady"] < max(over_time) <= 1.01 * memory["peak"]
     terms = {term["name"]: term for term in plan["terms"]}
     assert {"multiplying", "moving", "compute", "update", "MFU", "optimizer", "activations", "fits"} <= terms.keys()
     assert all(term["formula"] and term["source"] and term["value"] in shown for term in plan["terms"])

@@ -1,0 +1,39 @@
+"""What a rank holds through a simulated step, over time. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.core.events import Event
+from paceline.core.memory_over_time import Moments, memory_over_time
+from paceline.core.simulate import simulate
+from paceline.plan.case import ALIKE, Case
+from paceline.plan.costs import step_costs
+from paceline.plan.estimate import Setting
+from paceline.plan.footprint import recomputed_units
+
+
+def held_over_time(case: Case, setting: Setting) -> Moments:
+    """Bytes that a rank holds from each second on, without gradients on their way from autograd to their buckets.
+
+    Args:
+        case: Model, machines, devices.
+        setting: Of whose step at most `ALIKE` micro-batches are followed, as the others are like them.
+    """
+    strategy = setting.strategy
+    schedule = replace(case.schedule(strategy), strategy=strategy)
+    work = case.subject.work(setting.samples, strategy.precision)
+    again = recomputed_units([unit.unit for unit in work.units], strategy)
+    few = "kept_attention" if strategy.recompute == "keep_attention" else "kept_input"
+    kept = {unit.unit: int(getattr(unit, few)) if unit.unit in again else unit.kept for unit in work.units}
+    beside = {}
+    for unit in work.units:
+        beside["forward", unit.unit] = unit.forward_peak
+        beside["backward", unit.unit] = unit.backward_peak + unit.kept - kept[unit.unit]
+
+    def during(event: Event) -> int:
+        return beside.get((event.kind, event.target), 0)
+
+    count = min(setting.micro_batches, ALIKE)
+    events = simulate(schedule, step_costs(work, case.hardware, schedule), count)
+    return memory_over_time(events, case.footprint(setting).steady, kept, during)
