@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from paceline.core.errors import EngineError
 from paceline.core.layout import ROOT
 from paceline.core.ops import GRADIENTS, STATISTICS, Key, Op
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
+from paceline.engine.shared_graph import SharedGraph
 from paceline.engine.state import StepState
 from paceline.engine.structure import accumulator, will_accumulate
 from paceline.engine.unit_order import UnitOrder
-
-_PASSES: weakref.WeakKeyDictionary[BackwardPass, None] = weakref.WeakKeyDictionary()
-"""In the order in which models were made parallel, the same on every rank."""
 
 
 class BackwardPass:
@@ -46,9 +42,9 @@ class BackwardPass:
         self._over_from = 0
         self._begun: set[str] = set()
         self._slow: set[int] = set()
-        self._ignored_pass = self._task = -1
+        self._ignored_pass = -1
         self.when_over: Callable[[], None] = lambda: None
-        _PASSES[self] = None
+        self._graphs = SharedGraph(program, self.order, self._end)
 
     # ---- what the hooks tell
 
@@ -148,14 +144,12 @@ class BackwardPass:
         """Forgets the pass under way. A collective call."""
         self._outstanding.clear()
         self._uncopied.clear()
-        self._task = -1
+        self._graphs.forget()
         self.order.reset()
 
     def _begin_in_autograd(self) -> None:
         self._begin()
-        # Queued from the outermost graph: from inside a reentrant checkpoint it would run when that one ends.
-        Variable._execution_engine.queue_callback(self._end_all)
-        self._task = torch._C._current_graph_task_id()
+        self._graphs.begin()
 
     def _begin(self) -> None:
         program, state = self._program, self._state
@@ -164,7 +158,7 @@ class BackwardPass:
         state.begin_backward()
         if state.micro_batch == 0:
             # Not in the middle of a step, whose gradients lie as the order so far has it.
-            self._adopt_orders()
+            self._graphs.adopt_orders()
         self._begun.clear()
         self._over.clear()
         self._over_from = len(program.schedule.order)
@@ -173,15 +167,6 @@ class BackwardPass:
         if program.gradients is not None:
             self._uncopied = list(program.schedule.copied_units)
             program.gradients.begin(state.micro_batch, state.synchronises, reduced)
-
-    def _adopt_orders(self) -> None:
-        """Adopts the order of units of this model, and of all others that the pass leaves gradients in.
-
-        Autograd begins with the one or the other, on each rank as its graph goes; ranks agree on one after another.
-        """
-        for other in list(_PASSES):
-            if other is self or (other.order.is_open and will_accumulate(other._program.parameters.all)):
-                other.order.adopt()
 
     def _end_units_after(self, unit: str) -> None:
         """The backward of every unit that runs after this one is over: it is resharded, and copied in if complete."""
@@ -233,12 +218,6 @@ class BackwardPass:
         program.executor.end()
         self._uncopied.remove(unit)
         program.executor.done(key)
-
-    def _end_all(self) -> None:
-        """Ends this pass and those of other models in the same graph, in an order that is the same on every rank."""
-        for other in [other for other in _PASSES if other._task == self._task and other._task != -1]:
-            other._task = -1
-            other._end()
 
     def _end(self) -> None:
         program, state = self._program, self._state

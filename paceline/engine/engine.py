@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 
 from paceline.comm.devices import strategy_on
 from paceline.comm.world import World
-from paceline.core.errors import EngineError
 from paceline.core.events import Event
 from paceline.core.layout import Layout
 from paceline.core.schedule import Schedule
@@ -22,25 +20,20 @@ from paceline.core.strategy import Strategy
 from paceline.engine.backward import BackwardPass
 from paceline.engine.casting import cast_inputs, cast_singular_vectors
 from paceline.engine.forward import ForwardPass
-from paceline.engine.full_parameters import leave
 from paceline.engine.gradient_norm import GradientNorm
 from paceline.engine.gradients import Gradients
 from paceline.engine.hooks import install, open_for_states, refuse_other_parameters, watch_parameters
 from paceline.engine.materialise import Init, materialiser
-from paceline.engine.optimizers import leave_optimizers, watch_optimizers
-from paceline.engine.outputs import Leftovers, own_copies, require_seen
+from paceline.engine.optimizers import watch_optimizers
 from paceline.engine.own_memory import require_own_parameters
 from paceline.engine.program import Program
 from paceline.engine.recompute import recompute
-from paceline.engine.recovery import gives_up, reset, weights_replaced
+from paceline.engine.recovery import close, gives_up, require_between_steps, reset, weights_replaced
 from paceline.engine.state import StepState
 from paceline.engine.to_device import move
+from paceline.engine.unit_outputs import UnitOutputs
 from paceline.engine.update import Update
 from paceline.models.units import find_blocks, find_units
-
-
-class _Handle(Protocol):
-    def remove(self) -> None: ...
 
 
 class Engine:
@@ -90,8 +83,8 @@ class Engine:
         self.update = Update(self.program, self.state, self.forward)
         self.norm = GradientNorm(self.program, self.update, self.settle)
         self.backward.when_over = self.update.resume
-        self._leftovers: dict[str, Leftovers] = {}
-        self._handles: list[_Handle] = [*install(module, self.units, self), *refuse_other_parameters(module)]
+        self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
+        self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]
         if self.schedule.copies_gradients:
             before = self._accumulates if Gradients.looks_before(self.schedule) else None
             trained = [p for p in module.parameters() if p.requires_grad]
@@ -160,20 +153,8 @@ class Engine:
         self.forward.wait_for_updates()
 
     def require_between_steps(self, what: str, replaces: bool = False) -> None:
-        """Refuses what would forget gradients that no update has used (see `StepState`), or edits on their way.
-
-        Args:
-            what: That.
-            replaces: Whether it gives all weights other values, so that it does not matter what they are.
-        """
-        if not replaces:
-            self.state.require_whole_weights(what)
-        if self.forward.whole.is_full:
-            raise EngineError(
-                f"{what} inside `with pl.full_parameters(model):`: what is edited there counts when it ends. Call it "
-                "after that, on every rank"
-            )
-        self.state.require_between_steps(what, any(p.grad is not None for p in self.program.parameters.all))
+        """See `recovery.require_between_steps`."""
+        require_between_steps(self, what, replaces)
 
     def weights_replaced(self) -> None:
         """This rank's shards, as they are updated, were written to from outside. A collective call."""
@@ -206,24 +187,12 @@ class Engine:
             whole: Whether the model is then a plain one on this rank; else it is of no more use, and none of its
                 parameters takes memory that it had not.
         """
-        collectives, managed = self.program.collectives, bool(self.program.parameters.flat.managed) and whole
-        if collectives is not None:
-            collectives.note_exception()
-            if collectives.has_given_up and managed:
-                collectives.require_reopens("pl.release")
-        leave_optimizers(self)
-        if self.strategy.low:
-            cast_singular_vectors(self.module, torch.float32)
+        close(self, whole)
+
+    def remove_hooks(self) -> None:
+        """Takes its hooks off the model."""
         for handle in self._handles:
             handle.remove()
-        if managed:
-            if collectives is not None and collectives.has_given_up:
-                collectives.reopen()
-                self.program.start()
-            self.settle()
-            leave(self.program.parameters, functools.partial(collectives.gather, "pl.release") if collectives else None)
-        if collectives is not None:
-            collectives.close()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """A copy of a parallel model is a plain model: it has no engine."""
@@ -265,17 +234,7 @@ class Engine:
     @gives_up
     def own_outputs(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
         """See `hooks.Listener`."""
-        schedule = self.schedule
-        if not schedule.reshards_after_forward or unit not in schedule.slot or self.forward.whole.is_full:
-            return output, ()
-        kept = own_copies(output, self.program.parameters.flat.memory_of(unit))
-        if not backward_follows:
-            return kept, ()
-        if unit not in self._leftovers:
-            self._leftovers[unit] = Leftovers(self.units[unit])
-        more = list(self._leftovers[unit].with_graphs())
-        require_seen(unit, kept, more)
-        return kept, more
+        return self._outputs.own(unit, output, backward_follows)
 
     def wants_backward(self, unit: str) -> bool:
         """See `hooks.Listener`."""
@@ -335,11 +294,7 @@ class Engine:
 
     def mean_loss(self, loss: float | Tensor) -> Tensor:
         """The mean over ranks of what an optimizer's closure returned. A collective call."""
-        mean = torch.as_tensor(loss, dtype=torch.float64, device=self.world.device).detach().reshape(1).clone()
-        if self.program.collectives is not None:
-            self.settle()
-            self.program.collectives.sum(mean, "the loss that an optimizer's closure returned")
-        return mean[0] / self.world.world_size
+        return self.update.mean_loss(loss)
 
 
 def _no_engine() -> None:

@@ -60,8 +60,8 @@ class Executor:
         self._known: dict[Key, Op] = {}
         self._done: set[Key] = set()
         self._outstanding: dict[Key, Record] = {}
-        self.step = 0
         self._launched: dict[str, int] = {}
+        self.step = 0
         self.record(records)
 
     def record(self, on: bool) -> None:
@@ -208,10 +208,6 @@ class Executor:
     def settle(self) -> None:
         """Waits for every collective under way."""
         self.require(tuple(self._outstanding))
-
-    def is_outstanding(self, key: Key) -> bool:
-        """Whether a collective was launched that nothing has waited for."""
-        return key in self._outstanding
 
     # ---- launching
 

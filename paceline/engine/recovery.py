@@ -1,4 +1,4 @@
-"""When training goes on from somewhere else: a step that a rank gave up, or weights that were read."""
+"""When training goes on from somewhere else, or ends: a step that a rank gave up, weights that were read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+import torch
+
+from paceline.core.errors import EngineError
 from paceline.core.ops import WRITTEN
+from paceline.engine.casting import cast_singular_vectors
+from paceline.engine.full_parameters import leave
+from paceline.engine.optimizers import leave_optimizers
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -84,3 +90,45 @@ def weights_replaced(engine: Engine) -> None:
     engine.forward.gather_update()
     parameters.rest()
     parameters.take_as_they_are()
+
+
+def require_between_steps(engine: Engine, what: str, replaces: bool = False) -> None:
+    """Refuses what would forget gradients that no update has used (see `StepState`), or edits on their way.
+
+    Args:
+        engine: The model's.
+        what: That.
+        replaces: Whether it gives all weights other values, so that it does not matter what they are.
+
+    Raises:
+        EngineError: There are such.
+    """
+    if not replaces:
+        engine.state.require_whole_weights(what)
+    if engine.forward.whole.is_full:
+        raise EngineError(
+            f"{what} inside `with pl.full_parameters(model):`: what is edited there counts when it ends. Call it "
+            "after that, on every rank"
+        )
+    engine.state.require_between_steps(what, any(p.grad is not None for p in engine.program.parameters.all))
+
+
+def close(engine: Engine, whole: bool) -> None:
+    """See `Engine.close`."""
+    collectives, managed = engine.program.collectives, bool(engine.program.parameters.flat.managed) and whole
+    if collectives is not None:
+        collectives.note_exception()
+        if collectives.has_given_up and managed:
+            collectives.require_reopens("pl.release")
+    leave_optimizers(engine)
+    if engine.strategy.low:
+        cast_singular_vectors(engine.module, torch.float32)
+    engine.remove_hooks()
+    if managed:
+        if collectives is not None and collectives.has_given_up:
+            collectives.reopen()
+            engine.program.start()
+        engine.settle()
+        leave(engine.program.parameters, functools.partial(collectives.gather, "pl.release") if collectives else None)
+    if collectives is not None:
+        collectives.close()

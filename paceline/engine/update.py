@@ -138,6 +138,15 @@ class Update:
     def _key(self, kind: str) -> Key:
         return Key(kind, OPTIMIZER, self._state.last_micro_batch, "update")
 
+    def mean_loss(self, loss: float | Tensor) -> Tensor:
+        """The mean over ranks of what an optimizer's closure returned. A collective call."""
+        world, collectives = self._program.world, self._program.collectives
+        mean = torch.as_tensor(loss, dtype=torch.float64, device=world.device).detach().reshape(1).clone()
+        if collectives is not None:
+            self._forward.wait_for_updates()
+            collectives.sum(mean, "the loss that an optimizer's closure returned")
+        return mean[0] / world.world_size
+
     def require_reduced(self, what: str) -> None:
         """Refuses to use gradients that are partial, this rank's own, or of a backward that the hooks did not see.
 
