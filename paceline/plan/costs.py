@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.core.layout import ROOT
 from paceline.core.ops import COMPUTE, Op
 from paceline.core.schedule import Schedule
 from paceline.core.simulate import Costs
+from paceline.core.strategy import Strategy
 from paceline.plan.hardware import Hardware
 from paceline.plan.kernels import moving, total
 from paceline.plan.network import Spread, seconds, spread
+from paceline.plan.recomputed import recomputed_units
 from paceline.plan.work import Operation, UnitWork, Work
 
 OPTIMIZER_BYTES = 28
@@ -33,14 +34,13 @@ class UnitSeconds:
     recompute: float = 0.0
 
 
-def unit_seconds(work: Work, hardware: Hardware, recompute: str = "none", every: int = 1) -> dict[str, UnitSeconds]:
+def unit_seconds(work: Work, hardware: Hardware, strategy: Strategy) -> dict[str, UnitSeconds]:
     """Seconds of each unit by its name.
 
     Args:
         work: One micro-batch.
         hardware: The device.
-        recompute: As `Strategy.recompute`.
-        every: As `Strategy.recompute_every`: only every so many of the units that repeat.
+        strategy: Says which units are recomputed, and what of them.
     """
     known: dict[int, float] = {}
 
@@ -50,28 +50,17 @@ def unit_seconds(work: Work, hardware: Hardware, recompute: str = "none", every:
             known[id(operations)] = total(operations, hardware)
         return known[id(operations)]
 
-    again = dict(_recomputed(work, recompute, every))
+    again = recomputed_units([unit.unit for unit in work.units], strategy)
     found = {}
     for unit in work.units:
-        repeated = again.get(unit.unit)
-        found[unit.unit] = UnitSeconds(
-            cost(unit.forward), cost(unit.backward), 0.0 if repeated is None else total(repeated, hardware)
-        )
+        repeated = _recomputed(unit, strategy) if unit.unit in again else ()
+        found[unit.unit] = UnitSeconds(cost(unit.forward), cost(unit.backward), total(repeated, hardware))
     return found
 
 
-def _recomputed(work: Work, recompute: str, every: int) -> Iterator[tuple[str, tuple[Operation, ...]]]:
-    if recompute == "none":
-        return
-    for index, unit in enumerate(repeated_units(work)):
-        if (index + 1) % every == 0:
-            kept = recompute == "keep_attention"
-            yield unit.unit, tuple(op for op in unit.forward if not (kept and op.kind == "attention"))
-
-
-def repeated_units(work: Work) -> list[UnitWork]:
-    """The units that are alike but for their number, such as a Transformer's blocks: those that are recomputed."""
-    return [unit for unit in work.units if unit.unit.rpartition(".")[2].isdigit()]
+def _recomputed(unit: UnitWork, strategy: Strategy) -> tuple[Operation, ...]:
+    keeps = strategy.recompute == "keep_attention"
+    return tuple(operation for operation in unit.forward if not (keeps and operation.kind == "attention"))
 
 
 def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
@@ -87,7 +76,7 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
         schedule: Gives strategy, groups and sizes.
     """
     strategy = schedule.strategy
-    units = unit_seconds(work, hardware, strategy.recompute, strategy.recompute_every)
+    units = unit_seconds(work, hardware, strategy)
     sizes = {
         "": Spread(1, 1),
         "world": spread(schedule.world_size, hardware.devices_per_host),

@@ -7,17 +7,16 @@ and their bucket, or stay where autograd put them if nothing copies them. Pure.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from paceline.core.layout import ROOT
 from paceline.core.memory import memory
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
+from paceline.plan.recomputed import recomputed_units
 from paceline.plan.work import UnitWork, Work
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "logits", "buckets", "gathered", "framework")
@@ -206,22 +205,3 @@ def _computed_bytes(schedule: Schedule) -> tuple[Mapping[str, int], Mapping[str,
 
 def _kept(unit: UnitWork, strategy: Strategy) -> int:
     return unit.kept_attention if strategy.recompute == "keep_attention" else unit.kept_input
-
-
-def recomputed_units(units: Sequence[str], strategy: Strategy) -> frozenset[str]:
-    """Names of the units whose inside is computed again in backward: every k-th of the repeated ones.
-
-    Repeated are those whose names differ in their last number alone, or those that `strategy.units` names.
-    """
-    if strategy.recompute == "none":
-        return frozenset()
-    stems = Counter(map(_stem, units))
-    if strategy.units:
-        repeated = [unit for unit in units if any(fnmatchcase(unit, pattern) for pattern in strategy.units)]
-    else:
-        repeated = [unit for unit in units if _stem(unit) != unit and stems[_stem(unit)] > 1]
-    return frozenset(repeated[strategy.recompute_every - 1 :: strategy.recompute_every])
-
-
-def _stem(unit: str) -> str:
-    return re.sub(r"\d+$", "", unit)

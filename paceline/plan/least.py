@@ -10,8 +10,8 @@ from paceline.core.strategy import Strategy
 from paceline.plan.case import Case
 from paceline.plan.costs import OPTIMIZER_BYTES, unit_seconds
 from paceline.plan.estimate import Setting
-from paceline.plan.footprint import recomputed_units
 from paceline.plan.network import seconds, spread
+from paceline.plan.recomputed import recomputed_units
 
 
 class Least:
@@ -39,7 +39,7 @@ class Least:
         key = (setting.samples, strategy.precision, strategy.recompute, strategy.recompute_every)
         if key not in self._computing:
             work = self._case.subject.work(*key[:2])
-            units = unit_seconds(work, self._case.hardware, strategy.recompute, strategy.recompute_every)
+            units = unit_seconds(work, self._case.hardware, strategy)
             self._computing[key] = sum(unit.forward + unit.backward + unit.recompute for unit in units.values())
         return self._computing[key]
 

@@ -40,7 +40,7 @@ def test_every_unit_of_the_reference_transformer_has_its_work() -> None:
 def test_a_step_takes_its_computing_and_more_where_it_communicates() -> None:
     work = transformer_work(PRESETS["llama-1b"], 1, 2048)
     alone = seconds(Strategy(precision="bfloat16"), 1)
-    computing = sum(unit.forward + unit.backward for unit in unit_seconds(work, HARDWARE).values())
+    computing = sum(unit.forward + unit.backward for unit in unit_seconds(work, HARDWARE, Strategy()).values())
     assert computing < alone < 1.5 * computing
     links = [replace(HARDWARE, between=Link(6e-6, bandwidth)) for bandwidth in (2e10, 2e9, 2e8)]
     times = [seconds(Strategy(zero=3, precision="bfloat16"), 16, each) for each in links]
@@ -49,8 +49,8 @@ def test_a_step_takes_its_computing_and_more_where_it_communicates() -> None:
 
 def test_recomputing_adds_the_blocks_forward() -> None:
     work = transformer_work(PRESETS["llama-1b"], 1, 2048)
-    units = unit_seconds(work, HARDWARE, "unit", every=2)
+    units = unit_seconds(work, HARDWARE, Strategy(recompute="unit", recompute_every=2))
     assert units["blocks.1"].recompute == pytest.approx(units["blocks.1"].forward)
     assert units["blocks.0"].recompute == units["head"].recompute == 0
-    kept = unit_seconds(work, HARDWARE, "keep_attention")
+    kept = unit_seconds(work, HARDWARE, Strategy(recompute="keep_attention"))
     assert 0 < kept["blocks.0"].recompute < units["blocks.1"].recompute

@@ -9,7 +9,7 @@ from paceline.core.layout import ROOT
 from paceline.core.memory import memory
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
-from paceline.plan.footprint import footprint, moments, recomputed_units
+from paceline.plan.footprint import footprint, moments
 from paceline.plan.work import UnitWork, Work
 from tests.drawn import spec
 
@@ -98,16 +98,3 @@ def test_gradients_kept_as_computed_are_copied_for_the_update() -> None:
     wide = schedule(Strategy(zero=2, precision="bfloat16"), 2)
     assert next(each for each in moments(WORK, low) if each.name == "update").gradients == 4 * BYTES // 2
     assert next(each for each in moments(WORK, wide) if each.name == "update").gradients == 0
-
-
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        (Strategy(), set()),
-        (Strategy(recompute="unit"), {"blocks.0", "blocks.1"}),
-        (Strategy(recompute="unit", recompute_every=2), {"blocks.1"}),
-        (Strategy(recompute="unit", units=("*ed",)), {"embed"}),
-    ],
-)
-def test_every_kth_repeated_unit_is_recomputed(strategy: Strategy, expected: set[str]) -> None:
-    assert recomputed_units(UNITS, strategy) == expected
