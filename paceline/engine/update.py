@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.core.errors import EngineError
+from paceline.core.errors import EngineError, UserError
 from paceline.core.ops import GRADIENTS, OPTIMIZER, READ, Key, Op
 from paceline.engine.agreement import differing
 from paceline.engine.assigned_gradient import set_gradient
@@ -40,6 +40,11 @@ class Update:
         """
         program, parameters = self._program, self._program.parameters
         self.abandon()
+        if isinstance(optimizer, torch.optim.SparseAdam) and program.world.world_size > 1:
+            raise UserError(
+                "SparseAdam takes sparse gradients alone, and between ranks those of an embedding with sparse=True are "
+                "dense once they are reduced: use Adam"
+            )
         self.require_reduced("optimizer.step()")
         executor = program.executor
         if parameters.flat.managed:
