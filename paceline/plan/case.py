@@ -111,12 +111,18 @@ class Case:
             bubble=bubble,
             tokens=self.devices * samples * self.subject.context,
             flops=self.subject.flops_of(samples, precision),
-            peak_flops=hardware.device.peak.get(precision) or hardware.device.ceiling[precision],
+            peak_flops=self._peak(precision),
             memory=self.footprint(setting),
             capacity=self.capacity,
             bound=binding(self.spent(setting), whole),
             sent=round(sent["bytes"]),
         )
+
+    def _peak(self, precision: str) -> float:
+        """The datasheet's, in what is multiplied: float32 leaves a model of another dtype as it is."""
+        device, own = self.hardware.device, self.subject.shapes.dtypes[0]
+        dtype = own if precision == "float32" and own in device.ceiling else precision
+        return device.peak.get(dtype) or device.ceiling[dtype]
 
     def spent(self, setting: Setting) -> Spent:
         """Seconds of a micro-batch's kernels by what bounds each of them."""

@@ -128,7 +128,7 @@ def show_recommended(found: Found, best: Estimate, budget: Budget | None, failur
             f"  memory  {gib(best.memory.peak)} of {gib(best.capacity)} GiB in {best.memory.moment}: {kinds}", " " * 10
         )
     )
-    print(f"  sends   {gib(best.sent)} GiB from each rank in a step")
+    print(f"  sends   {said.size(best.sent)} from each rank in a step")
     if budget is not None:
         print(f"  budget  {budget.in_words}")
     if failures is not None:

@@ -70,8 +70,10 @@ def _next(best: Estimate, other: Estimate) -> str:
     slower = other.seconds / best.seconds - 1
     if slower < ALIKE:
         return f"{other.name} is as fast and leaves {quantities.gib(other.spare)} GiB free"
+    again = other.setting.strategy.recompute not in ("none", best.setting.strategy.recompute)
+    again = again or other.setting.strategy.recompute_every < best.setting.strategy.recompute_every
     causes = {
-        "computing again": other.compute - best.compute,
+        "computing again" if again else "computing longer": other.compute - best.compute,
         "waiting for the network": other.communication - best.communication,
         "updating more on each rank": other.optimizer - best.optimizer,
     }

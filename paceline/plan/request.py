@@ -68,7 +68,10 @@ def request(options: PlanArguments, devices: int) -> Request:
         whole = config.batch if config is not None else SAMPLES
         samples = max(1, whole // devices)
     return Request(
-        Case(subject, hardware, devices, options.slow_rank), samples, _precisions(options, hardware, config), config
+        Case(subject, hardware, devices, options.slow_rank),
+        samples,
+        _precisions(options, hardware, subject, config),
+        config,
     )
 
 
@@ -119,7 +122,9 @@ WORTH_A_LOOK = 4.0
 """Times as fast as float32 that a low precision's matmuls may be for float32 to be looked at too."""
 
 
-def _precisions(options: PlanArguments, hardware: Hardware, config: TrainConfig | None) -> tuple[str, ...]:
+def _precisions(
+    options: PlanArguments, hardware: Hardware, subject: Subject, config: TrainConfig | None
+) -> tuple[str, ...]:
     known = hardware.device.ceiling
     asked = options.precision
     if asked == "auto" and options.config and config is not None:
@@ -134,5 +139,7 @@ def _precisions(options: PlanArguments, hardware: Hardware, config: TrainConfig 
     low = next((dtype for dtype in ("bfloat16", "float16") if dtype in known), None)
     if low is None:
         return ("float32",)
+    # float32 leaves a model as it is, which for one that has its parameters in another dtype is something else.
     close = "float32" in known and known[low] < WORTH_A_LOOK * known["float32"]
+    close = close and subject.shapes.dtypes == ("float32",)
     return (low, "float32") if close else (low,)

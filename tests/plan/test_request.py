@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.core.strategy import Strategy
+from paceline.plan import profiles
+from paceline.plan.arguments import PlanArguments
+from paceline.plan.case import Case
+from paceline.plan.estimate import Setting
+from paceline.plan.models import on_meta
+from paceline.plan.request import request
+from paceline.plan.subject import of_module
+
+MODELS = """
+import torch
+from torch import nn
+def low():
+    return nn.Linear(64, 64).to(torch.bfloat16), torch.empty(1, 64, dtype=torch.bfloat16)
+def wide():
+    return nn.Linear(64, 64), torch.empty(1, 64)
+"""
+
+
+@pytest.mark.parametrize(("name", "precisions"), [("low", ("bfloat16",)), ("wide", ("bfloat16", "float32"))])
+def test_float32_is_looked_at_where_it_is_close_and_the_models_own(
+    name: str, precisions: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_of_two_dtypes.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = request(PlanArguments(model=f"models_of_two_dtypes:{name}", hardware="l40s"), 2)
+    assert asked.precisions == precisions
+    assert request(PlanArguments(model=f"models_of_two_dtypes:{name}", hardware="h100"), 2).precisions == ("bfloat16",)
+
+
+def test_a_model_that_is_left_in_its_own_dtype_counts_against_that_dtypes_peak() -> None:
+    low = on_meta(lambda: nn.Linear(64, 64).to(torch.bfloat16))
+    case = Case(of_module("low", low, torch.empty(1, 64, dtype=torch.bfloat16)), profiles.hardware("h100"), 2)
+    assert case.estimate(Setting(Strategy(), 1, 1)).peak_flops == 989.4e12
