@@ -10,7 +10,7 @@ from paceline.core.simulate import simulate
 from paceline.plan.case import ALIKE, Case
 from paceline.plan.costs import step_costs
 from paceline.plan.estimate import Setting
-from paceline.plan.footprint import recomputed_units
+from paceline.plan.recomputed import recomputed_units
 
 
 def held_over_time(case: Case, setting: Setting) -> Moments:
