@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Mapping
 
 from paceline.core.errors import UserError
 from paceline.report.quantities import digits
 
-_WRITTEN = re.compile(r"(\d+(?:[.,_]\d+)*(?:e\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
+_WRITTEN = re.compile(r"((?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
+"""Commas stand between thousands only: 1,5M is 1.5 million where commas are decimal points, and refused."""
+
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_BINARY = _DECIMAL | {"k": 2**10, "m": 2**20}
 
 
 def tokens(text: str, option: str) -> int:
@@ -18,13 +21,14 @@ def tokens(text: str, option: str) -> int:
     Raises:
         UserError: It is none, or less than one.
     """
+    return _number(text, option, _DECIMAL)
+
+
+def _number(text: str, option: str, sizes: Mapping[str, int]) -> int:
     match = _WRITTEN.fullmatch(text.strip())
     if match is not None:
-        try:
-            number = float(match[1].replace("_", "").replace(",", "")) * _DECIMAL[match[2].lower()]
-        except ValueError:
-            number = math.nan
-        if math.isfinite(number) and 1 <= number < 1e18:
+        number = float(match[1].replace("_", "").replace(",", "")) * sizes[match[2].lower()]
+        if 1 <= number < 1e18:
             return round(number)
     raise UserError(f"{option}: expected a number of tokens such as 500000, 4M or 1.5T, got {text!r}")
 
@@ -39,9 +43,8 @@ def samples(batch_tokens: str, context: int, devices: int) -> int:
         UserError: They are no whole number of samples, or devices cannot share these equally.
     """
     given = tokens(batch_tokens, "--batch-tokens")
-    suffix = batch_tokens.strip()[-1:].lower()
-    binary = given // _DECIMAL.get(suffix, 1) * {"k": 2**10, "m": 2**20}.get(suffix, 1)
-    counts = [each // context for each in (given, binary) if each and each % context == 0]
+    binary = _number(batch_tokens, "--batch-tokens", _BINARY)
+    counts = [each // context for each in (given, binary) if each % context == 0]
     whole = next((count for count in counts if count % devices == 0), counts[-1] if counts else 0)
     if not whole:
         near = max(1, round(given / context)) * context

@@ -22,7 +22,7 @@ def test_numbers_of_tokens(text: str, number: float) -> None:
     assert tokens(text, "--tokens") == number
 
 
-@pytest.mark.parametrize("text", ["", "M", "-4M", "0", "4X", "1..5M", "nan", "inf", "1e400", "4 M M"])
+@pytest.mark.parametrize("text", ["", "M", "-4M", "0", "4X", "1..5M", "nan", "inf", "1e400", "4 M M", "1,5M", "15,00", "1.000.000"])
 def test_what_is_no_number_of_tokens(text: str) -> None:
     with pytest.raises(UserError, match="--tokens: expected a number of tokens such as"):
         tokens(text, "--tokens")
@@ -33,6 +33,8 @@ def test_a_batch_of_millions_may_be_binary() -> None:
     assert samples("4M", 8192, 64) == 8
     assert samples("4M", 2000, 8) == 250
     assert samples("4194304", 8192, 512) == 1
+    assert samples("1.5M", 8192, 8) * 8 * 8192 == 1.5 * 2**20
+    assert samples("0.5M", 8192, 8) * 8 * 8192 == 2**19
 
 
 def test_a_batch_that_cannot_be_shared_says_what_could() -> None:
