@@ -43,7 +43,8 @@ def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inpu
     """The micro-batch that a model is traced with.
 
     Args:
-        model: The reference Transformer and transformers' language models get token ids and targets.
+        model: The reference Transformer and transformers' language models get token ids and targets, transformers'
+            models of images get images.
         samples: Samples in it.
         length: Tokens of a sequence; 0: as many as the model takes, of transformers' models 1,024 at most.
         inputs: What to call the model with instead; first dimensions that are those of the first tensor are made
@@ -60,9 +61,9 @@ def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inpu
         return Example(((ids, ids), {}), samples, samples * length, model.config.vocabulary)
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
-    if isinstance(vocabulary, int):
+    accepted = inspect.signature(model.forward).parameters
+    if isinstance(vocabulary, int) and ("input_ids" in accepted or "pixel_values" not in accepted):
         length = length or min(1024, getattr(config, "max_position_embeddings", None) or 1024)
-        accepted = inspect.signature(model.forward).parameters
         ids = _ids(samples, length)
         named: dict[str, Any] = {"input_ids": ids}
         if "labels" in accepted and any(word in type(model).__name__ for word in _WITH_LOSS):
@@ -70,6 +71,10 @@ def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inpu
         if "use_cache" in accepted:
             named["use_cache"] = False
         return Example(((), named), samples, samples * length, vocabulary)
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int) and "pixel_values" in accepted:
+        images = torch.empty(samples, getattr(config, "num_channels", 3), size, size, device="meta")
+        return Example(((), {"pixel_values": images}), samples, samples)
     raise UserError(
         f"{type(model).__name__}: what it is called with is not known, so it cannot be traced; let the function that "
         "builds it return (model, example), where example is a tensor, a tuple of arguments or a dict of named ones"

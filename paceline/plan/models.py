@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from paceline.core.errors import UserError
@@ -41,6 +43,11 @@ def meta_model_and_inputs(name: str) -> tuple[nn.Module, Inputs | None]:
     model, inputs = on_meta(lambda: _build(name))
     if not any(True for _ in model.parameters()):
         raise UserError(f"--model {name}: {type(model).__name__} has no parameters")
+    if lazy := [each for each, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise UserError(
+            f"--model {name}: {lazy[0]} has no shape before the model is called; give its layer the sizes in place of "
+            "a lazy one"
+        )
     return model, inputs
 
 
@@ -141,6 +148,12 @@ def _function(name: str) -> tuple[nn.Module, Inputs | None]:
     function: Any = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"--model {name}: {module_name} has no function {function_name!r} that returns an nn.Module")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise UserError(f"--model {name}: expected a function that takes nothing ({error})") from None
+    except ValueError:  # a callable that tells nothing of its arguments
+        pass
     built = function()
     pair = isinstance(built, tuple) and len(built) == 2
     model, inputs = built if pair else (built, None)

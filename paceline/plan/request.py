@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
 from paceline.models.presets import PRESETS
@@ -104,18 +106,34 @@ def _subject(options: PlanArguments, config: TrainConfig | None) -> Subject:
         shape = config.model.shape(config.data.vocabulary) if options.config else PRESETS[options.model]
         return transformer(options.config or options.model, _fitting(shape, options), options.context, kernels)
     model, inputs = meta_model_and_inputs(options.model)
-    return of_module(options.model, model, inputs, options.context, kernels)
+    context = _context(options, model) if inputs is None else options.context
+    return of_module(options.model, model, inputs, context, kernels)
+
+
+def _context(options: PlanArguments, model: nn.Module) -> int:
+    """Tokens of a sample: those that are asked for, else the longest of a transformers' model; 0 where unknown."""
+    for name, table in model.named_modules():
+        kind = name.rpartition(".")[2]
+        positions = kind == "wpe" or ("position" in kind and "relative" not in kind)
+        if positions and isinstance(table, nn.Embedding) and table.num_embeddings < options.context:
+            raise _too_long(options, table.num_embeddings)
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return options.context or (longest if isinstance(longest, int) else 0)
 
 
 def _fitting(shape: ModelConfig, options: PlanArguments) -> ModelConfig:
     if options.context <= shape.context:
         return shape
     if shape.position == "learned":
-        raise UserError(
-            f"--context {options.context}: {options.config or options.model} has learned positions for "
-            f"{shape.context:,} tokens; choose at most as many"
-        )
+        raise _too_long(options, shape.context)
     return replace(shape, context=options.context)
+
+
+def _too_long(options: PlanArguments, positions: int) -> UserError:
+    return UserError(
+        f"--context {options.context}: {options.config or options.model} has learned positions for {positions:,} "
+        "tokens; choose at most as many"
+    )
 
 
 WORTH_A_LOOK = 4.0

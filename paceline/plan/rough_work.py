@@ -30,10 +30,14 @@ def rough_work(
     dtype = precision if precision != "float32" else _dtype(model)
     itemsize = getattr(torch, dtype).itemsize
     tables = {id(each) for part in model.modules() if isinstance(part, nn.Embedding) for each in part.parameters()}
+    parts = {name: list(unit.parameters()) for name, unit in find_units(model, units).items()}
+    inside = {id(each) for own in parts.values() for each in own}
+    # Parameters of the model itself, such as those of a model that is one layer.
+    parts[""] = [each for each in model.parameters() if id(each) not in inside]
     found = []
-    for name, unit in find_units(model, units).items():
+    for name, own in parts.items():
         forward, backward, kept, first = list[Operation](), list[Operation](), 0, 0
-        for each in unit.parameters():
+        for each in own:
             if each.dim() < 2 or id(each) in tables:
                 continue
             columns, inner = each.shape[0], math.prod(each.shape[1:])
@@ -43,7 +47,8 @@ def rough_work(
             backward.append(Operation("matmul", 2.0 * math.prod(shape), moved, dtype, shape, 2))
             kept += rows * (inner + columns) * itemsize
             first = first or rows * inner * itemsize
-        found.append(UnitWork(name, tuple(forward), tuple(backward[::-1]), kept, first, first))
+        if own:
+            found.append(UnitWork(name, tuple(forward), tuple(backward[::-1]), kept, first, first))
     return Work(tuple(found), samples, rows, "rough")
 
 

@@ -83,7 +83,20 @@ def traced_or_rough(
     try:
         return trace(model, samples, length=length, inputs=inputs, precision=precision, device=device, units=units)
     except UserError as error:
-        return replace(rough_work(model, samples * max(1, length), samples, precision, units), warnings=(str(error),))
+        try:
+            rows = example_inputs(model, samples, length, inputs).tokens
+        except UserError:
+            rows = samples * max(1, length)
+        told = f"{error}. {_TOO_LITTLE[rows > samples]}"
+        return replace(rough_work(model, rows, samples, precision, units), warnings=(told,))
+
+
+_TOO_LITTLE = tuple(
+    f"Of its work only one product of each matrix for each {each} is counted: times and activations are too small, by "
+    "far for convolutions and recurrent layers, and strategies that are told to fit may not"
+    for each in ("sample", "token")
+)
+"""What is said of rough work, by whether rows are tokens."""
 
 
 class _Unalike(Exception):

@@ -108,6 +108,26 @@ def test_times_need_hardware_and_learned_positions_their_tokens(capsys: pytest.C
     assert "got neither" in capsys.readouterr().err
 
 
+def test_a_hugging_face_model_takes_as_many_tokens_as_its_configuration_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    arguments = ["plan", "--model", str(path), "--devices", "2", "--hardware", "a100", "--json", "-"]
+    common = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+    llama = {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 2048}
+    path.write_text(json.dumps({**common, **llama}))
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["context"] == 2048
+    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 128}))
+    assert main([*arguments, "--context", "256"]) == 2
+    assert "has learned positions for 128 tokens" in capsys.readouterr().err
+    vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32, "patch_size": 8}
+    path.write_text(json.dumps({**common, **vit, "intermediate_size": 64}))
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == []
+
+
 def test_what_may_be_asked_beside_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "gpt2-124m", "--hardware", "a100", "--devices", "16", "--batch-tokens", "512k"]
     extra = ["--what-if", "--failures", "6", "--explain", "--all", "--json", str(tmp_path / "plan.json")]

@@ -124,6 +124,12 @@ def number():
 def empty():
     return nn.ReLU()
 
+def lazy():
+    return nn.LazyLinear(3)
+
+def sized(width):
+    return nn.Linear(width, width)
+
 shape = (1, 2)
 """
 
@@ -155,6 +161,8 @@ def test_what_has_memory_is_drawn_as_ever(mine: str) -> None:
         ("{}:missing", "has no function 'missing'"),
         ("{}:shape", "has no function 'shape'"),
         ("{}:empty", "ReLU has no parameters"),
+        ("{}:lazy", "weight has no shape before the model is called"),
+        ("{}:sized", "expected a function that takes nothing (missing a required argument: 'width')"),
         ("no_such_module:build", "there is no module no_such_module"),
         ("llama_70b", "did you mean llama-70b?"),
         ("no/such/config.json", "there is no such file"),

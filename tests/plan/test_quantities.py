@@ -22,7 +22,9 @@ def test_numbers_of_tokens(text: str, number: float) -> None:
     assert tokens(text, "--tokens") == number
 
 
-@pytest.mark.parametrize("text", ["", "M", "-4M", "0", "4X", "1..5M", "nan", "inf", "1e400", "4 M M", "1,5M", "15,00", "1.000.000"])
+@pytest.mark.parametrize(
+    "text", ["", "M", "-4M", "0", "4X", "1..5M", "nan", "inf", "1e400", "4 M M", "1,5M", "15,00", "1.000.000"]
+)
 def test_what_is_no_number_of_tokens(text: str) -> None:
     with pytest.raises(UserError, match="--tokens: expected a number of tokens such as"):
         tokens(text, "--tokens")

@@ -212,6 +212,11 @@ def test_an_operator_that_depends_on_values_is_named_and_the_matrices_are_counte
     work = traced_or_rough(Selects(), 2, inputs=torch.empty(3, 8))
     assert work.source == "rough" and "cannot be traced" in work.warnings[0]
     assert work.flops == 6 * 2 * (8 * 4 + 4 * 2)
+    assert "times and activations are too small" in work.warnings[0]
+
+
+def test_the_matrices_of_a_model_that_is_one_layer_are_counted_too() -> None:
+    assert traced_or_rough(nn.Linear(3, 5), 2).flops == 6 * 2 * 3 * 5
 
 
 def test_a_model_whose_inputs_are_not_known_asks_for_them() -> None:
