@@ -87,8 +87,15 @@ def read(path: str | Path) -> Hardware:
         found: Hardware = msgspec.convert(values, Hardware, strict=True)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {_place(str(error))}; `paceline plan --here` makes a whole one") from None
+    for name in _unread(values, asdict(found)):
+        raise UserError(f"{path}: {name}: a profile has no such value, and a slip would leave what is meant out")
     for name, value in _numbers(asdict(found)):
         _check(path, name, value)
+    for dtype, ceiling in found.device.ceiling.items():
+        if ceiling > (peak := found.device.peak.get(dtype, ceiling)):
+            raise UserError(
+                f"{path}: device.ceiling.{dtype}: expected at most device.peak.{dtype}, {peak:g}, got {ceiling:g}"
+            )
     if not found.device.ceiling:
         raise UserError(f"{path}: device.ceiling: expected a number for at least one of float32, bfloat16, float16")
     return found
@@ -118,6 +125,14 @@ def _place(message: str) -> str:
     """Msgspec's words, with the path of the value first."""
     said, _, where = message.partition(" - at `$.")
     return f"{where.rstrip('`')}: {said}" if where else said
+
+
+def _unread(values: dict[str, Any], read: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if key not in read:
+            yield f"{prefix}{key}"
+        elif isinstance(value, dict) and isinstance(read[key], dict):
+            yield from _unread(value, read[key], f"{prefix}{key}.")
 
 
 def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -60,6 +60,9 @@ def test_what_was_measured_is_written_too_and_its_numbers_are_checked(file: Path
         (("kind",), "paceline hardware profile", "got kind 'paceline hardware profile' .*bench comm"),
         (("kind",), None, "got kind None"),
         (("version",), 2, "expected version 1, got 2"),
+        (("framewrok",), 1e9, "framewrok: a profile has no such value"),
+        (("device", "watt"), 700.0, "device.watt: a profile has no such value"),
+        (("device", "ceiling", "bfloat16"), 5e15, "device.ceiling.bfloat16: expected at most device.peak.bfloat16"),
         (("units",), "GB, ms", "units: expected 'bytes, .*got 'GB, ms'; convert the numbers"),
     ],
 )

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from paceline.core.errors import UserError
-from paceline.plan.published.settings import precision, recompute, sharding
+from paceline.plan.published.settings import precision, recompute, sharding, unread
 from paceline.plan.published.shapes import shape
 from paceline.plan.published.table import Row
 from paceline.plan.run import Run
@@ -84,6 +84,7 @@ def describe(row: Row) -> Described:
     again, share, said = recompute(row, stack, config)
     assumed += [said] if said else []
     dtype, gathered, reduced = precision(row, stack)
+    assumed += unread(row)
     chunks = row.whole("chunks") or (2 if "interleave" in row.text("schedule") else 1)
     if (layers := row.whole("layers_per_chunk")) and pipeline > 1:
         chunks = max(1, config.layers // pipeline // layers)

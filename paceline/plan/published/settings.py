@@ -9,6 +9,25 @@ from paceline.models.config import ModelConfig
 from paceline.plan.published.table import Row
 from paceline.plan.run import Recompute
 
+_OFF = ("false", "no", "none", "off", "0", "0.0", "-", "disabled")
+
+_WORDS = {
+    "sharding": r"shard|ddp|hsdp|fsdp|hybrid|grad_op|zero|optim|\b[0-3]\b",
+    "precision": r"bf16|bfloat16|(fp|float)(8|16|32)|tf32|half|amp|mixed|\b(8|16|32)\b",
+    "recompute": r"full|selective|block|uniform|layer|unit|all|op|sac|true|yes|\bon\b|\d",
+}
+"""What names each setting in one of the programs."""
+
+
+def unread(row: Row) -> list[str]:
+    """Settings in words that none of the programs uses: for these the usual is assumed."""
+    told = {name: row.text(name) for name in _WORDS}
+    return [
+        f"{name} {text!r} is not known, the usual assumed"
+        for name, text in told.items()
+        if text and text not in _OFF and not re.search(_WORDS[name], text)
+    ]
+
 
 def sharding(row: Row, stack: str, devices: int, per_host: int) -> tuple[int, int]:
     """What data-parallel ranks divide, and how many hold one copy; 0 for all."""
@@ -17,7 +36,7 @@ def sharding(row: Row, stack: str, devices: int, per_host: int) -> tuple[int, in
     degree = row.text("dp_shard")
     shard = row.whole("dp_shard") or 0 if degree.isdecimal() else 0
     text += f" {degree}"
-    if "no_shard" in text or re.search(r"\bddp\b", text):
+    if row.text("sharding") in _OFF or "no_shard" in text or re.search(r"\bddp\b", text):
         return 0, 0
     if "hybrid" in text or "hsdp" in text or replicas > 1:
         return 3, shard or min(per_host, devices)
@@ -45,7 +64,7 @@ def recompute(row: Row, stack: str, config: ModelConfig) -> tuple[Recompute, flo
                 return "unit", 1.0, "everything recomputed, as torchtitan's configurations of large models do"
             return "operations", 1.0, "selective recomputation, as torchtitan's configurations of small models do"
         return "none", 1.0, ""
-    if text in ("false", "no", "none", "off", "0", "0.0", "-", "disabled"):
+    if text in _OFF:
         return "none", 1.0, ""
     fraction = re.search(r"(?:(\d+)\s*/\s*(\d+))|(0?\.\d+)", text)
     if fraction:
@@ -63,17 +82,19 @@ def recompute(row: Row, stack: str, config: ModelConfig) -> tuple[Recompute, flo
 
 def precision(row: Row, stack: str) -> tuple[str, int, int]:
     """What matmuls compute in, and bytes of parameters gathered and of gradients reduced."""
-    told = {"precision", "fp8", "bf16", "fp16"} & row.values.keys()
-    text = " ".join((row.text("precision"), row.text("mode"), "" if told else row.text("table")))
+    tells = {"precision", "fp8", "bf16", "fp16"} & row.values.keys()
+    text = " ".join((row.text("precision"), row.text("mode"), "" if tells else row.text("table")))
     eight = row.text("fp8") not in ("", "false", "none", "no", "off", "0") or re.search(
         r"fp8|float8|mxfp8", text + " " + row.text("parallelism")
     )
     if re.search(r"fp4", text):
         raise UserError(f"precision: expected 8 bits or more, got {row.values.get('precision')!r}")
-    dtype = "float16" if row.flag("fp16") or re.search(r"fp16|float16", text.replace("bfloat16", "")) else "bfloat16"
+    told = row.text("precision")
+    half = re.search(r"fp16|float16|^half|^16-(mixed|true)", text.replace("bfloat16", ""))
+    dtype = "float16" if row.flag("fp16") or half else "bfloat16"
     if eight:
         dtype = "float8"
-    if re.fullmatch(r"\s*(fp32|float32|tf32)\s*", text):
+    if re.fullmatch(r"\s*(fp32|float32|tf32|32(-true)?)\s*", told or text):
         dtype = "tf32" if "tf32" in text else "float32"
     wide = 4 if dtype in ("float32", "tf32") else 2
     if stack == "composer" or "pure" in text:

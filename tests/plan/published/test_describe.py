@@ -63,6 +63,23 @@ def test_a_row_of_torchtitan_names_its_model_alone(tmp_path: Path) -> None:
     assert (hybrid.run.zero, hybrid.run.shard, hybrid.run.samples) == (3, 8, 1)
 
 
+def test_words_that_are_not_known_are_told_and_others_mean_what_they_say(tmp_path: Path) -> None:
+    cells = {**MPT, "microbatch_size": 6, "global_batch": 192}
+
+    def of(**said: object) -> tuple[str, int, str, bool]:
+        described = describe(row(tmp_path, **cells, **said))
+        run = described.run
+        return run.dtype, run.zero, run.recompute, any("is not known" in each for each in described.assumed)
+
+    assert of() == ("bfloat16", 3, "none", False)
+    assert of(precision="bf17") == ("bfloat16", 3, "none", True)
+    assert of(sharding="thirds") == ("bfloat16", 3, "none", True)
+    assert of(activation_checkpointing="perhaps") == ("bfloat16", 3, "unit", True)
+    assert of(sharding="none", precision="32-true", mp_mode="DEFAULT") == ("float32", 0, "none", False)
+    assert of(sharding="ZeRO-2", precision="16-mixed") == ("float16", 2, "none", False)
+    assert of(precision="bf16-mixed", activation_checkpointing="True") == ("bfloat16", 3, "unit", False)
+
+
 def test_groups_of_tensor_and_pipeline_ranks_are_marked(tmp_path: Path) -> None:
     cells = {"d_model": 12288, "n_layers": 96, "n_heads": 96, "seq_len": 2048, "gpu": "a100", "vocab": 51200}
     described = describe(row(tmp_path, **cells, n_gpus=64, tp=8, pp=4, microbatch=1, global_batch=64, recompute="full"))
