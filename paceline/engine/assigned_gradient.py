@@ -54,11 +54,14 @@ def set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Makes any tensor a parameter's `grad`: torch compares shape and dtype only when it is assigned."""
     with torch._C.DisableTorchFunctionSubclass():
         shown = parameter.data
-        fits = shown.shape == gradient.shape and shown.dtype == gradient.dtype
-        if not fits:
-            parameter.data = gradient.as_subclass(Tensor)
+        if shown.shape == gradient.shape and shown.dtype == gradient.dtype:
+            _GRAD.__set__(parameter, gradient)
+            return
+        # The gradient poses as of the parameter's kind, not the reverse: torch gives a parameter whose data are of another
+        # dtype, even for a moment, another node to accumulate in than graphs have that are still to be run backward.
+        own = gradient.data
+        gradient.data = shown
         _GRAD.__set__(parameter, gradient)
-        if not fits:
-            parameter.data = shown
-            if type(parameter) is nn.Parameter:
-                parameter.__class__ = ReducedGradParameter
+        gradient.data = own
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = ReducedGradParameter

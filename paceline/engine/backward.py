@@ -15,7 +15,7 @@ from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.engine.shared_graph import SharedGraph
 from paceline.engine.state import StepState
-from paceline.engine.structure import accumulator, will_accumulate
+from paceline.engine.structure import accumulator, is_accumulated, will_accumulate
 from paceline.engine.unit_order import UnitOrder
 
 
@@ -95,7 +95,7 @@ class BackwardPass:
 
     def accumulates(self, parameter: nn.Parameter) -> None:
         """Autograd is about to add to a parameter's gradient, or to hand it to `torch.autograd.grad`."""
-        if self._state.phase != "backward" and self._is_ours((parameter,)):
+        if self._state.phase != "backward" and is_accumulated(parameter):
             self._begin_in_autograd()
 
     def accumulated(self, parameter: nn.Parameter) -> None:

@@ -90,6 +90,22 @@ def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:
         return False
 
 
+def is_accumulated(parameter: nn.Parameter) -> bool:
+    """Inside a hook of a parameter's gradient: whether autograd is to add that to `grad`, and not to hand it out.
+
+    Also where the graph is from before its data were of another dtype for a while: it accumulates in another node than
+    `accumulator` gives then.
+    """
+    if in_transform():
+        return False
+    try:
+        torch._C._will_engine_execute_node(accumulator(parameter))
+    except RuntimeError:
+        # autograd.grad was asked for it. What it is not asked for has no hook called.
+        return False
+    return True
+
+
 def accumulator(parameter: nn.Parameter) -> Node:
     """Where autograd accumulates a parameter's gradient: the node of all graphs that use it as it is now."""
     with torch._C.DisableTorchFunctionSubclass():
