@@ -57,8 +57,8 @@ def set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         if shown.shape == gradient.shape and shown.dtype == gradient.dtype:
             _GRAD.__set__(parameter, gradient)
             return
-        # The gradient poses as of the parameter's kind, not the reverse: torch gives a parameter whose data are of another
-        # dtype, even for a moment, another node to accumulate in than graphs have that are still to be run backward.
+        # The gradient poses as of the parameter's kind, not the reverse: torch gives a parameter whose data are of
+        # another dtype, even for a moment, another node to accumulate in than graphs have that are yet to run backward.
         own = gradient.data
         gradient.data = shown
         _GRAD.__set__(parameter, gradient)
