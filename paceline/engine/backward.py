@@ -260,7 +260,7 @@ class BackwardPass:
         program, state = self._program, self._state
         executor, gradients, schedule = program.executor, program.gradients, self._program.schedule
         assert gradients is not None
-        gradients.used.update(late)
+        gradients.came_late(late)
         if program.collectives is None:
             gradients.copy_in(late)
         if not state.synchronises:

@@ -24,6 +24,7 @@ from paceline.engine.gradient_norm import GradientNorm
 from paceline.engine.gradients import Gradients
 from paceline.engine.hooks import install, open_for_states, refuse_other_parameters, watch_parameters
 from paceline.engine.materialise import Init, materialiser
+from paceline.engine.norm_records import GradientNorms
 from paceline.engine.optimizers import watch_optimizers
 from paceline.engine.own_memory import require_own_parameters
 from paceline.engine.program import Program
@@ -170,6 +171,14 @@ class Engine:
     def drain_events(self) -> list[Event]:
         """The events of every op executed since the last call, while they were recorded: see `record_events`."""
         return self.program.drain()
+
+    def record_gradient_norms(self, on: bool = True) -> None:
+        """Whether norms of each parameter's gradients are taken from the next step on; see `gradient_norms`."""
+        self.program.norms.is_on = on and self.world.world_size > 1
+
+    def gradient_norms(self) -> GradientNorms | None:
+        """Those of the latest step; None if none were taken. On a GPU the host waits for that step."""
+        return self.program.norms.read()
 
     def broadcast_buffers(self) -> None:
         """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call."""

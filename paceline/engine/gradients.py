@@ -14,6 +14,7 @@ from paceline.engine.assigned_gradient import set_gradient
 from paceline.engine.earlier_gradients import EarlierGradients
 from paceline.engine.flat_gradients import FlatGradients
 from paceline.engine.gradient_shard import as_shard
+from paceline.engine.norm_records import NormRecords
 from paceline.engine.parameters import Parameters
 from paceline.engine.tensors import Tensors, parameter_in, square_sum
 
@@ -40,7 +41,12 @@ class Gradients:
     """
 
     def __init__(
-        self, schedule: Schedule, parameters: Parameters, tensors: Tensors, wait: Callable[[Bucket], None]
+        self,
+        schedule: Schedule,
+        parameters: Parameters,
+        tensors: Tensors,
+        wait: Callable[[Bucket], None],
+        norms: NormRecords,
     ) -> None:
         """Allocates the buffers. A collective call where ranks communicate.
 
@@ -49,8 +55,10 @@ class Gradients:
             parameters: Of the same layout.
             tensors: Allocates the buffers.
             wait: Waits for the reductions of a bucket that are under way.
+            norms: Takes norms of gradients where it is asked to.
         """
         self._parameters, self._all, self._wait = parameters, parameters.all, wait
+        self._norms = norms
         self._low = schedule.strategy.low
         self.flat = FlatGradients(schedule, tensors, 1)
         self.earlier = EarlierGradients(self.flat, parameters, wait)
@@ -87,6 +95,7 @@ class Gradients:
         self.fired.clear()
         self.used.clear()
         self._copied.clear()
+        self._norms.begin(micro_batch)
         alone = micro_batch == 0 and synchronises
         if self.flat.schedule.strategy.reduces_each and not self.flat.sums and not alone:
             self.flat.sum_over_micro_batches()
@@ -100,7 +109,7 @@ class Gradients:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
 
-    def copy_in(self, indices: Iterable[int]) -> None:
+    def copy_in(self, indices: Collection[int]) -> None:
         """Copies the gradients of some parameters into their buckets, zero where one has none."""
         views: list[Tensor] = []
         fresh: list[Tensor] = []
@@ -136,6 +145,13 @@ class Gradients:
                 torch._foreach_copy_(views, fresh)
             for view, gradient in added:
                 view.add_(gradient)
+        if self._norms.is_on and sends:
+            self._norms.give({index: self.flat.views[index] for index in indices if index in self.used})
+
+    def came_late(self, late: Collection[int]) -> None:
+        """Gradients of these parameters arrived after they were copied in; see `late`."""
+        self.used.update(late)
+        self._norms.came_late(late)
 
     def late(self) -> list[int]:
         """Parameters whose gradient arrived after they were copied in."""
@@ -174,6 +190,9 @@ class Gradients:
             keep: Whether this rank holds the reduced gradients (with a parameter server, only rank 0 does).
         """
         chosen = set(used) if keep else set()
+        if self._norms.is_on:
+            places = {index: self.flat.reduced_of(index) for index in self.flat.trainable if index in chosen}
+            self._norms.hold({index: place for index, place in places.items() if place is not None})
         self.published.clear()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in self.flat.trainable:

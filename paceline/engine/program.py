@@ -26,6 +26,7 @@ from paceline.engine.gradients import Gradients
 from paceline.engine.materialise import Materialiser
 from paceline.engine.memory_meter import reader
 from paceline.engine.module_buffers import ModuleBuffers
+from paceline.engine.norm_records import NormRecords
 from paceline.engine.parameters import Parameters
 from paceline.engine.records import MOST_OPS
 from paceline.engine.sharded_parameter import Owner
@@ -49,6 +50,7 @@ class Program:
         structure: What the model was made of.
         specs: The model's parameters, in registration order.
         executor: Launches and records ops.
+        norms: Takes norms of gradients where it is asked to.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Program:
         self._recorded: list[Event] | None = None
         self._module, self._units, self._owner = module, tuple(units), owner
         self.specs = parameter_specs(module, self._units)
+        self.norms = NormRecords(len(self.specs))
         self.gradients: Gradients | None = None
         self.schedule = self._schedule(strategy, self._units)
         self.collectives: Collectives | None = None
@@ -161,7 +164,9 @@ class Program:
         if self.gradients is not None:
             self.gradients.replace(self.schedule, self.parameters, self._tensors)
         elif self.schedule.copies_gradients:
-            self.gradients = Gradients(self.schedule, self.parameters, self._tensors, self._wait_for_reduction)
+            self.gradients = Gradients(
+                self.schedule, self.parameters, self._tensors, self._wait_for_reduction, self.norms
+            )
 
     def assign_slots(self) -> None:
         """Gives gathered units the slots that the order they run in decides."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.core.errors import UserError
+from paceline.report.gradient_norms import Norms, read_norms
 from paceline.report.history import History, Row
 from paceline.report.lines import Damage, read_lines
 from paceline.report.link import Link, fitted_link
@@ -60,6 +61,7 @@ class Run:
         program: What recorded steps executed, most of them; None if that is not known.
         checkpoints: Steps of the checkpoints that are there.
         problems: Sentences that say what is missing, damaged or left out.
+        norms: Of gradients in the latest step that has some.
         is_own_loop: Whether it is a recording of a loop of the user's own, of which ops alone are known.
     """
 
@@ -72,6 +74,7 @@ class Run:
     program: Program | None
     checkpoints: tuple[int, ...]
     problems: tuple[str, ...]
+    norms: tuple[Norms, ...] = ()
     is_own_loop: bool = False
 
     @property
@@ -137,7 +140,7 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
         most: How many events to read, about.
     """
     from paceline.checkpoint.folder import CHECKPOINTS, complete_steps
-    from paceline.train.run_folder import ENVIRONMENT, EVENTS, METRICS
+    from paceline.train.run_folder import ENVIRONMENT, EVENTS, GRADIENT_NORMS, METRICS
 
     problems: list[str] = []
     config = _config(path, problems)
@@ -158,6 +161,9 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
             f"{EVENTS} holds no events, so there is no timeline: log.events-every says in which steps they are "
             "recorded; 0 is in none."
         )
+    damage = Damage()
+    norms = read_norms(path / GRADIENT_NORMS, damage)
+    problems += damage.describe(GRADIENT_NORMS)
     recordings = _recordings(path / EVENTS, places, most, problems)
     worlds = [_world(recording, history, facts) for recording in recordings]
     program = _program(path, config, worlds, recordings)
@@ -173,6 +179,7 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
         program=program,
         checkpoints=tuple(complete_steps(path / CHECKPOINTS)),
         problems=tuple(problems),
+        norms=norms,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.report import quantities as said
+from paceline.report.gradient_norms import norms_by_rank
 from paceline.report.holdings import Holdings
 from paceline.report.html import Html, Section, data, join, tag
 from paceline.report.moments import MOST_RANKS, moments
@@ -34,6 +35,8 @@ def synchronisation(run: Run) -> Section:
         ]
     elif run.program is not None:
         sentence = "One rank has nobody to synchronise gradients with; below is a step of two ranks in numbers."
+    if run.world_size > 1 and not run.is_own_loop:
+        body.append(norms_by_rank(run.norms, run.program))
     return Section("synchronisation", "Gradient synchronisation", sentence, join([*body, _in_numbers()]))
 
 
@@ -110,7 +113,7 @@ def _of_the_run(run: Run, program: Program) -> Html:
             "p",
             f"Buckets, units, sizes and what each rank holds are those of the run's schedule; {order}. Collectives go "
             f"{'as chosen' if len(drawn) > 1 else 'around a ring'} here, which need not be what the run's transports "
-            "chose. Events have no norms of gradients, so none are shown.",
+            "chose.",
             class_="note",
         ),
         tag("div", tag("label", "Collectives as ", tag("select", *options, id="holdings-way")), class_="controls")

@@ -33,7 +33,7 @@ from paceline.train.outputs import Outputs
 from paceline.train.progress import Progress, ValidationProgress
 from paceline.train.resume import Resume, as_planned, find_resume
 from paceline.train.rewind import run_and_go_back
-from paceline.train.run_folder import EVENTS, RunFolder, check_run_folder, create_run_folder
+from paceline.train.run_folder import EVENTS, GRADIENT_NORMS, RunFolder, check_run_folder, create_run_folder
 from paceline.train.samples import write_samples
 from paceline.train.skipped import require_progress, tell_skipped
 from paceline.train.summary import (
@@ -223,7 +223,9 @@ def _steps(training: Training) -> tuple[int, int]:
     events_due, skipped = first + log.events_every, int(update.skips[0])
     patience = StepPatience(given=config.timeout is not None)
     for step, batches in zip(range(first + 1, config.steps + 1), loader, strict=False):
-        meter.record(any(_is_read(config, number, first) for number in (step, step + 1)))
+        is_told = _is_read(config, step, first) and (step >= events_due or step == config.steps)
+        soon = any(_is_read(config, number, first) for number in (step, step + 1))
+        meter.record(soon, norms=log.gradient_norms and is_told)
         for batch in pl.accumulate(model, batches):
             loss = model(batch.inputs, batch.targets)
             asked = (*training.stop.flags(), training.leaves(), checkpoints.asked())
@@ -248,7 +250,8 @@ def _steps(training: Training) -> tuple[int, int]:
         status = exit_status(interrupts, terminations)
         last = step == config.steps or bool(status)
         if _is_read(config, step, first) or last:
-            interval, events = meter.read(step, norm, learning_rate(step - 1, config.steps, config.optim), skipped)
+            rate = learning_rate(step - 1, config.steps, config.optim)
+            interval, events, norms = meter.read(step, norm, rate, skipped)
             outputs.say(interval.line(outputs.columns))
             if step > first + 1:
                 training.forecast.steps.append(interval.step_seconds)
@@ -258,9 +261,11 @@ def _steps(training: Training) -> tuple[int, int]:
             scales = {"train/loss_scale": scale} if low else {}
             for each in (interval.figures() | scales, *checkpoints.figures()):
                 outputs.log(each, step)
-            if log.events_every and outputs.folder is not None and (step >= events_due or last):
-                outputs.folder.append(EVENTS, events)
+            if log.events_every and (step >= events_due or last):
                 events_due = step + log.events_every
+                if outputs.folder is not None:
+                    outputs.folder.append(EVENTS, events)
+                    outputs.folder.append(GRADIENT_NORMS, norms)
         if training.seat is not None:
             training.seat.has_stepped(str(checkpoints.path.parent))
         if last:

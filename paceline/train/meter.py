@@ -15,6 +15,7 @@ from paceline.comm.read_later import ReadLater
 from paceline.core.events import Event, exposed_fraction, exposed_in_step
 from paceline.engine.engine import Engine
 from paceline.launch.cores import waited_for_a_core
+from paceline.train.gradient_norms import norm_lines, norms_of_rank
 from paceline.train.metrics import Interval, peak_memory
 from paceline.train.slow_rank import SlowRank
 
@@ -37,6 +38,8 @@ class Meter:
         self._total_tokens = 0
         self._exposed = float("nan")
         self._slow_rank = SlowRank(engine.schedule)
+        self._names = [slot.spec.name for slot in engine.layout.slots]
+        self._copies = 1 if engine.schedule.has_server else engine.schedule.replicas
         self.restart()
 
     def restart(self) -> None:
@@ -48,15 +51,17 @@ class Meter:
         self._crowded = waited_for_a_core()
         self._began = time.perf_counter()
 
-    def record(self, soon: bool) -> None:
+    def record(self, soon: bool, norms: bool) -> None:
         """A step begins.
 
         Args:
             soon: Whether the meter is read after this step or the next one. On a GPU only these are recorded, as the
                 host has better things to do: what is exposed is told of the step before a reading.
+            norms: Whether norms of its gradients are taken, by parameter.
         """
         if self._world.device.type != "cpu":
             self._engine.record_events(soon)
+        self._engine.record_gradient_norms(norms)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -82,7 +87,7 @@ class Meter:
 
     def read(
         self, step: int, norm: Tensor, learning_rate: float, skipped: int
-    ) -> tuple[Interval, list[dict[str, Any]]]:
+    ) -> tuple[Interval, list[dict[str, Any]], list[dict[str, Any]]]:
         """Ends the interval. A collective call.
 
         Args:
@@ -92,7 +97,8 @@ class Meter:
             skipped: Steps left out so far.
 
         Returns:
-            The interval's figures, the same on all ranks but for clocks, and every rank's events of its last step.
+            The interval's figures, the same on all ranks but for clocks, and every rank's events of its last step,
+            and the lines of norms of its gradients, if they were taken.
         """
         tokens, loss = self._tokens_and_loss.tolist()
         seconds = time.perf_counter() - self._began
@@ -105,6 +111,7 @@ class Meter:
                 "peak": peak_memory(self._world.device),
                 "events": [event.to_dict() for event in _last_step(events)],
                 "arrivals": self._slow_rank.account(events),
+                "norms": norms_of_rank(self._engine),
             },
             "figures of the last steps",
         )
@@ -128,7 +135,11 @@ class Meter:
             slow_rank=self._slow_rank.found([row["arrivals"] for row in rows], seconds / self._count),
         )
         self.restart()
-        return interval, [event for row in rows for event in row["events"]]
+        return (
+            interval,
+            [event for row in rows for event in row["events"]],
+            norm_lines(step, [row["norms"] for row in rows], self._names, self._copies),
+        )
 
     def _exposed_share(self, events: list[Event], seconds: float) -> float:
         if self._world.device.type == "cpu":

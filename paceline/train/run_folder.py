@@ -21,7 +21,8 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 SKIPPED = "skipped.jsonl"
 SAMPLES = "samples.jsonl"
-LINES = (METRICS, EVENTS, SKIPPED, SAMPLES)
+GRADIENT_NORMS = "gradient_norms.jsonl"
+LINES = (METRICS, EVENTS, SKIPPED, SAMPLES, GRADIENT_NORMS)
 """Files that grow by a line at a time: those up to a checkpoint's step are on the disk when it counts."""
 WEIGHTS = "model.safetensors"
 RUNS = "runs"

@@ -112,6 +112,9 @@ class LogConfig:
     least those of a validation on the way, which takes a small part of the training's time."""
     events_every: int = 500
     """Steps between two steps whose events go to events.jsonl. 0: none."""
+    gradient_norms: bool = False
+    """Also write the norm of each parameter's gradient on each rank, before and after it is reduced, to
+    gradient_norms.jsonl, of the steps whose events are written."""
     samples: bool = False
     """Also write the numbers of each step's samples, by rank, to samples.jsonl in the run's folder."""
     tensorboard: bool = False
@@ -126,6 +129,11 @@ class LogConfig:
         at_end = self.validate_batches_at_end
         check("log.validate_batches_at_end", at_end, at_end >= 0, "0 (a tenth of the steps) or more batches")
         check("log.events_every", self.events_every, self.events_every >= 0, "0 (never) or more steps")
+        if self.gradient_norms and not self.events_every:
+            raise UserError(
+                "log.gradient_norms: norms are written of the steps whose events are, and log.events_every is 0, so "
+                "there are none: set it to 1 or more"
+            )
 
     def batches_at_end(self, steps: int) -> int:
         """Global batches in the validation after a training of `steps`."""

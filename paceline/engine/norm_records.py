@@ -1,0 +1,93 @@
+"""Norms of each parameter's gradient in a step: of what this rank gives to reductions, and of what it has then."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """2-norms of one rank's gradients in a step, by slot of the layout; None where there is no gradient.
+
+    Attributes:
+        given: Of each micro-batch that was reduced, in order: what the rank gave.
+        held: What it has after the last reduction: the whole gradient, or its shard.
+    """
+
+    given: list[list[float | None]]
+    held: list[float | None]
+
+
+class NormRecords:
+    """Takes norms where gradients lie at that moment; the host reads them when the step is over, and waits then alone.
+
+    Attributes:
+        is_on: Whether norms are taken. Nothing is done otherwise.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        """Takes none yet.
+
+        Args:
+            parameters: Of the model.
+        """
+        self.is_on = False
+        self._parameters, self._micro_batch = parameters, 0
+        self._given: list[tuple[int, Sequence[int], Tensor]] = []
+        self._late: set[tuple[int, int]] = set()
+        self._held: list[tuple[Sequence[int], Tensor]] = []
+
+    def begin(self, micro_batch: int) -> None:
+        """A backward begins; with the first of a step what there is of others is dropped."""
+        self._micro_batch = micro_batch
+        if micro_batch == 0:
+            self._given, self._held = [], []
+            self._late.clear()
+
+    def give(self, gradients: dict[int, Tensor]) -> None:
+        """These are about to be reduced."""
+        self._given += [(self._micro_batch, indices, norms) for indices, norms in _norms(gradients)]
+
+    def came_late(self, indices: Collection[int]) -> None:
+        """Of these parameters more came than was given in this micro-batch, so what was is not told."""
+        if self.is_on:
+            self._late.update((self._micro_batch, index) for index in indices)
+
+    def hold(self, gradients: dict[int, Tensor]) -> None:
+        """These were reduced."""
+        self._held = _norms(gradients)
+
+    def read(self) -> GradientNorms | None:
+        """Of the latest step; None if none were taken to its end. On a GPU the host waits for them."""
+        if not self._held and not self._given:
+            return None
+        numbers = sorted({micro_batch for micro_batch, *_ in self._given})
+        given: dict[int, list[float | None]] = {number: [None] * self._parameters for number in numbers}
+        held: list[float | None] = [None] * self._parameters
+        parts = [*(norms for *_, norms in self._given), *(norms for _, norms in self._held)]
+        values = iter(torch.cat(parts).tolist())
+        for micro_batch, indices, _ in self._given:
+            for index in indices:
+                value = next(values)
+                given[micro_batch][index] = None if (micro_batch, index) in self._late else value
+        for indices, _ in self._held:
+            for index in indices:
+                held[index] = next(values)
+        return GradientNorms([given[number] for number in numbers], held)
+
+
+def _norms(gradients: dict[int, Tensor]) -> list[tuple[Sequence[int], Tensor]]:
+    """For gradients of each dtype: which parameters' they are, and fp64 (as many,) their norms."""
+    found: list[tuple[Sequence[int], Tensor]] = []
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients.values()):
+            indices = [index for index, gradient in gradients.items() if gradient.dtype == dtype]
+            # Squares of low precision's numbers are out of its range.
+            wide = torch.promote_types(dtype, torch.float32)
+            norms = torch._foreach_norm([gradients[index] for index in indices], 2, wide)
+            found.append((indices, torch.stack(norms).double()))
+    return found
