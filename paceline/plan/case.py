@@ -76,7 +76,8 @@ class Case:
         strategy = setting.strategy
         schedule = replace(self.schedule(strategy), strategy=strategy)
         work = self.subject.work(setting.samples, strategy.precision)
-        return footprint(work, schedule, setting.micro_batches, framework=self.hardware.framework)
+        framework, buffers = self.hardware.framework, self.subject.shapes.buffers
+        return footprint(work, schedule, setting.micro_batches, framework=framework, buffers=buffers)
 
     def estimate(self, setting: Setting) -> Estimate:
         """What a step takes and holds.

@@ -25,13 +25,21 @@ def main(arguments: Sequence[str]) -> int:
     devices = options.devices
     if devices is None:
         raise UserError("paceline plan: --devices is missing: how many there are, one rank on each")
+    for name, other in _GO_WITH.items():
+        if _given(options, name) and not _given(options, other):
+            raise UserError(f"{_flag(name)}: plays no part without {_flag(other)}; add it")
     if options.hardware or options.here:
+        if of_exact := [name for name in _WITHOUT_HARDWARE if _given(options, name)]:
+            raise UserError(
+                f"{_flag(of_exact[0])}: is of the exact bytes, shown without --hardware and --here; with them groups "
+                "and micro-batches are found, for the --batch-tokens of a step"
+            )
         from paceline.plan.command import forecast
 
         return forecast(options, devices)
-    if needing := [name for name in _NEED_HARDWARE if getattr(options, name) != getattr(PlanArguments, name)]:
+    if needing := [name for name in _NEED_HARDWARE if _given(options, name)]:
         raise UserError(
-            f"--{needing[0].replace('_', '-')}: needs to know what the devices are: add --hardware, such as "
+            f"{_flag(needing[0])}: needs to know what the devices are: add --hardware, such as "
             "--hardware h100, or --here"
         )
     from paceline.plan import exact_table
@@ -51,8 +59,29 @@ _NEED_HARDWARE = (
     "scaling",
     "picture",
     "failures",
+    "all",
+    "network",
+    "slow_rank",
 )
 """Options of forecasts of time."""
+
+_WITHOUT_HARDWARE = ("shard", "micro_batches")
+
+_GO_WITH = {
+    "price": "tokens",
+    "power_price": "tokens",
+    "save_seconds": "failures",
+    "restart_seconds": "failures",
+}
+"""Options that say more of what another asks for."""
+
+
+def _given(options: PlanArguments, name: str) -> bool:
+    return bool(getattr(options, name) != getattr(PlanArguments, name))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _check(options: PlanArguments) -> None:
@@ -73,4 +102,4 @@ def _check(options: PlanArguments) -> None:
 def _range(options: PlanArguments, name: str, least: float, expected: str) -> None:
     value = getattr(options, name)
     if not least <= value < math.inf:
-        raise UserError(f"--{name.replace('_', '-')}: expected {expected}, got {value}")
+        raise UserError(f"{_flag(name)}: expected {expected}, got {value}")

@@ -143,8 +143,9 @@ def _memory(case: Case, estimate: Estimate) -> Iterator[Term]:
     shards = strategy.shards(case.devices)
     stage, low = strategy.stage, strategy.low
     states = f"{'12' if low else '8'} P{f' / {shards}' if stage else ''}"
+    buffers = ", and the model's buffers" if case.subject.shapes.buffers else ""
     held = {
-        "parameters": f"{2 if low else 4} P{f' / {shards}' if stage == 3 else ''}",
+        "parameters": f"{2 if low else 4} P{f' / {shards}' if stage == 3 else ''}{buffers}",
         "gradients": f"4 P{f' / {shards}' if stage >= 2 else ''}, and what autograd holds at the peak",
         "optimizer": f"{states}: {'fp32 master and ' if low else ''}Adam's two states",
         "activations": f"what is kept for backward by {setting.samples} x {case.subject.context:,} tokens, traced",

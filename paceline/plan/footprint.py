@@ -32,7 +32,7 @@ class Footprint:
     """Bytes that one rank holds at the fullest moment of a step, by kind.
 
     Attributes:
-        parameters: What is computed with: whole, or this rank's shards.
+        parameters: What is computed with: whole, or this rank's shards; and the model's buffers.
         gradients: What lives from backward to update, and a unit's gradients between autograd and their bucket.
         optimizer: The optimizer's states, and the master that it updates under low precision.
         activations: What is kept for backward, and what a pass needs beside it.
@@ -67,7 +67,7 @@ class Footprint:
 
 
 def footprint(
-    work: Work, schedule: Schedule, micro_batches: int = 1, *, framework: int = 0, states: int = 2
+    work: Work, schedule: Schedule, micro_batches: int = 1, *, framework: int = 0, states: int = 2, buffers: int = 0
 ) -> Footprint:
     """What one rank holds during its steps.
 
@@ -77,13 +77,14 @@ def footprint(
         micro_batches: Micro-batches of a step.
         framework: Bytes outside of what is counted, as in `Hardware.framework`.
         states: Numbers that the optimizer keeps for each parameter; it is taken for a fused one, which needs no others.
+        buffers: Bytes of the model's buffers.
     """
     held = memory(schedule, micro_batches, states)
     # Where nothing copies gradients they are autograd's own, which come in backward and are gone after the update.
     kept = held.gradients if schedule.copies_gradients else 0
     fullest = max(moments(work, schedule, micro_batches), key=lambda moment: moment.total)
     return Footprint(
-        parameters=held.parameters,
+        parameters=held.parameters + buffers,
         gradients=kept + fullest.gradients,
         optimizer=held.optimizer,
         activations=fullest.activations,
@@ -91,7 +92,7 @@ def footprint(
         buckets=held.buckets,
         gathered=held.gathered,
         framework=framework,
-        steady=held.total - held.gradients + kept + framework,
+        steady=held.total - held.gradients + kept + framework + buffers,
         moment=fullest.name,
     )
 

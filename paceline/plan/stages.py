@@ -29,6 +29,9 @@ class Shapes:
     units: tuple[str, ...]
     """In the order in which they are registered, which is taken for that of the forward pass."""
 
+    buffers: int = 0
+    """Bytes of the model's buffers, whole on every rank, in their own types."""
+
     @property
     def numel(self) -> int:
         """Number of parameters; shared ones count once."""
@@ -43,7 +46,8 @@ class Shapes:
 def shapes(model: nn.Module) -> Shapes:
     """The shapes of a model, on any device."""
     units = tuple(find_units(model))
-    return Shapes(tuple(parameter_specs(model, units)), units)
+    buffers = {id(each): each.numel() * each.itemsize for each in model.buffers()}
+    return Shapes(tuple(parameter_specs(model, units)), units, sum(buffers.values()))
 
 
 @dataclass(frozen=True)

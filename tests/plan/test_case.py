@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from paceline.plan.case import Case, split
 from paceline.plan.costs import step_costs
 from paceline.plan.estimate import Setting
 from paceline.plan.least import Least
-from paceline.plan.subject import transformer
+from paceline.plan.subject import of_module, transformer
 from tests.quick import examples
 
 SMALL = transformer("small", PRESETS["small"])
@@ -97,3 +98,16 @@ def test_what_binds_is_named() -> None:
     assert slow.bound == "network" and slow.communication > slow.compute
     memory = replace(big.hardware, device=replace(big.hardware.device, bandwidth=2e10))
     assert Case(LLAMA, memory, 1).estimate(Setting(Strategy(precision="bfloat16"), 1, 1)).bound == "memory bandwidth"
+
+
+def test_buffers_are_held_whole_at_every_stage() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    inputs = torch.empty(1, 64, device="meta")
+
+    def held(zero: int) -> int:
+        case = Case(of_module("mine", model, inputs), profiles.hardware("h100"), 8)
+        return case.footprint(Setting(Strategy(zero=zero), 1, 1)).peak  # type: ignore[arg-type]
+
+    without = [held(0), held(3)]
+    model.register_buffer("table", torch.empty(1 << 20, dtype=torch.float64, device="meta"))
+    assert [held(0), held(3)] == [each + (8 << 20) for each in without]

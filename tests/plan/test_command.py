@@ -79,6 +79,10 @@ def test_nothing_fits_says_by_how_much_and_what_would(capsys: pytest.CaptureFixt
         (["--devices", "8", "--hardware", "h10"], "--hardware h10: expected one of v100, .* did you mean"),
         (["--devices", "8", "--hardware", "v100", "--precision", "bfloat16"], "v100 multiplies matrices in float16"),
         (["--devices", "8", "--here"], "expected --hardware or --here, got both"),
+        (["--devices", "8", "--price", "2"], "--price: plays no part without --tokens"),
+        (["--devices", "8", "--save-seconds", "9"], "--save-seconds: plays no part without --failures"),
+        (["--devices", "8", "--micro-batches", "4"], "--micro-batches: is of the exact bytes, .* --batch-tokens"),
+        (["--devices", "8", "--shard", "4"], "--shard: is of the exact bytes"),
         (["--devices", "8", "--price", "-1"], "--price: expected 0 or more, got -1"),
         (["--devices", "8", "--network", "0"], "--network: expected a factor above 0"),
         (["--devices", "8", "--slow-rank", "0.5"], "--slow-rank: expected 1"),
@@ -102,6 +106,8 @@ def test_a_mistake_is_one_line_and_status_2(
 def test_times_need_hardware_and_learned_positions_their_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "tiny", "--devices", "8", "--batch-tokens", "4M"]) == 2
     assert "--batch-tokens: needs to know what the devices are: add --hardware" in capsys.readouterr().err
+    assert main(["plan", "--model", "tiny", "--devices", "8", "--network", "0.5"]) == 2
+    assert "--network: needs to know what the devices are" in capsys.readouterr().err
     assert main(["plan", "--model", "gpt2-124m", "--devices", "8", "--hardware", "a100", "--context", "4096"]) == 2
     assert "gpt2-124m has learned positions for 1,024 tokens" in capsys.readouterr().err
     assert main(["plan", "--devices", "8", "--hardware", "a100"]) == 2
