@@ -117,6 +117,8 @@ def read(path: str | Path) -> Table:
         header = next(lines, [])
         if not any(cell.strip() for cell in header):
             raise UserError(f"{path}: expected a first line that names the columns, got an empty one")
+        if len(header) == 1 and (other := next((each for each in ";\t|" if each in header[0]), "")):
+            raise UserError(f"{path}: expected commas between columns, or tabs in a .tsv file, got {other!r}")
         columns = [resolve(cell) for cell in header]
         rows = [_row(lines.line_num, header, columns, cells) for cells in lines if any(map(str.strip, cells))]
     except csv.Error as error:

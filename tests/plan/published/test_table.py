@@ -53,6 +53,7 @@ def test_a_line_of_another_length_is_kept_with_its_fault(tmp_path: Path) -> None
     [
         ("", "names the columns"),
         ("a,b\n", "got none"),
+        ("gpu;n_gpus\nh100;8\n", "expected commas between columns, .* got ';'"),
         ('gpu\n"a', "got what is none"),
         (" , \n1,2\n", "names the col"),
     ],
