@@ -76,8 +76,8 @@ def judge(
             return Outcome("RAISED", f"rank {rank}: {seen.error}: {seen.message}\n{seen.where}")
     errors = [(rank, seen) for rank, seen in enumerate(ranks) if seen.error in OURS]
     if errors:
-        rank, seen = errors[0]
-        told = f"rank {rank} after {seen.changes} changes: {seen.error}: {seen.message}"
+        rank, first = errors[0]
+        told = f"rank {rank} after {first.changes} changes: {first.error}: {first.message}"
         quiet = [rank for rank, seen in enumerate(ranks) if not seen.error]
         if any(seen.late for seen in ranks):
             return Outcome("HUNG", f"others waited until the time limit. {told}")
@@ -87,9 +87,9 @@ def judge(
             wrong = _difference_to_states(seen, reference, max(tolerance, noted))
             if wrong:
                 return Outcome("CHANGED", f"rank {rank}: {wrong}. {told}")
-        if not program.lenient:
+        if not (program.lenient or (program.edits_lost and "was edited" in first.message)):
             return Outcome(UNSERVED, told)
-        return Outcome(REFUSED if REMEDY.search(seen.message) else "UNCLEAR", told)
+        return Outcome(REFUSED if REMEDY.search(first.message) else "UNCLEAR", told)
     for rank, seen in enumerate(ranks):
         if seen.error:
             return Outcome(
@@ -102,6 +102,19 @@ def judge(
         if wrong:
             return Outcome("WRONG", f"rank {rank}: {wrong}")
     return Outcome(RIGHT)
+
+
+def furthest(weights: Weights, notes: list[Note], reference: Plain) -> tuple[float, float]:
+    """How far weights and what ranks noted are at most from the reference's, as `judge` measures both."""
+    pairs = zip(weights, reference.states[-1], strict=True)
+    off = max(_apart(value, mine[name]) for mine, theirs in pairs for name, value in theirs.items())
+    noted = [
+        _apart(b, a)
+        for (_, mine), (_, theirs) in zip(notes, reference.notes, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+        if a is not None and b is not None
+    ]
+    return off, max(noted, default=0.0)
 
 
 def _difference_to_states(seen: Seen, reference: Plain, tolerance: float) -> str:

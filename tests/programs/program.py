@@ -30,6 +30,11 @@ class Program:
         unequal = len(set(self.loop.micro_batches[: self.ranks])) > 1 and self.loop.way != "uneven"
         return unequal or self.strategy.zero == 3 or self.strategy.share_parameters
 
+    @property
+    def edits_lost(self) -> bool:
+        """Whether it edits weights by hand in low precision, where that alone may be refused at any stage."""
+        return self.loop.clamps and self.strategy.low
+
     def features(self) -> list[str]:
         """What sets this program apart, a few words each."""
         found = [f"block: {kind}" for kind in dict.fromkeys(self.model.blocks)] if not self.model.whole else []

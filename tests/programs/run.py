@@ -17,6 +17,7 @@ from tests.programs.adapter import Ddp, Job, Parallel, Plain, state_of
 from tests.programs.loops import Training
 from tests.programs.outcome import REFUSED, RIGHT, UNSERVED, Outcome, Seen, judge
 from tests.programs.program import Program
+from tests.programs.rounded import rounding_alone
 from tests.ranks import RankError, RankPool
 
 TIME_LIMIT = 10.0
@@ -156,7 +157,8 @@ def _on_ranks(program: Program, pool: RankPool, dtype: torch.dtype, peer: str) -
 def _in_low_precision(reference: Plain, program: Program, pool: RankPool) -> Outcome:
     """Holds a program in low precision against itself at zero 0: both round alike, but in sums of another order.
 
-    What zero 0 does is held against one process in float64, as far as rounding lets it.
+    What zero 0 does is held against one process in float64, as far as rounding lets it: some programs enlarge errors
+    such that one process in low precision is as far from that.
     """
     strategy = replace(program.strategy, zero=0, share_parameters=False, shard=0, accumulation="auto")
     whole = replace(program, strategy=strategy)
@@ -164,12 +166,18 @@ def _in_low_precision(reference: Plain, program: Program, pool: RankPool) -> Out
         peers = _on_ranks(whole, pool, torch.float32, "paceline")
     except RankError as error:
         return Outcome("HUNG", f"at zero 0: {str(error)[-3000:]}")
-    found = judge(whole, reference, peers, tolerance=0.03, noted=0.3)
-    if found.kind != RIGHT:
+    off, noted = 0.03, 0.3
+    found = judge(whole, reference, peers, off, noted)
+    if found.kind == "WRONG":
+        alone_off, alone_noted = rounding_alone(program, reference)
+        found = judge(whole, reference, peers, max(off, 1.5 * alone_off), max(noted, 1.5 * alone_noted))
+    if not found.fine:
         return Outcome(found.kind, f"at zero 0: {found.why}")
     if program.strategy == strategy:
         return found
-    # Of what happened on the way only this is known.
-    assert peers[0].weights is not None
-    reference.notes, reference.states[-1] = peers[0].notes, peers[0].weights
-    return _held_against(reference, program, pool, torch.float32, "paceline", tolerance=4e-3, noted=0.06)
+    if found.kind == RIGHT:
+        # Of what happened on the way only this is known.
+        assert peers[0].weights is not None
+        reference.notes, reference.states[-1] = peers[0].notes, peers[0].weights
+        off, noted = 4e-3, 0.06
+    return _held_against(reference, program, pool, torch.float32, "paceline", tolerance=off, noted=noted)
