@@ -32,7 +32,7 @@ def without_whole_parameters() -> Iterator[None]:
     with (
         as_on_gpus(),
         patch.object(FullParameters, "full", refused),
-        patch("paceline.engine.engine.leave", left),
+        patch("paceline.engine.recovery.leave", left),
     ):
         yield
 
