@@ -39,21 +39,21 @@ if TYPE_CHECKING:
         release,
         reset,
     )
-    from paceline.engine.grad_scaler import GradScaler
-    from paceline.engine.optimizers import elementwise
-    from paceline.engine.recording import record
-    from paceline.engine.replicas import check_replicas
+    from paceline.optimizers.grad_scaler import GradScaler
+    from paceline.optimizers.shard_states import elementwise
     from paceline.plan.check import check
     from paceline.report.recorded_loop import report
+    from paceline.report.recording import record
+    from paceline.verify.replicas import check_replicas
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "paceline.comm.transport": ("CommunicationError",),
-    "paceline.engine.grad_scaler": ("GradScaler",),
-    "paceline.engine.optimizers": ("elementwise",),
-    "paceline.engine.recording": ("record",),
-    "paceline.engine.replicas": ("check_replicas",),
+    "paceline.optimizers.grad_scaler": ("GradScaler",),
+    "paceline.optimizers.shard_states": ("elementwise",),
+    "paceline.report.recording": ("record",),
+    "paceline.verify.replicas": ("check_replicas",),
     "paceline.comm.control": ("all_gather_json", "barrier"),
     "paceline.comm.world": ("World", "init", "shutdown"),
     "paceline.engine.api": (

@@ -15,8 +15,8 @@ from paceline.comm.streams import HostClock
 from paceline.command_line.json_file import JsonFile
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.ops import Key, Op
-from paceline.engine.executor import Executor
-from paceline.engine.memory_meter import reader
+from paceline.executor.executor import Executor
+from paceline.executor.memory_meter import reader
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
 

@@ -15,7 +15,7 @@ from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.reader import Reader
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
-from paceline.engine.optimizers import OF_ALL, SHARD
+from paceline.optimizers.shard_states import OF_ALL, SHARD
 
 
 class ElementState(NamedTuple):

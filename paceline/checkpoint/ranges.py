@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.core.layout import ParameterSpec
 from paceline.core.mesh import REPLICATE
 from paceline.engine.engine import Engine
-from paceline.engine.optimizers import SHARD
+from paceline.optimizers.shard_states import SHARD
 
 ReadInto = Callable[[int, Tensor], None]
 """(start, target): fills a one-dimensional tensor with a stored one's elements from `start` on, in row-major order."""

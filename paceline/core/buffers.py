@@ -17,6 +17,17 @@ another dtype. unsharded: gathered units. gradients: whole, for as long as a ste
 to reduction. reduced: this rank's share of the reduced gradients, where it does not lie in the whole ones. statistics:
 what ranks agree on."""
 
+USER_SUMS = 16
+"""How many sums of a training loop's own the statistics hold at most."""
+
+CHECKS = 2
+"""How many numbers in the statistics must be the same on every rank, each with its square."""
+
+
+def statistics_numel(parameters: int) -> int:
+    """Number of fp64 elements that ranks agree on, for a model of so many parameters."""
+    return 2 * parameters + USER_SUMS + 3 + 2 * CHECKS
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:

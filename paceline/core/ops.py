@@ -40,7 +40,7 @@ WRITTEN = "parameters written"
 """Target of the barrier behind which every rank has updated its shard of them."""
 
 STATISTICS = "statistics"
-"""Target of the small all-reduce that sums what ranks must agree on (see `engine.statistics`)."""
+"""Target of the small all-reduce that sums what ranks must agree on (see `executor.statistics`)."""
 
 BUFFERS = "buffers of"
 """How the target begins of what sends rank 0's buffers that forwards change; their dtype follows."""

@@ -17,7 +17,7 @@ from paceline.comm.world import current_world
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.engine.engine import Engine
-from paceline.engine.plain_copies import ENGINE, SET, copy_plain, reduce_plain
+from paceline.hooks.plain_copies import ENGINE, SET, copy_plain, reduce_plain
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")

@@ -11,12 +11,12 @@ from torch import nn
 from paceline.core.errors import EngineError
 from paceline.core.layout import ROOT
 from paceline.core.ops import GRADIENTS, STATISTICS, Key, Op
+from paceline.core.step_state import StepState
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.engine.shared_graph import SharedGraph
-from paceline.engine.state import StepState
-from paceline.engine.structure import accumulator, is_accumulated, will_accumulate
 from paceline.engine.unit_order import UnitOrder
+from paceline.hooks.structure import accumulator, is_accumulated, will_accumulate
 
 
 class BackwardPass:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.buffers.flat_gradients import FlatGradients
 from paceline.core.layout import Bucket
-from paceline.engine.flat_gradients import FlatGradients
-from paceline.engine.gradient_shard import GradientShard
 from paceline.engine.parameters import Parameters
+from paceline.tensors.gradient_shard import GradientShard
 
 
 class EarlierGradients:

@@ -16,25 +16,25 @@ from paceline.comm.world import World
 from paceline.core.events import Event
 from paceline.core.layout import Layout
 from paceline.core.schedule import Schedule
+from paceline.core.step_state import StepState
 from paceline.core.strategy import Strategy
 from paceline.engine.backward import BackwardPass
-from paceline.engine.casting import cast_inputs, cast_singular_vectors
 from paceline.engine.forward import ForwardPass
 from paceline.engine.gradient_norm import GradientNorm
 from paceline.engine.gradients import Gradients
-from paceline.engine.hooks import install, open_for_states, refuse_other_parameters, watch_parameters
-from paceline.engine.materialise import Init, materialiser
-from paceline.engine.norm_records import GradientNorms
-from paceline.engine.optimizers import watch_optimizers
-from paceline.engine.own_memory import require_own_parameters
 from paceline.engine.program import Program
-from paceline.engine.recompute import recompute
 from paceline.engine.recovery import close, gives_up, require_between_steps, reset, weights_replaced
-from paceline.engine.state import StepState
-from paceline.engine.to_device import move
 from paceline.engine.unit_outputs import UnitOutputs
 from paceline.engine.update import Update
+from paceline.executor.gradient_norms import GradientNorms
+from paceline.hooks.casting import cast_inputs, cast_singular_vectors
+from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, watch_parameters
+from paceline.materialise.materialiser import Init, materialiser
+from paceline.materialise.own_memory import require_own_parameters
+from paceline.materialise.to_device import move
+from paceline.models.recompute import recompute
 from paceline.models.units import find_blocks, find_units
+from paceline.optimizers.watch import watch_optimizers
 
 
 class Engine:

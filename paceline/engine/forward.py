@@ -11,10 +11,10 @@ from torch import Tensor
 from paceline.core.errors import EngineError
 from paceline.core.layout import ROOT, Bucket
 from paceline.core.ops import EXTRA, WRITTEN, Key, Op, Phase
+from paceline.core.step_state import StepState
 from paceline.engine.full_parameters import FullParameters
-from paceline.engine.hooks import in_backward, in_transform
 from paceline.engine.program import Program
-from paceline.engine.state import StepState
+from paceline.hooks.modules import in_backward, in_transform
 
 _lacking: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
 """Passes of models that some rank only follows the schedule of in this micro-batch, as it has none."""

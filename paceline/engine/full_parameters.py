@@ -9,14 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline.buffers.flat_parameters import FlatParameters
+from paceline.buffers.memory import parameter_in
 from paceline.core.buffers import has_master
 from paceline.core.layout import Bucket
 from paceline.core.ops import READ, WRITTEN
-from paceline.engine.flat_parameters import FlatParameters
 from paceline.engine.parameters import Parameters
 from paceline.engine.program import Program
-from paceline.engine.sharded_parameter import disown, unguard
-from paceline.engine.tensors import parameter_in
+from paceline.tensors.sharded_parameter import disown, unguard
 
 Gather = Callable[[Tensor, Tensor, str], None]
 """(buffer, this rank's shard, label): fills the buffer from all shards; a collective call."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from paceline.buffers.memory import square_sum
 from paceline.engine.program import Program
-from paceline.engine.tensors import square_sum
 from paceline.engine.update import Update
 
 

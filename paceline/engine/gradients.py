@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline.buffers.flat_gradients import FlatGradients
+from paceline.buffers.memory import Tensors, parameter_in, square_sum
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
-from paceline.engine.assigned_gradient import set_gradient
 from paceline.engine.earlier_gradients import EarlierGradients
-from paceline.engine.flat_gradients import FlatGradients
-from paceline.engine.gradient_shard import as_shard
-from paceline.engine.norm_records import NormRecords
 from paceline.engine.parameters import Parameters
-from paceline.engine.tensors import Tensors, parameter_in, square_sum
+from paceline.executor.gradient_norms import NormRecords
+from paceline.tensors.assigned_gradient import set_gradient
+from paceline.tensors.gradient_shard import as_shard
 
 
 class Gradients:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from paceline.comm.control import all_gather_json
 from paceline.core.schedule import Schedule
-from paceline.engine.collectives import Collectives
-from paceline.engine.executor import Executor
+from paceline.executor.collectives import Collectives
+from paceline.executor.executor import Executor
 
 
 class ModuleBuffers:

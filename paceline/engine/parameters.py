@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.buffers.edits import Edits
+from paceline.buffers.flat_parameters import FlatParameters
+from paceline.buffers.memory import Tensors, parameter_in, placeholder
 from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
-from paceline.engine.edits import Edits
-from paceline.engine.flat_parameters import FlatParameters
-from paceline.engine.sharded_parameter import Owner, guard, own, unguard
-from paceline.engine.tensors import Tensors, parameter_in, placeholder
 from paceline.engine.unsharded import Unsharded
+from paceline.tensors.sharded_parameter import Owner, guard, own, unguard
 
 
 class Parameters:

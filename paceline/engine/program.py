@@ -8,9 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from paceline.buffers.memory import Tensors
+from paceline.comm.agreement import check_same_model
 from paceline.comm.connect import open_clock
 from paceline.comm.transport import Transport
 from paceline.comm.world import World
+from paceline.core.buffers import statistics_numel
 from paceline.core.build_layout import build_layout
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.errors import EngineError
@@ -19,21 +22,19 @@ from paceline.core.layout import ROOT, Bucket, Layout
 from paceline.core.ops import STATISTICS, Op
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
-from paceline.engine.agreement import check_same_model
-from paceline.engine.collectives import Collectives
-from paceline.engine.executor import Executor
 from paceline.engine.gradients import Gradients
-from paceline.engine.materialise import Materialiser
-from paceline.engine.memory_meter import reader
 from paceline.engine.module_buffers import ModuleBuffers
-from paceline.engine.norm_records import NormRecords
 from paceline.engine.parameters import Parameters
-from paceline.engine.records import MOST_OPS
-from paceline.engine.sharded_parameter import Owner
-from paceline.engine.statistics import Statistics, length
-from paceline.engine.structure import Structure
-from paceline.engine.tensors import Tensors
+from paceline.executor.collectives import Collectives
+from paceline.executor.executor import Executor
+from paceline.executor.gradient_norms import NormRecords
+from paceline.executor.memory_meter import reader
+from paceline.executor.records import MOST_OPS
+from paceline.executor.statistics import Statistics
+from paceline.hooks.structure import Structure
+from paceline.materialise.materialiser import Materialiser
 from paceline.models.units import parameter_specs
+from paceline.tensors.sharded_parameter import Owner
 
 
 class Program:
@@ -98,7 +99,7 @@ class Program:
         self._tensors.allocate(self.schedule.buffers(), "statistics")
         buffer = self._tensors.by_name.get("statistics")
         if buffer is None:
-            buffer = torch.zeros(length(len(self.specs)), dtype=torch.float64, device=world.device)
+            buffer = torch.zeros(statistics_numel(len(self.specs)), dtype=torch.float64, device=world.device)
         self.statistics = Statistics(len(self.specs), world.world_size, buffer)
         self.start()
 
@@ -106,7 +107,7 @@ class Program:
         # Units that do not run on their own come first: their gradients are complete last.
         idle = [unit for unit in (ROOT, *self._units) if unit not in order]
         layout = build_layout(self.specs, [*idle, *order], strategy, self.world.world_size)
-        size = length(len(self.specs))
+        size = statistics_numel(len(self.specs))
         return Schedule(layout, strategy, self.world.world_size, self.world.rank, order, statistics=size)
 
     def _send(self, tensors: Iterable[Tensor]) -> None:

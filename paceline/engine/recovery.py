@@ -10,9 +10,9 @@ import torch
 
 from paceline.core.errors import EngineError
 from paceline.core.ops import WRITTEN
-from paceline.engine.casting import cast_singular_vectors
 from paceline.engine.full_parameters import leave
-from paceline.engine.optimizers import leave_optimizers
+from paceline.hooks.casting import cast_singular_vectors
+from paceline.optimizers.watch import leave_optimizers
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

@@ -9,8 +9,8 @@ import torch
 from torch.autograd import Variable
 
 from paceline.engine.program import Program
-from paceline.engine.structure import will_accumulate
 from paceline.engine.unit_order import UnitOrder
+from paceline.hooks.structure import will_accumulate
 
 
 class SharedGraph:

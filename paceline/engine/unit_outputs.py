@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.engine.full_parameters import FullParameters
-from paceline.engine.outputs import Leftovers, own_copies, require_seen
 from paceline.engine.program import Program
+from paceline.hooks.outputs import Leftovers, own_copies, require_seen
 
 
 class UnitOutputs:

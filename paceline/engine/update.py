@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.comm.agreement import differing
 from paceline.core.errors import EngineError, UserError
 from paceline.core.ops import GRADIENTS, OPTIMIZER, READ, Key, Op
-from paceline.engine.agreement import differing
-from paceline.engine.assigned_gradient import set_gradient
+from paceline.core.step_state import StepState
 from paceline.engine.forward import ForwardPass
-from paceline.engine.freed import return_freed_memory
-from paceline.engine.gradient_shard import GradientShard, as_shard
-from paceline.engine.optimizers import prepare_optimizer, require_states_of
 from paceline.engine.program import Program
-from paceline.engine.state import StepState
+from paceline.materialise.freed import return_freed_memory
+from paceline.optimizers.shard_states import prepare_optimizer, require_states_of
+from paceline.tensors.assigned_gradient import set_gradient
+from paceline.tensors.gradient_shard import GradientShard, as_shard
 
 
 class Update:
@@ -50,7 +50,7 @@ class Update:
         if parameters.flat.managed:
             self._forward.wait_for_updates()
             parameters.require_unedited()
-            prepare_optimizer(optimizer, parameters, program.strategy)
+            prepare_optimizer(optimizer, parameters.flat, program.strategy)
         else:
             require_states_of(optimizer)
         executor.load(executor.step, self._ops())

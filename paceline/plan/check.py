@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from paceline.comm.devices import strategy_on
+from paceline.core.buffers import statistics_numel
 from paceline.core.build_layout import build_layout
 from paceline.core.check import Report, all_ranks
 from paceline.core.check import check as check_schedules
 from paceline.core.errors import UserError
 from paceline.core.layout import ROOT
 from paceline.core.strategy import Strategy
-from paceline.engine.statistics import length
 from paceline.models.units import find_units, parameter_specs
 
 
@@ -63,5 +63,5 @@ def examine(model: nn.Module, strategy: Strategy, devices: int, micro_batches: i
     units = tuple(find_units(model, strategy.units))
     specs = parameter_specs(model, units)
     layout = build_layout(specs, (ROOT, *units), strategy, devices)
-    ranks = all_ranks(layout, strategy, devices, units, statistics=length(len(specs)))
+    ranks = all_ranks(layout, strategy, devices, units, statistics=statistics_numel(len(specs)))
     return check_schedules(ranks, micro_batches)

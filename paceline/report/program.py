@@ -66,10 +66,10 @@ def program_of(path: Path, config: TrainConfig, world_size: int) -> Program | No
     """The program of a run's folder; None if its tokenizer, which gives the model's size, cannot be read."""
     import torch
 
+    from paceline.core.buffers import statistics_numel
     from paceline.core.build_layout import build_layout
     from paceline.core.layout import ROOT
     from paceline.data import Tokenizer
-    from paceline.engine.statistics import length
     from paceline.models.transformer import Transformer
     from paceline.models.units import find_units, parameter_specs
     from paceline.train.run_folder import TOKENIZER
@@ -81,7 +81,7 @@ def program_of(path: Path, config: TrainConfig, world_size: int) -> Program | No
         units = tuple(find_units(model, config.strategy.units))
         specs = tuple(parameter_specs(model, units))
         layout = build_layout(specs, (ROOT, *units), config.strategy, world_size)
-        schedule = Schedule(layout, config.strategy, world_size, 0, units, statistics=length(len(specs)))
+        schedule = Schedule(layout, config.strategy, world_size, 0, units, statistics=statistics_numel(len(specs)))
         return Program(schedule, math.ceil(math.ceil(config.batch / world_size) / config.micro_batch), specs)
     except (UserError, OSError, UnicodeDecodeError):
         return None

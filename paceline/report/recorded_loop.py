@@ -17,11 +17,11 @@ from paceline.comm.control import all_gather_json
 from paceline.comm.world import World, current_world
 from paceline.core.errors import UserError
 from paceline.core.events import Event, exposed_in_step
-from paceline.engine.recording import Recorded
 from paceline.report.history import RESUMED, Row
 from paceline.report.html import escape
 from paceline.report.page import page, write_page
 from paceline.report.program import Program
+from paceline.report.recording import Recorded
 from paceline.report.run import Facts, Run, read_own_loop
 from paceline.train.environment import environment_facts
 from paceline.train.metrics import peak_memory

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.layout import Bucket, Slot
 from paceline.engine.engine import Engine
-from paceline.engine.hooks import in_backward
+from paceline.hooks.modules import in_backward
 from paceline.verify.deviation import deviation, largest
 from paceline.verify.differences import Recorder
 from paceline.verify.local_shard import in_memory_order

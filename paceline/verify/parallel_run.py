@@ -15,7 +15,7 @@ import paceline as pl
 from paceline.core.layout import Slot
 from paceline.core.strategy import Strategy
 from paceline.engine.engine import Engine
-from paceline.engine.hooks import in_backward
+from paceline.hooks.modules import in_backward
 from paceline.verify.deviation import deviation, largest
 from paceline.verify.differences import Kind, Recorder, Report
 from paceline.verify.inspection import Inspection

@@ -10,7 +10,7 @@ from paceline.comm.gpu_streams import CudaClock, CudaStream
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.errors import EngineError
 from paceline.core.ops import Key, Op
-from paceline.engine.executor import Executor
+from paceline.executor.executor import Executor
 from tests.comm.fake_cuda import DEVICE, FakeCuda, fake_cuda
 
 COPIED = Key("copy_in", "block", 0, "backward")

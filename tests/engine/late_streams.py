@@ -109,7 +109,7 @@ def late_streams(seed: int = 0, least: float = 0.0) -> Iterator[None]:
     with (
         patch.object(Program, "work", held_work),
         patch.object(Program, "gather_into", held_gather),
-        patch("paceline.engine.collectives.open_stream", open_stream),
+        patch("paceline.executor.collectives.open_stream", open_stream),
     ):
         yield
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 from paceline.core.ops import Op
 from paceline.engine import gradients as gradients_module
 from paceline.engine.earlier_gradients import EarlierGradients
-from paceline.engine.executor import Executor
 from paceline.engine.parameters import Parameters
+from paceline.executor.executor import Executor
 
 Mutant = Callable[[ExitStack], None]
 """Takes something away until the stack is left."""

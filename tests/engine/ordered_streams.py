@@ -18,16 +18,16 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from paceline.buffers.memory import Tensors
 from paceline.comm.gpu_streams import CudaClock, CudaStream
 from paceline.core.buffers import BufferKind, Buffers
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.layout import Bucket
 from paceline.core.ops import COMPUTE, Key, Op, Span
-from paceline.engine.collectives import Collectives
-from paceline.engine.executor import Executor
 from paceline.engine.parameters import Parameters
 from paceline.engine.program import Program
-from paceline.engine.tensors import Tensors
+from paceline.executor.collectives import Collectives
+from paceline.executor.executor import Executor
 from tests.comm.fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tests.engine.as_on_gpus import as_on_gpus
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
 from paceline.core.strategy import SYSTEMS, Strategy
-from paceline.engine.gradient_shard import GradientShard
+from paceline.tensors.gradient_shard import GradientShard
 from tests.engine.models import (
     assert_all_same,
     assert_same,

@@ -11,7 +11,7 @@ import paceline as pl
 from paceline.core.events import Event
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
-from paceline.engine.sharded_parameter import ShardedParameter
+from paceline.tensors.sharded_parameter import ShardedParameter
 from tests.engine.models import WORLDS, Stack, assert_all_same, gradients, in_worlds, loss_on, make, snapshot
 
 

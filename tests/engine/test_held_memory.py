@@ -16,7 +16,7 @@ from paceline.core.errors import UserError
 from paceline.core.memory import Memory, memory
 from paceline.core.strategy import Strategy
 from paceline.engine.api import engine_of
-from paceline.engine.sharded_parameter import plain_view
+from paceline.tensors.sharded_parameter import plain_view
 from tests.engine.models import SEVERAL, in_worlds
 
 

@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import paceline as pl
 from paceline.core.strategy import Strategy
-from paceline.engine.executor import Executor
 from paceline.engine.forward import ForwardPass
+from paceline.executor.executor import Executor
 from tests.engine import mutants
 from tests.engine.late_streams import LATEST, late_streams
 from tests.engine.models import make

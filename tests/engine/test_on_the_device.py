@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.engine.statistics import Statistics, length
-from paceline.engine.tensors import square_sum
+from paceline.buffers.memory import square_sum
+from paceline.core.buffers import statistics_numel
+from paceline.executor.statistics import Statistics
 
 ELSEWHERE = torch.device("meta")
 
@@ -49,7 +50,7 @@ def test_counts_of_one_rank_are_not_copied_from_the_host() -> None:
     def copied(*args: Any, **named: Any) -> None:
         raise AssertionError("on a GPU torch.tensor and torch.as_tensor copy from the host, which waits")
 
-    statistics = Statistics(2, 1, torch.zeros(length(2), dtype=torch.float64, device=ELSEWHERE))
+    statistics = Statistics(2, 1, torch.zeros(statistics_numel(2), dtype=torch.float64, device=ELSEWHERE))
     statistics.add([8, torch.ones((), device=ELSEWHERE), 0.5])
     with patch("torch.tensor", copied), patch("torch.as_tensor", copied):
         statistics.close()
@@ -57,7 +58,7 @@ def test_counts_of_one_rank_are_not_copied_from_the_host() -> None:
 
 
 def test_a_ranks_numbers_go_to_the_device_in_one_piece_that_nobody_waits_for() -> None:
-    statistics = Statistics(2, 2, torch.zeros(length(2), dtype=torch.float64, device=ELSEWHERE))
+    statistics = Statistics(2, 2, torch.zeros(statistics_numel(2), dtype=torch.float64, device=ELSEWHERE))
     # A host's tensor is read there; what the device has stays there.
     statistics.add([8, torch.ones((), device=ELSEWHERE), torch.ones(())])
     squares = torch.ones((), dtype=torch.float64, device=ELSEWHERE)

@@ -11,7 +11,7 @@ import torch
 import paceline as pl
 from paceline.core.ops import Op
 from paceline.core.strategy import Strategy
-from paceline.engine.executor import Executor
+from paceline.executor.executor import Executor
 from tests.comm.fake_cuda import FakeCuda, FakeStream
 from tests.engine import mutants
 from tests.engine.models import HYBRID, STAGES, Stack, loss_on, make

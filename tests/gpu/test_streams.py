@@ -22,7 +22,7 @@ from paceline.core.collectives.rounds import Traffic
 from paceline.core.errors import EngineError
 from paceline.core.ops import Key, Op
 from paceline.core.strategy import Strategy
-from paceline.engine.executor import Executor
+from paceline.executor.executor import Executor
 from tests.gpu.devices import late_collectives, on_a_gpu, on_two_gpus, ranks_on_gpus
 from tests.gpu.loop import batches, make
 

@@ -226,7 +226,7 @@ def test_a_model_whose_inputs_are_not_known_asks_for_them() -> None:
 
 @pytest.mark.parametrize("how", ["unit", "keep_attention"])
 def test_what_recomputed_units_keep_is_what_the_engine_keeps(how: Any) -> None:
-    from paceline.engine.recompute import recompute
+    from paceline.models.recompute import recompute
     from paceline.models.units import find_blocks
 
     model = Transformer(GATED)

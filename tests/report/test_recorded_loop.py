@@ -15,7 +15,7 @@ from torch import nn
 import paceline as pl
 from paceline.core.events import Event, exposed_in_step
 from paceline.engine import program
-from paceline.engine.records import KEPT
+from paceline.executor.records import KEPT
 from tests.ranks import RankPool
 from tests.report.browser import Browser
 

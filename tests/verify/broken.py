@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm.cpu.transport import CpuTransport
 from paceline.engine.gradients import Gradients
-from paceline.engine.statistics import Statistics
+from paceline.executor.statistics import Statistics
 from tests.verify.user_models import build, rank
 
 _broken = contextlib.ExitStack()

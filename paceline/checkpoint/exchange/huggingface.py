@@ -21,7 +21,7 @@ from paceline.checkpoint.manifest import Stored
 from paceline.checkpoint.reader import Reader
 from paceline.core.errors import UserError
 from paceline.data.tokenizer import Tokenizer
-from paceline.engine.stored_weights import StoredWeights
+from paceline.materialise.stored_weights import StoredWeights
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
 

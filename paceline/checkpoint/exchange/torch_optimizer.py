@@ -17,7 +17,7 @@ from paceline.checkpoint.optimizer_states import element_name
 from paceline.checkpoint.plain import decode, encode
 from paceline.checkpoint.reader import Reader
 from paceline.core.errors import UserError
-from paceline.engine.optimizers import OF_ALL, SHARD
+from paceline.optimizers.shard_states import OF_ALL, SHARD
 
 Put = Callable[[Tensor], str]
 

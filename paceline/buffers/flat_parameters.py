@@ -1,0 +1,207 @@
+"""Where a model's parameters lie: in flat buffers, whole to compute with and as this rank's shards to update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.buffers.handed_out import HandedOut
+from paceline.buffers.memory import Tensors, parameter_in
+from paceline.core.buffers import Buffers, has_master
+from paceline.core.layout import Bucket
+from paceline.core.schedule import Schedule
+
+
+class FlatParameters:
+    """The flat buffers of parameters, and the views of them that stand for one parameter each.
+
+    Attributes:
+        all: The user's parameter objects, in the order of `layout.slots`.
+        index_of: The index of each by its `id()`.
+        layout: Where they lie.
+        buckets: By name.
+        bucket_of: The bucket that a parameter is in, by index; none for those that are neither updated nor sharded.
+        contents: Which parameters a bucket holds, in words, by its name.
+        managed: Indices of those whose data changes: sharded, or updated in another dtype.
+        is_sharded: Whether a rank keeps only shards to compute with, as at zero 3.
+        shares_memory: Whether ranks compute with one copy between them.
+        has_masters: Whether some are updated in another dtype than they are computed with in.
+        shards: How many shards a bucket has.
+        shard_index: Which of them is this rank's.
+        views: Each parameter whole, to compute with, where that is gathered.
+        local: This rank's shard of each managed one, as it is updated.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+        tensors: Tensors,
+        turns: Iterable[Iterable[nn.Parameter]] | None,
+    ) -> None:
+        """Copies parameters into flat buffers: see `Parameters`."""
+        self.all = list(parameters)
+        self.index_of = {id(parameter): index for index, parameter in enumerate(self.all)}
+        self.layout = layout = schedule.layout
+        self.buckets = {bucket.name: bucket for bucket in layout.buckets}
+        self.contents = {bucket.name: _contents(bucket, schedule) for bucket in layout.buckets}
+        self.bucket_of = {index: bucket for bucket in layout.buckets for index in bucket.slots}
+        self.device, self._tensors = device, tensors
+        self._buffers: Buffers = schedule.buffers()
+        self.shards, self.shard_index = schedule.shards, schedule.shard_index
+        self.is_sharded, self.shares_memory = schedule.shards_parameters, schedule.shares_memory
+        self._dtypes: list[torch.dtype] = [getattr(torch, flat.dtype) for flat in layout.flats]
+        self.has_masters = any(has_master(flat) for flat in layout.flats)
+        tensors.allocate(self._buffers, "parameters", "master")
+        with torch.no_grad():
+            for whole in turns if turns is not None else (self.all,):
+                for parameter in whole:
+                    self._take(self.index_of[id(parameter)])
+        self.local = {index: self._local_view(index) for index in self.bucket_of if self._is_managed(index)}
+        self.managed = sorted(self.local)
+        self.managed_of: dict[str, list[int]] = {}
+        """Indices of managed parameters by the unit that they belong to."""
+        for index in self.managed:
+            self.managed_of.setdefault(layout.slots[index].spec.unit, []).append(index)
+        self._handed_out, self._own_uses = HandedOut(), 0
+        self.views: list[Tensor] = []
+        self.assign_slots(schedule)
+
+    def _is_managed(self, index: int) -> bool:
+        flat = self.layout.flats[self.layout.slots[index].flat]
+        return self.shards > 1 or has_master(flat)
+
+    def whole(self, bucket: Bucket) -> Tensor:
+        """All parameters of a bucket, flat, to compute with."""
+        return self._tensors.typed(self._buffers.unsharded(bucket), self.dtype(bucket))
+
+    def shard(self, bucket: Bucket) -> Tensor:
+        """This rank's shard of a bucket's parameters, flat, in the dtype that is computed with."""
+        return self._tensors[self._buffers.shard(bucket)]
+
+    def master(self, bucket: Bucket) -> Tensor:
+        """This rank's shard of a bucket's parameters, flat, as they are updated."""
+        return self._tensors[self._buffers.master(bucket)]
+
+    def dtype(self, bucket: Bucket) -> torch.dtype:
+        """What a bucket's parameters are computed with in."""
+        return self._dtypes[bucket.flat]
+
+    def assign_slots(self, schedule: Schedule) -> None:
+        """Gives gathered units their slots, which the order they run in decides."""
+        self._buffers = schedule.buffers()
+        self._tensors.allocate(self._buffers, "unsharded")
+        self.views = [self._whole_view(index) for index in range(len(self.layout.slots))]
+
+    def _range_of(self, index: int) -> tuple[int, int]:
+        """The elements of its flat buffer that are this rank's of a parameter."""
+        return self.layout.shard_of(self.bucket_of[index], index, self.shard_index, self.shards)
+
+    def _take(self, index: int) -> None:
+        """Copies a parameter that is whole to where it, or this rank's shard of it, lies from now on."""
+        slot, values = self.layout.slots[index], self.all[index].detach()
+        spec = slot.spec
+        if values.stride() != spec.stride:
+            dense = torch.empty_strided(spec.shape, spec.stride, dtype=values.dtype, device=values.device)
+            values = dense.copy_(values)
+        values = values.as_strided((spec.numel,), (1,))
+        bucket = self.bucket_of.get(index)
+        if not self.is_sharded:
+            self._tensors.by_name[f"parameters {slot.flat}"][slot.offset : slot.stop].copy_(values)
+        if bucket is None:
+            return
+        start, stop = self._range_of(index)
+        if start < stop and (self.is_sharded or has_master(self.layout.flats[slot.flat])):
+            for target in {id(t): t for t in (self.shard(bucket), self.master(bucket))}.values():
+                self._part(index, target).copy_(values[start - slot.offset : stop - slot.offset])
+
+    def _local_view(self, index: int) -> Tensor:
+        slot, bucket = self.layout.slots[index], self.bucket_of[index]
+        if self.shards == 1:
+            return parameter_in(self.master(bucket), slot, bucket.start)
+        return self._part(index, self.master(bucket))
+
+    def own_part(self, index: int) -> Tensor:
+        """What is in this rank's shard of a parameter, flat, in the dtype that is computed with."""
+        return self._part(index, self.shard(self.bucket_of[index]))
+
+    def _part(self, index: int, shard: Tensor) -> Tensor:
+        """What is a parameter's of this rank's shard of its bucket."""
+        start, stop = self._range_of(index)
+        first = self.bucket_of[index].shard(self.shard_index, self.shards)[0]
+        return shard[start - first : stop - first]
+
+    def _whole_view(self, index: int) -> Tensor:
+        slot, bucket = self.layout.slots[index], self.bucket_of.get(index)
+        if not self.is_sharded:
+            name = f"parameters {slot.flat}"
+            whole = self._tensors.by_name[name]
+            view = parameter_in(whole, slot, 0)
+            return self._handed_out.view(name, whole, view) if self.shards > 1 else view
+        if bucket is None:
+            # It has no elements.
+            return torch.empty_strided(
+                slot.spec.shape, slot.spec.stride, dtype=self._dtypes[slot.flat], device=self.device
+            )
+        return parameter_in(self.whole(bucket), slot, bucket.start)
+
+    def memory_of(self, unit: str) -> Callable[[Tensor], bool]:
+        """Tells of a tensor whether it lies in the memory that a gathered unit's parameters are in for now."""
+        memory = {self.views[index].untyped_storage().data_ptr() for index in self.managed_of.get(unit, ())}
+        return lambda tensor: tensor.untyped_storage().data_ptr() in memory
+
+    def cut(self, index: int, whole: Tensor) -> Tensor:
+        """The part of a tensor of a parameter's own shape that goes with this rank's shard of it."""
+        local, slot = self.local[index], self.layout.slots[index]
+        if self.shards == 1:
+            return whole.to(local.dtype)
+        start, stop = self._range_of(index)
+        ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=local.dtype, device=self.device)
+        flat = ordered.copy_(whole).as_strided((slot.spec.numel,), (1,))
+        return flat[start - slot.offset : stop - slot.offset].clone()
+
+    def round_masters(self) -> None:
+        """The masters have changed: this rank's shards of what is computed with follow them."""
+        with torch.no_grad():
+            for bucket in self.layout.buckets:
+                if has_master(self.layout.flats[bucket.flat]):
+                    self.shard(bucket).copy_(self.master(bucket))
+
+    def _uses(self) -> int:
+        return sum(self._handed_out.uses(f"parameters {index}") for index in range(len(self.layout.flats)))
+
+    def count_own_uses(self) -> None:
+        """Takes the tensors that now are in the memory of parameters for the engine's own."""
+        self._own_uses = self._uses()
+
+    @property
+    def has_aliases(self) -> bool:
+        """Whether a loop has tensors in the memory of parameters, reading which nobody is asked.
+
+        To be asked where parameters rest.
+        """
+        return self._uses() > self._own_uses
+
+    def parameter_at(self, bucket: Bucket, element: int) -> int:
+        """The parameter that an element of a bucket belongs to."""
+        return max(
+            (index for index in bucket.slots if self.layout.slots[index].offset - bucket.start <= element),
+            key=lambda index: self.layout.slots[index].offset,
+        )
+
+    @property
+    def number(self) -> list[int]:
+        """Which of how many shards is this rank's."""
+        return [self.shard_index, self.shards]
+
+    def units_of(self, indices: Collection[int]) -> set[str]:
+        """The units that some parameters belong to."""
+        return {self.layout.slots[index].spec.unit for index in indices}
+
+
+def _contents(bucket: Bucket, schedule: Schedule) -> str:
+    names = [schedule.layout.slots[index].spec.name for index in bucket.slots]
+    return f"{bucket.name} holds {' to '.join(dict.fromkeys((*names[:1], *names[-1:])))}"

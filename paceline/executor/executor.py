@@ -1,0 +1,301 @@
+"""Interprets a schedule: launches each collective when what it waits for is done, and records every op."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from zlib import crc32
+
+from paceline.comm import whereabouts
+from paceline.comm.gpu_streams import CudaClock
+from paceline.comm.streams import CommStream, HostClock
+from paceline.core.collectives.rounds import Traffic
+from paceline.core.events import Event
+from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
+from paceline.executor.records import KEPT, Record, Records
+
+_HASHES = 1 << 20
+
+
+class Executor:
+    """Runs the ops of a schedule, and no others, in two kinds of places.
+
+    Compute ops run in the caller (autograd, the optimizer), which tells when they begin and end, and wait here for
+    the collectives that they come after. Collectives are launched from here, in schedule order on each stream, as
+    soon as the compute ops they wait for are done.
+
+    Attributes:
+        step: Number of the step that was loaded last.
+        records: Whether ops are kept to be drained; see `record`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        clock: HostClock | CudaClock,
+        streams: Mapping[str, CommStream],
+        work: Callable[[Op], Callable[[], Traffic]],
+        records: bool = True,
+        memory: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Creates an idle executor.
+
+        Args:
+            rank: Written into events.
+            clock: Makes marks on the compute stream.
+            streams: Streams for collectives, by the name that ops give them.
+            work: Gives the function that performs a collective.
+            records: Whether to keep what was executed, to be drained.
+            memory: Gives the bytes that this rank holds.
+        """
+        self._clock = clock
+        self._streams = streams
+        self._work = work
+        self._memory = memory
+        self._records = Records(rank, clock)
+        self._remember = self._records.kept.append
+        self._running: Record | None = None
+        self._queues: dict[str, deque[Op]] = {}
+        self._known: dict[Key, Op] = {}
+        self._done: set[Key] = set()
+        self._outstanding: dict[Key, Record] = {}
+        self._launched: dict[str, int] = {}
+        self.step = 0
+        self.record(records)
+
+    def record(self, on: bool) -> None:
+        """Whether ops are kept to be drained, and on a GPU when each ran, from now on."""
+        if on:
+            self._clock.begin_recording()
+        self.records = on
+        for stream in self._streams.values():
+            stream.is_timed = on
+
+    def keep(self, most: int = KEPT) -> int:
+        """From now on so many of the latest ops are kept to be drained; returns how many are now."""
+        self._records.keep(most)
+        self._remember = self._records.kept.append
+        return len(self._records.kept)
+
+    def load(self, step: int, ops: Iterable[Op]) -> None:
+        """Takes the next ops of step `step`; collectives that an earlier load left over are launched first.
+
+        Raises:
+            EngineError: A CUDA graph is being captured.
+        """
+        self._clock.require_no_capture()
+        for name in self._queues:
+            self.launch_left(name)
+        if step != self.step:
+            self.step = step
+            self._done.clear()
+            self._known.clear()
+            self._outstanding = {
+                key._replace(micro_batch=PREVIOUS): record for key, record in self._outstanding.items()
+            }
+        for op in ops:
+            self._done.discard(op.key)
+            self._known[op.key] = op
+            if op.kind not in COMPUTE:
+                self._queues.setdefault(op.stream, deque()).append(op)
+        self._advance()
+
+    # ---- compute ops
+
+    def admit(self, op: Op) -> None:
+        """Takes a compute op that no schedule foresees, such as of a unit that ran for the first time."""
+        self._known[op.key] = op
+
+    def begin(self, key: Key) -> None:
+        """A compute op begins, once what it waits for is complete; the one that was running ends.
+
+        Raises:
+            RuntimeError: It is not in what was loaded.
+        """
+        self.end()
+        op = self._known.get(key)
+        if op is None:
+            raise RuntimeError(f"{key} is in no schedule that was loaded")
+        self.require(op.after)
+        if key in self._done:
+            # A second forward of a unit in one micro-batch, say.
+            op = replace(op, planned=False)
+        self._running = whereabouts.latest = Record(op, self.step, self.records, self._clock.now(self.records))
+        if self.records:
+            self._running.memory = self._memory()
+            self._remember(self._running)
+
+    def end(self) -> None:
+        """The running compute op, if any, ends."""
+        if self._running is not None:
+            self._running.end = self._clock.now(self._running.is_timed)
+            self._running = None
+
+    def follow(self) -> None:
+        """What is computed next, on whichever stream, comes after what was computed before."""
+        self._clock.follow()
+
+    def mark(self, key: Key) -> None:
+        """A compute op that takes no time begins and is done."""
+        self.begin(key)
+        self.end()
+        self.done(key)
+
+    def done(self, *keys: Key) -> None:
+        """These compute ops are complete, their results in place: launches the collectives that waited for them."""
+        self._done.update(keys)
+        self._advance()
+
+    def after(self, key: Key) -> tuple[Key, ...]:
+        """What a loaded op waits for; nothing if there is none of that name."""
+        op = self._known.get(key)
+        return op.after if op is not None else ()
+
+    def knows(self, key: Key) -> bool:
+        """Whether an op of this name was loaded in this step."""
+        return key in self._known
+
+    # ---- waiting
+
+    def require(self, keys: Iterable[Key]) -> None:
+        """Waits for ops; a collective not launched yet is, with all before it on its stream.
+
+        Raises:
+            RuntimeError: One is neither loaded nor under way nor of the step before.
+        """
+        for key in keys:
+            record = self._outstanding.get(key)
+            if record is None and key not in self._done:
+                op = self._known.get(key)
+                if op is None:
+                    if key.micro_batch == PREVIOUS:
+                        # What is left of the step before is outstanding; the rest is complete.
+                        continue
+                    raise RuntimeError(f"{key} is waited for, but in no schedule that was loaded")
+                if op.kind in COMPUTE:
+                    raise RuntimeError(f"{key} is waited for, but has not run")
+                self._launch_queued(op.stream, key)
+                record = self._outstanding.get(key)
+            if record is not None:
+                del self._outstanding[key]
+                self._wait(record)
+
+    def require_arrived(self, targets: Collection[str]) -> None:
+        """Waits for gathers, broadcasts and barriers under way for some targets."""
+        self.require(
+            [
+                key
+                for key, record in self._outstanding.items()
+                if key.target in targets and record.op.kind in ("all_gather", "broadcast", "barrier")
+            ]
+        )
+
+    def require_reduced(self, target: str) -> None:
+        """Waits for reductions of a bucket that are under way."""
+        self.require(
+            [
+                key
+                for key, record in self._outstanding.items()
+                if key.target == target and record.op.stream in ("reduce", "replicate") and key.phase == "backward"
+            ]
+        )
+
+    def settle_stream(self, stream: str) -> None:
+        """Waits for every collective under way on a stream."""
+        self.require([key for key, record in self._outstanding.items() if record.op.stream == stream])
+
+    def settle(self) -> None:
+        """Waits for every collective under way."""
+        self.require(tuple(self._outstanding))
+
+    # ---- launching
+
+    def launch_left(self, stream: str) -> None:
+        """Launches what is left on a stream: what it waits for this rank skipped, but others may not have."""
+        self._launch_queued(stream)
+
+    def drop(self, stream: str) -> None:
+        """Forgets what is left on a stream: the model runs its units in an order that the schedule did not foresee."""
+        self._queues.pop(stream, None)
+
+    def launch_all(self) -> None:
+        """Launches whatever is left, as if every compute op were complete."""
+        self.end()
+        self._done.update(key for key, op in self._known.items() if op.kind in COMPUTE)
+        self._advance()
+        if any(self._queues.values()):
+            raise RuntimeError(f"collectives that nothing launches: {self._queues}")
+
+    def complete(self) -> None:
+        """Launches whatever is left, then waits for every collective launched; the time of that is exposed.
+
+        Raises:
+            CommunicationError: A collective failed.
+        """
+        self.launch_all()
+        self.settle()
+
+    def run(self, ops: Sequence[Op], work: Callable[[], Traffic] | None = None) -> None:
+        """Runs collectives of a schedule's part that data asked for, and waits for them.
+
+        Args:
+            ops: On one stream.
+            work: Performs the only one; by default what performs such ops of a schedule.
+        """
+        for op in ops:
+            self._known[op.key] = op
+            self._launch(op, work or self._work(op))
+        self.require([op.key for op in ops])
+
+    def drain(self) -> list[Event]:
+        """The events of all recorded ops completed since the last call, in order of their start on each stream."""
+        events = self._records.drain()
+        if self.records:
+            self._clock.refresh()
+        return events
+
+    def _advance(self) -> None:
+        """Launches queued collectives whose conditions hold, in order on each stream."""
+        progressed = True
+        while progressed:
+            # A collective may wait for one on another stream, which it then follows on that one's completion.
+            progressed = False
+            for queue in self._queues.values():
+                while queue and self._done.issuperset(queue[0].after):
+                    self._launch_op(queue.popleft())
+                    progressed = True
+
+    def _launch_queued(self, stream: str, last: Key | None = None) -> None:
+        queue = self._queues.get(stream)
+        while queue:
+            op = queue.popleft()
+            self._launch_op(op)
+            if op.key == last:
+                return
+
+    def _launch_op(self, op: Op) -> None:
+        self._launch(op, self._work(op), [self._outstanding[key] for key in op.after if key in self._outstanding])
+
+    def _launch(self, op: Op, work: Callable[[], Traffic], after: Sequence[Record] = ()) -> None:
+        record = Record(op, self.step, self.records)
+        stream = self._streams[op.stream]
+        before = [other.pending for other in after if other.pending is not None]
+        record.pending = stream.submit(work, op.target, before)
+        self._outstanding[op.key] = record
+        if self.records:
+            self._remember(record)
+        self._done.add(op.key)
+        self._launched[op.stream] = (self._launched.get(op.stream, 0) * 31 + crc32(op.target.encode())) % _HASHES
+
+    def take_hash(self) -> int:
+        """A number below 2**20 that tells the collectives launched on each stream since the last call, in order."""
+        found = sum(self._launched.values()) % _HASHES
+        self._launched.clear()
+        return found
+
+    def _wait(self, record: Record) -> None:
+        assert record.pending is not None
+        start = self._clock.now(record.is_timed)
+        self._streams[record.op.stream].wait(record.pending)
+        record.waits = (start, self._clock.now(record.is_timed))

@@ -1,0 +1,181 @@
+"""The few numbers that ranks must agree on after a backward pass, summed in one small all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.read_later import ReadLater
+from paceline.core.buffers import CHECKS, USER_SUMS
+from paceline.core.errors import EngineError
+
+
+class Statistics:
+    """One fp64 vector: which parameters got a gradient, which got it late, and the training loop's own sums.
+
+    Attributes:
+        buffer: What is reduced: (`statistics_numel(parameters)`,), fp64.
+        asks_later: Whether the host learns one step later whether ranks saw a step alike, as on a GPU.
+    """
+
+    def __init__(self, parameters: int, world_size: int, buffer: Tensor) -> None:
+        """Takes the vector's memory.
+
+        Args:
+            parameters: Number of parameters.
+            world_size: Number of ranks.
+            buffer: Of `statistics_numel(parameters)` elements.
+        """
+        self.buffer = buffer
+        self.asks_later = buffer.is_cuda
+        self._later = ReadLater()
+        self._parameters, self._world_size = parameters, world_size
+        self._carries, self._buffers = False, 0
+        self._values: list[float | Tensor] = []
+        self._result = torch.zeros(0, dtype=torch.float64, device=buffer.device)
+        self._flags = buffer[: 2 * parameters].clone()
+        self._written: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+
+    def add(self, values: Sequence[float | Tensor]) -> None:
+        """Adds to the running sums; every call of a step gives the same number of values.
+
+        Raises:
+            ValueError: More values than fit, or not as many as before.
+        """
+        if len(values) > USER_SUMS or (self._values and len(values) != len(self._values)):
+            raise ValueError(f"count: expected {len(self._values) or f'up to {USER_SUMS}'} values, got {len(values)}")
+        if not self._values:
+            self._values = [0.0] * len(values)
+        detached = [v.detach().double() if isinstance(v, Tensor) else v for v in values]
+        self._values = [total + value for total, value in zip(self._values, detached, strict=True)]
+
+    def fill(
+        self,
+        used: Iterable[int],
+        late: Iterable[int],
+        squares: Tensor | None,
+        carries: bool,
+        checks: Sequence[int],
+        buffers: int = 0,
+    ) -> None:
+        """Writes this rank's numbers into the vector that is about to be reduced.
+
+        Args:
+            used: Parameters that have a gradient.
+            late: Those whose gradient was not complete when their unit's backward was over.
+            squares: Sum of squares of the reduced gradients that this rank alone holds, fp64, 0-dim.
+            carries: Whether more will be added to the gradients.
+            checks: The number of the micro-batch, and a hash of the collectives launched: alike on all ranks.
+            buffers: How many buffers were changed that ranks have not agreed to send.
+        """
+        wanted = (frozenset(used), frozenset(late))
+        if wanted != self._written:
+            # Rarely: the flags stay on the device, so that a GPU's host need not copy them in every step.
+            flags = torch.zeros(2 * self._parameters, dtype=torch.float64)
+            flags[[*wanted[0], *(self._parameters + index for index in wanted[1])]] = 1.0
+            self._flags.copy_(flags)
+            self._written = wanted
+        own = 2 * self._parameters
+        self.buffer[:own].copy_(self._flags)
+        numbers: list[float | Tensor] = [0.0] * (USER_SUMS + 3 + 2 * CHECKS)
+        numbers[: len(self._values)] = self._values
+        numbers[USER_SUMS] = 0.0 if squares is None else squares
+        numbers[USER_SUMS + 1] = float(carries)
+        numbers[USER_SUMS + 2] = float(buffers)
+        for place, check in enumerate(checks):
+            numbers[USER_SUMS + 3 + 2 * place : USER_SUMS + 5 + 2 * place] = [float(check), float(check) ** 2]
+        self._carries, self._buffers = carries, buffers
+        on_device = {
+            own + place: number
+            for place, number in enumerate(numbers)
+            if isinstance(number, Tensor) and number.device.type != "cpu"
+        }
+        # What the host knows goes in one piece, from memory that a GPU reads by itself: a host that assigns a number to
+        # an element of a GPU's tensor waits for the GPU.
+        known = [0.0 if own + place in on_device else float(number) for place, number in enumerate(numbers)]
+        host = torch.tensor(known, dtype=torch.float64, pin_memory=self.buffer.is_cuda)
+        self.buffer[own:].copy_(host, non_blocking=True)
+        for place, value in on_device.items():
+            self.buffer[place].copy_(value)
+
+    def require_alike(self) -> None:
+        """Refuses a step that ranks see differently; on a GPU when the next one is about to be published.
+
+        Raises:
+            EngineError: They do.
+        """
+        checks = self.buffer[-2 * CHECKS :]
+        if not self.asks_later:
+            self._judge(checks.tolist())
+            return
+        earlier = self._later.exchange(checks)
+        if earlier is not None:
+            self._judge(earlier.tolist())
+
+    def _judge(self, sums: Sequence[float]) -> None:
+        causes = (
+            "ranks had different numbers of micro-batches in this step, so their gradients would be of different "
+            "sizes: give every rank as many, or let pl.accumulate(model, batches, uneven=True) count them over ranks",
+            "ranks ran units or collectives in different orders in this step, so buffers of one size would be mixed: "
+            "let every rank run the same units in the same order",
+        )
+        for place, cause in enumerate(causes):
+            total, squares = sums[2 * place : 2 * place + 2]
+            # The variance is 0 where all are alike; both are whole numbers below 2**53.
+            if self._world_size * squares != total * total:
+                raise EngineError(cause)
+
+    def squares(self) -> Tensor | None:
+        """Sum of squares of all reduced gradients: fp64, 0-dim; None where gradients are more than what was reduced."""
+        # A GPU's host does not wait for the others' answer, which is its own: loops are alike on all ranks.
+        place = 2 * self._parameters + USER_SUMS
+        carries = self._carries if self.buffer.is_cuda else self.buffer[place + 1].item()
+        return None if carries else self.buffer[place].clone()
+
+    def used(self) -> list[int]:
+        """Parameters that some rank has a gradient for. On a GPU the host waits for the answer."""
+        return self.buffer[: self._parameters].nonzero().flatten().tolist()
+
+    def late(self, mine: Sequence[int], first: bool) -> list[int]:
+        """Parameters that some rank has a late gradient for.
+
+        Args:
+            mine: Those of this rank.
+            first: Whether this is the first step. On a GPU only then the other ranks' are read, as that makes the
+                host wait; which parameters are late follows from the model, not from the data.
+        """
+        if self.buffer.is_cuda and not first:
+            return list(mine)
+        flags = self.buffer[self._parameters : 2 * self._parameters]
+        return flags.nonzero().flatten().tolist()
+
+    def changes_buffers(self, first: bool) -> bool:
+        """Whether some rank has changed buffers that ranks have not agreed to send; see `late`."""
+        if self.buffer.is_cuda and not first:
+            return bool(self._buffers)
+        return bool(self.buffer[2 * self._parameters + USER_SUMS + 2] > 0)
+
+    def clear(self) -> None:
+        """Drops the running sums."""
+        self._values = []
+
+    def close(self) -> None:
+        """Ends a synchronised micro-batch: the sums are the result, and new ones begin."""
+        device = self.buffer.device
+        if self._world_size > 1:
+            start = 2 * self._parameters
+            self._result = self.buffer[start : start + len(self._values)].clone()
+        else:
+            # Filled in on the device: to copy a number there a GPU's host would wait.
+            values = [
+                value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
+                for value in self._values
+            ]
+            self._result = torch.stack(values) if values else self.buffer[:0].clone()
+        self.clear()
+
+    def result(self) -> Tensor:
+        """The sums over micro-batches and ranks at the last synchronised backward."""
+        return self._result

@@ -1,0 +1,132 @@
+"""Inputs in the precision that a model computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from paceline.hooks.modules import ModuleHook
+
+
+def cast_inputs(
+    model: nn.Module, units: Iterable[nn.Module], dtype: torch.dtype, applies: Callable[[], bool]
+) -> list[RemovableHandle]:
+    """Casts fp32 tensors that a model, its units and what fp32 buffers meet are called with to what they compute in.
+
+    Buffers stay as they are: rotary frequencies lose too much otherwise. What is computed from them is cast where it
+    enters a unit, or a part of a unit that has a buffer of that kind.
+
+    Args:
+        model: Computes in low precision.
+        units: Its units.
+        dtype: What it computes in.
+        applies: Whether it does so now.
+    """
+    under_way: list[tuple[nn.Module, list[_Copy]]] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not applies() or not any(map(_may_hold_wide, (*args, *kwargs.values()))):
+            return None
+        copies: list[_Copy] = []
+        given = tuple(in_low(each, copies) for each in args), {n: in_low(each, copies) for n, each in kwargs.items()}
+        if copies:
+            under_way.append((module, copies))
+        return given
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if under_way and under_way[-1][0] is module:
+            for copy in under_way.pop()[1]:
+                copy.write_back()
+
+    def in_low(value: Any, copies: list[_Copy]) -> Any:
+        if type(value) is tuple:
+            return tuple(in_low(each, copies) for each in value)
+        if type(value) in (list, dict):
+            cast, places = value.copy(), list(value) if isinstance(value, dict) else range(len(value))
+            for place in places:
+                cast[place] = in_low(value[place], copies)
+            if all(cast[place] is value[place] for place in places):
+                # Nothing to cast: the unit gets the very object, which it may change.
+                return value
+            copies.append(_Copy(value, cast))
+            return cast
+        return tree_map(lambda each: each.to(dtype) if _is_wide(each) else each, value)
+
+    units = list(units)
+    entered = dict.fromkeys((model, *units, *(part for unit in units for part in _beside_buffers(unit))))
+    enters, leaves = ModuleHook(before), ModuleHook(after)
+    return [
+        *(module.register_forward_pre_hook(enters, with_kwargs=True) for module in entered),
+        *(module.register_forward_hook(leaves, always_call=True) for module in entered),
+    ]
+
+
+def cast_singular_vectors(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts what spectral normalisation multiplies weights with, its buffers, to the dtype of these.
+
+    Args:
+        model: Computes in `dtype`.
+        dtype: What weights are in.
+    """
+    for module in model.modules():
+        if isinstance(module, _SpectralNorm):
+            names = ["_u", "_v"]
+        else:
+            hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+            names = [f"{hook.name}_{vector}" for hook in hooks for vector in "uv"]
+        for name in names:
+            if isinstance(buffer := getattr(module, name, None), Tensor):
+                setattr(module, name, buffer.to(dtype))
+
+
+class _Copy:
+    """A list or dictionary that a unit is given in place of the caller's, with some tensors in it cast.
+
+    Attributes:
+        given: What the unit gets.
+    """
+
+    def __init__(self, own: Any, given: Any) -> None:
+        """Takes the caller's and the unit's, item by item the same but for casts."""
+        self._own, self.given = own, given
+        self._before = given.copy()
+
+    def write_back(self) -> None:
+        """Changes the caller's as the unit has changed the one that it got; what it left alone stays uncast."""
+        if isinstance(self._own, dict):
+            for key in self._own.keys() - self.given.keys():
+                del self._own[key]
+            for key, value in self.given.items():
+                if key not in self._before or value is not self._before[key]:
+                    self._own[key] = value
+        elif len(self.given) != len(self._before) or any(
+            now is not then for now, then in zip(self.given, self._before, strict=True)
+        ):
+            uncast = {id(then): own for then, own in zip(self._before, self._own, strict=True)}
+            self._own[:] = [uncast.get(id(value), value) for value in self.given]
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32
+
+
+def _may_hold_wide(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return _is_wide(value)
+    return isinstance(value, (tuple, list, dict)) or hasattr(value, "__dict__")
+
+
+def _beside_buffers(unit: nn.Module) -> Iterable[nn.Module]:
+    """The parts with parameters of a unit in which fp32 buffers may meet its activations."""
+    if any(buffer.dtype == torch.float32 for buffer in unit.buffers()):
+        for part in unit.modules():
+            statistics = isinstance(part, nn.modules.batchnorm._NormBase)
+            if not statistics and any(True for _ in part.parameters(recurse=False)):
+                yield part

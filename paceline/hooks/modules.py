@@ -1,0 +1,286 @@
+"""Autograd and module hooks, turned into the engine's few verbs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from paceline.core.errors import EngineError
+from paceline.hooks.outputs import tensors_in
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Listener(Protocol):
+    """What the hooks tell. Units are told by name.
+
+    `records` says whether a forward is part of training: one with a graph, or inside a reentrant checkpoint. Others
+    (evaluation, activations computed again inside backward) are told because parameters are needed whole there too.
+    """
+
+    def model_begins(self, records: bool) -> None:
+        """The whole model's forward begins."""
+        ...
+
+    def model_ends(self, records: bool) -> int:
+        """The whole model's forward has ended; returns the generation of the weights it used."""
+        ...
+
+    def forward_begins(self, unit: str, records: bool) -> None:
+        """A unit's forward begins."""
+        ...
+
+    def forward_ends(self, unit: str, records: bool, backward_follows: bool) -> int:
+        """A unit's forward has ended, with or without a graph; returns the generation of the weights it used."""
+        ...
+
+    def own_outputs(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
+        """What a unit returns, such that it outlives the unit's parameters, and what else it leaves behind."""
+        ...
+
+    def in_forward(self) -> bool:
+        """Whether a forward of the whole model is under way, of which this may be a part."""
+        ...
+
+    def backward_nears(self, unit: str, generation: int) -> None:
+        """The first gradient of a unit with several outputs is there."""
+        ...
+
+    def backward_begins(self, unit: str | None, generation: int) -> None:
+        """The backward of a unit begins, or (None) that of the whole model."""
+        ...
+
+    def wants_backward(self, unit: str) -> bool:
+        """Whether a forward that recomputes activations inside backward must be listened to."""
+        ...
+
+
+class ModuleHook:
+    """A hook of one module of a parallel model: in a copy of the model, and in a file, it does nothing.
+
+    An object and not a closure, as copies and files of a model take its hooks along.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        """Calls `call` with what torch gives the hook."""
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.nn.Module.register_forward_hook` and the like."""
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        """A copy is no part of the parallel model."""
+        return no_hook
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        """What is loaded from a file is no part of the parallel model."""
+        return (_no_hook, ())
+
+
+def no_hook(*args: Any, **kwargs: Any) -> None:
+    """Does nothing: what a copy of a parallel model has in place of its hooks."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return no_hook
+
+
+def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener) -> list[RemovableHandle]:
+    """Registers hooks on a model and its units; the handles remove them.
+
+    A unit's backward begins when the gradients of all its outputs are there; the parameters of every unit that ran
+    after it then have theirs, unless they are used elsewhere too.
+    """
+    handles = [handle for name, module in units.items() for handle in _listen(module, name, listener)]
+
+    def model_begins(module: nn.Module, args: Any) -> None:
+        listener.model_begins(_records())
+
+    def model_ends(module: nn.Module, args: Any, output: Any) -> None:
+        generation = listener.model_ends(_records())
+        if _records():
+            _on_gradients(tensors_in(output), "any", lambda: listener.backward_begins(None, generation))
+
+    handles.append(model.register_forward_pre_hook(ModuleHook(_untraced(model_begins)), prepend=True))
+    handles.append(model.register_forward_hook(ModuleHook(_untraced(model_ends))))
+    return handles
+
+
+def _untraced(method: Callable[P, T]) -> Callable[P, T]:
+    """A hook into which torch.compile does not look: its bookkeeping is no part of a model."""
+    hidden: list[Callable[P, T]] = []
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        # Made only once somebody compiles: loading the compiler takes longer than most first steps.
+        if not hidden:
+            hidden.append(torch.compiler.disable(method))
+        return hidden[0](*args, **kwargs)
+
+    return call
+
+
+def open_for_states(
+    model: nn.Module, enter: Callable[[bool], None], leave: Callable[[], None]
+) -> list[RemovableHandle]:
+    """Calls `enter` before and `leave` after `state_dict` and `load_state_dict` of a model or a part of it.
+
+    `enter` is told whether parameters will be written to.
+    """
+    reads = ModuleHook(lambda module, *rest: enter(False))
+    writes = ModuleHook(lambda module, *rest: enter(True))
+    after = ModuleHook(lambda module, *rest: leave())
+    return [
+        handle
+        for part in model.modules()
+        for handle in (
+            part.register_state_dict_pre_hook(reads),
+            part.register_state_dict_post_hook(after),
+            part.register_load_state_dict_pre_hook(writes),
+            part.register_load_state_dict_post_hook(after),
+        )
+    ]
+
+
+def refuse_other_parameters(model: nn.Module) -> list[RemovableHandle]:
+    """Lets `load_state_dict` of a model or a part of it refuse, before it changes anything, to put others in place.
+
+    The handles end that.
+    """
+
+    def before(module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *rest: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise EngineError(
+                "load_state_dict(assign=True) after pl.parallelize would put other parameters in the place of the "
+                "parallel ones: leave out assign=True, which copies the values, or load before pl.parallelize"
+            )
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise EngineError(
+                "load_state_dict under torch.__future__.set_swap_module_params_on_conversion(True), after "
+                "pl.parallelize, would swap the parallel parameters for others: set it to False meanwhile, which "
+                "copies the values"
+            )
+
+    hook = ModuleHook(before)
+    return [part.register_load_state_dict_pre_hook(hook) for part in model.modules()]
+
+
+def watch_parameters(
+    parameters: Iterable[nn.Parameter],
+    before: Callable[[nn.Parameter], None] | None,
+    after: Callable[[nn.Parameter], None],
+) -> list[RemovableHandle]:
+    """Registers hooks around autograd's adding to `p.grad`; the handles remove them.
+
+    Args:
+        parameters: Those that are trained.
+        before: Is called before it, and also where `torch.autograd.grad` takes the gradient; None: nobody asks.
+        after: Is called after it.
+    """
+    handles = []
+    after_it = _weakly(after)
+    for parameter in parameters:
+        if before is not None:
+            handles.append(parameter.register_hook(_before_one(weakref.ref(parameter), _weakly(before))))
+        handles.append(parameter.register_post_accumulate_grad_hook(after_it))
+    return handles
+
+
+def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """Calls a method for as long as its object lives, which Python's collector does not see hooks of tensors hold."""
+    reference = weakref.WeakMethod(method)
+
+    def call(parameter: nn.Parameter) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(parameter)
+
+    return call
+
+
+def _before_one(
+    reference: weakref.ref[nn.Parameter], before: Callable[[nn.Parameter], None]
+) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        parameter = reference()
+        if parameter is not None:
+            before(parameter)
+
+    return hook
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass (activations are being recomputed, say)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, ...) is running, whose tensors have neither graph nor memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _records() -> bool:
+    return torch.is_grad_enabled() and not in_backward()
+
+
+def _listen(unit: nn.Module, name: str, listener: Listener) -> list[RemovableHandle]:
+    given: set[Any] = set()
+
+    # A reentrant checkpoint runs its part of the forward without gradients, and again inside backward with them.
+    def records() -> bool:
+        return not in_backward() and (torch.is_grad_enabled() or listener.in_forward())
+
+    def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.clear()
+        given.update(tensor.grad_fn for tensor in tensors_in((args, kwargs)))
+        listener.forward_begins(name, records())
+
+    def ends(module: nn.Module, args: Any, output: Any) -> Any:
+        graph = torch.is_grad_enabled()
+        follows = graph and (not in_backward() or listener.wants_backward(name))
+        kept, more = listener.own_outputs(name, output, follows)
+        generation = listener.forward_ends(name, records(), follows)
+        if follows:
+            # What it only hands on is not its own: that tensor's gradient comes when earlier units have theirs.
+            own = [tensor for tensor in (*tensors_in(kept), *more) if tensor.grad_fn not in given]
+            given.clear()
+            _on_gradients(
+                own,
+                "all",
+                lambda: listener.backward_begins(name, generation),
+                lambda: listener.backward_nears(name, generation),
+            )
+        return None if kept is output else kept
+
+    # First of all hooks: others, such as weight normalisation's, compute with the parameters.
+    before = unit.register_forward_pre_hook(ModuleHook(_untraced(begins)), prepend=True, with_kwargs=True)
+    return [before, unit.register_forward_hook(ModuleHook(_untraced(ends)))]
+
+
+def _on_gradients(
+    outputs: Iterable[Tensor], mode: str, action: Callable[[], None], at_first: Callable[[], None] | None = None
+) -> None:
+    """Calls `action` once per backward pass, when any or all gradients of `outputs` are there.
+
+    `at_first` is called before, when there are several and the first is.
+    """
+    # A parameter that is itself an output has nothing before it, and hooks on it would stay for good.
+    tensors = [tensor for tensor in outputs if tensor.grad_fn is not None]
+    # They may be called in the middle of what is being compiled, too.
+    action = _untraced(action)
+    if len(tensors) == 1:
+        tensors[0].register_hook(lambda gradient: action())
+    elif tensors:
+        if at_first is not None:
+            first = _untraced(at_first)
+            register_multi_grad_hook(tensors, lambda gradient: first(), mode="any")
+        register_multi_grad_hook(tensors, lambda gradients: action(), mode=mode)  # type: ignore[arg-type]

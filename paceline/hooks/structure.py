@@ -1,0 +1,122 @@
+"""Whether a model is still made of the parameters that were laid out, and what a backward pass leaves gradients in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from paceline.core.errors import EngineError
+from paceline.core.layout import Layout
+from paceline.hooks.modules import in_transform
+
+
+class Structure:
+    """The modules and parameters of a model as they were when it was made parallel."""
+
+    def __init__(self, module: nn.Module, layout: Layout, parameters: Sequence[nn.Parameter]) -> None:
+        """Remembers them.
+
+        Args:
+            module: The model.
+            layout: Where its parameters lie.
+            parameters: In the order of `layout.slots`.
+        """
+        self._parameters, self._layout = parameters, layout
+        self._identities = {id(parameter) for parameter in parameters}
+        self._places = [
+            (held, name, member, _joined(path, name))
+            for path, submodule in module.named_modules()
+            for held in (submodule._parameters, submodule._modules)
+            for name, member in held.items()
+        ]
+        self._members = [
+            (held, set(held), path) for path, m in module.named_modules() for held in (m._parameters, m._modules)
+        ]
+        self._frozen = [
+            (slot.spec.name, p) for p, slot in zip(parameters, layout.slots, strict=True) if not slot.spec.trainable
+        ]
+
+    def holds(self, identity: int) -> bool:
+        """Whether a parameter with this `id()` is the model's."""
+        return identity in self._identities
+
+    def require_unchanged(self) -> None:
+        """Refuses to go on with parameters that are not those which were laid out.
+
+        Raises:
+            EngineError: A module or parameter was replaced or added, or a parameter unfrozen or given another shape,
+                since.
+        """
+        for parameter, slot in zip(self._parameters, self._layout.slots, strict=True):
+            # What is sharded has a shape that only the engine sets.
+            if type(parameter) is nn.Parameter and parameter.shape != slot.spec.shape:
+                raise EngineError(
+                    f"{slot.spec.name} changed its shape from {tuple(slot.spec.shape)} to {tuple(parameter.shape)} "
+                    "after pl.parallelize: call pl.release(model), change it, and pl.parallelize(model) again"
+                )
+        for held, name, member, path in self._places:
+            if held.get(name) is not member:
+                raise EngineError(
+                    f"{path} was replaced in the model after pl.parallelize, so its gradients would not be reduced: "
+                    "call pl.release(model) and pl.parallelize(model) again (load weights without assign=True)"
+                )
+        for held, known, path in self._members:
+            for name in held.keys() - known if len(held) > len(known) else ():
+                if _trains(held[name]):
+                    raise EngineError(
+                        f"{_joined(path, name)} was added to the model after pl.parallelize, so its gradients would "
+                        "not be reduced: call pl.release(model) and pl.parallelize(model) again"
+                    )
+        unfrozen = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
+        if unfrozen is not None:
+            raise EngineError(
+                f"{unfrozen} was unfrozen after pl.parallelize, so its gradients would not be reduced: call "
+                "pl.release(model) and pl.parallelize(model) again"
+            )
+
+
+def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the backward pass under way leaves gradients in one of these; `torch.autograd.grad` does not."""
+    if in_transform():
+        # It hands gradients out.
+        return False
+    try:
+        return any(torch._C._will_engine_execute_node(accumulator(p)) for p in parameters if p.requires_grad)
+    except RuntimeError:
+        # A parameter is itself what autograd.grad was asked for.
+        return False
+
+
+def is_accumulated(parameter: nn.Parameter) -> bool:
+    """Inside a hook of a parameter's gradient: whether autograd is to add that to `grad`, and not to hand it out.
+
+    Also where the graph is from before its data were of another dtype for a while: it accumulates in another node than
+    `accumulator` gives then.
+    """
+    if in_transform():
+        return False
+    try:
+        torch._C._will_engine_execute_node(accumulator(parameter))
+    except RuntimeError:
+        # autograd.grad was asked for it. What it is not asked for has no hook called.
+        return False
+    return True
+
+
+def accumulator(parameter: nn.Parameter) -> Node:
+    """Where autograd accumulates a parameter's gradient: the node of all graphs that use it as it is now."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(parameter).node
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _trains(member: nn.Module | nn.Parameter | None) -> bool:
+    """Whether gradients may come to a part of a model."""
+    parameters = member.parameters() if isinstance(member, nn.Module) else [member]
+    return any(parameter is not None and parameter.requires_grad for parameter in parameters)

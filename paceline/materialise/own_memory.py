@@ -1,0 +1,73 @@
+"""Whether each parameter of a model has memory of its own, which laying it out anew would otherwise take apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from paceline.core.errors import UserError
+from paceline.tensors.sharded_parameter import is_owned
+
+
+def require_own_parameters(model: nn.Module) -> None:
+    """Refuses a model whose parameters would be others once each has been given its place in a flat buffer.
+
+    Raises:
+        UserError: Some have no shape yet, belong to another parallel model, or share memory.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise UserError(
+                f"parallelize: {name} has no shape before the model has run: run the model once on one batch, then "
+                "parallelize it"
+            )
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if is_owned(parameter):
+            raise UserError(
+                f"parallelize: {name} belongs to another parallel model already: parallelize the outermost model "
+                "alone, or call pl.release on the other"
+            )
+        if not parameter.numel() or parameter.is_meta:
+            continue
+        by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
+    for together in by_storage.values():
+        _require_apart(together)
+
+
+def _require_apart(parameters: list[tuple[str, Tensor]]) -> None:
+    """Refuses parameters of one storage that have bytes in common."""
+    taken: list[tuple[int, int, str, Tensor]] = []
+    for name, parameter in parameters:
+        start, end = _span(parameter)
+        if torch._debug_has_internal_overlap(parameter) and _marks(parameter, start, end).sum() < parameter.nbytes:
+            raise UserError(
+                f"parallelize: elements of {name} share memory with each other, as expand() leaves them, so they "
+                "cannot be updated: give it memory of its own, nn.Parameter(tensor.clone())"
+            )
+        for other_start, other_end, other_name, other in taken:
+            if start >= other_end or other_start >= end:
+                continue
+            low, high = min(start, other_start), max(end, other_end)
+            if (_marks(parameter, low, high) & _marks(other, low, high)).any():
+                raise UserError(
+                    f"parallelize: {name} and {other_name} are two parameters in the same memory, which would come "
+                    "apart: tie them as one (model.b.weight = model.a.weight), or give each memory of its own"
+                )
+        taken.append((start, end, name, parameter))
+
+
+def _span(parameter: Tensor) -> tuple[int, int]:
+    """The first byte of its storage that a parameter lies on, and the first after it."""
+    start = int(parameter.storage_offset())
+    last = start + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return start * parameter.itemsize, (last + 1) * parameter.itemsize
+
+
+def _marks(parameter: Tensor, start: int, end: int) -> Tensor:
+    """Which bytes from `start` to `end` of its storage a parameter lies on: bool."""
+    marks, size = torch.zeros(end - start, dtype=torch.bool), parameter.itemsize
+    strides = (*(stride * size for stride in parameter.stride()), 1)
+    marks.as_strided((*parameter.shape, size), strides, int(parameter.storage_offset()) * size - start).fill_(True)
+    return marks

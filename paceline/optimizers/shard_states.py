@@ -1,0 +1,117 @@
+"""What optimizers hold where each rank updates its shards: which may, and states cut to go with a shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from paceline.buffers.flat_parameters import FlatParameters
+from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
+
+ELEMENTWISE: set[type[Optimizer]] = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+"""Optimizers whose update of an element depends on that element alone, so that a shard can be updated by itself."""
+
+OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
+"""States of torch's optimizers that are one number for all elements of a parameter."""
+
+SHARD = "paceline_shard"
+"""Key of a parameter group: which shard of its parameters the states are of, and of how many."""
+
+
+def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
+    """Vouches that an optimizer class updates each element from that element's gradient and state alone.
+
+    Usable as a decorator. Only such optimizers may update sharded parameters.
+    """
+    ELEMENTWISE.add(optimizer)
+    return optimizer
+
+
+def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Strategy) -> None:
+    """Makes an optimizer step on shards: cuts states that it holds for whole parameters, which some make when built.
+
+    Raises:
+        UserError: The optimizer would compute something else from a shard than from the whole.
+    """
+    own, shards = flat.number
+    if isinstance(optimizer, torch.optim.LBFGS) and flat.has_masters:
+        raise UserError("LBFGS keeps gradients of all parameters in one vector: set strategy.precision to float32")
+    if shards > 1:
+        _require_elementwise(optimizer, strategy)
+        require_states_of(optimizer, own, shards)
+        for group in optimizer.param_groups:
+            # It is saved and loaded with the states, which look alike on all ranks.
+            group[SHARD] = [own, shards]
+    managed = set(flat.managed)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        index = flat.index_of.get(id(parameter))
+        states = optimizer.state.get(parameter)
+        if index in managed and states:
+            _cut_states(type(optimizer).__name__, states, flat, index)
+
+
+def require_states_of(optimizer: Optimizer, own: int = 0, shards: int = 1) -> None:
+    """Refuses states of other shards than those that an optimizer is about to update.
+
+    Args:
+        optimizer: Any.
+        own: Which of `shards` it updates of each parameter.
+        shards: Into how many parameters are cut; 1 if they are whole.
+
+    Raises:
+        UserError: It holds states of another shard.
+    """
+    if not optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        theirs, of = group.get(SHARD, (own, shards))
+        if (theirs, of) != (own, shards):
+            updates = f"this rank updates shard {own} of {shards}" if shards > 1 else "parameters are whole now"
+            raise UserError(
+                f"{type(optimizer).__name__} holds states of shard {theirs} of {of}, but {updates}: load on each rank "
+                "what that rank saved, with the same strategy and number of ranks, or the states of one process; or "
+                "make a new optimizer"
+            )
+
+
+def _require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
+    if type(optimizer) not in ELEMENTWISE:
+        raise UserError(
+            f"{type(optimizer).__name__} may need whole parameters or norms across them, but with "
+            f"zero={strategy.zero} each rank updates its own shards: set strategy.zero to 0, or use one of torch's "
+            "elementwise optimizers (AdamW, SGD, ...); vouch for one of your own with pl.elementwise(YourOptimizer)"
+        )
+
+
+def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, index: int) -> None:
+    """Makes what an optimizer holds for one parameter go with this rank's shard of it, in the dtype of its update."""
+    local, spec = flat.local.get(index), flat.layout.slots[index].spec
+    assert local is not None
+    for name, state in states.items():
+        if not isinstance(state, Tensor) or (not state.dim() and name in OF_ALL):
+            continue
+        if tuple(state.shape) == spec.shape:
+            if state.shape != local.shape or state.dtype != local.dtype:
+                states[name] = flat.cut(index, state)
+        elif state.shape != local.shape and state.dim():
+            raise UserError(
+                f"{optimizer} holds {name} of shape {list(state.shape)} for {spec.name}, of which "
+                f"this rank updates {local.numel()} elements: load states that were saved with the same strategy "
+                "and number of ranks, or those of one process"
+            )

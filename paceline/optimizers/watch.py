@@ -1,0 +1,121 @@
+"""Tells an engine when an optimizer that holds its parameters steps."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from paceline.optimizers.shard_states import require_states_of
+
+
+class Watcher(Protocol):
+    """What is told."""
+
+    def holds_parameter(self, identity: int) -> bool:
+        """Whether the parameter with this `id()` is the watcher's."""
+        ...
+
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        ...
+
+    def update_ends(self) -> None:
+        """An optimizer has stepped."""
+        ...
+
+    def mean_loss(self, loss: float | Tensor) -> Tensor:
+        """The mean over ranks of a loss."""
+        ...
+
+
+_watchers: list[weakref.ref[Watcher]] = []
+"""In the order in which models were made parallel, the same on every rank: what they do before a step they do in it."""
+
+
+def watch_optimizers(watcher: Watcher) -> None:
+    """Watches every torch optimizer, present or future, that holds one of the watcher's parameters.
+
+    Users make their optimizers as ever; nothing is wrapped. It ends with the watcher, or by `leave_optimizers`.
+    """
+    _hook_optimizers()
+    _watchers.append(weakref.ref(watcher, _watchers.remove))
+
+
+def leave_optimizers(watcher: Watcher) -> None:
+    """Ends watching."""
+    _watchers[:] = [reference for reference in _watchers if reference() is not watcher]
+
+
+@cache
+def _hook_optimizers() -> None:
+    # Once for all: torch goes through its hooks while a watcher may be collected, which must not take one out.
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    watching = _watching(optimizer, sys._getframe(1))
+    if not watching and not any(_holds(watcher, optimizer) for watcher in _alive()):
+        require_states_of(optimizer)
+    for watcher in watching:
+        watcher.update_begins(optimizer)
+    if not watching or not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+
+    # It decides by the loss how far to go and when to stop, which all ranks must do alike.
+    def everyones(closure: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: watching[0].mean_loss(closure())
+
+    *before, last = args
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": everyones(kwargs["closure"])}
+    return (*before, everyones(last)), kwargs
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for watcher in _watching(optimizer, sys._getframe(1)):
+        watcher.update_ends()
+
+
+def _watching(optimizer: Optimizer, step: FrameType) -> list[Watcher]:
+    """The watchers of an optimizer's parameters, but for those that are in a step already, of which this one is a part.
+
+    Args:
+        optimizer: Is about to step, or has stepped.
+        step: Torch's frame around its `step`, which calls the hooks.
+    """
+    watching = [watcher for watcher in _alive() if _holds(watcher, optimizer)]
+    outer = list(_steps_around(step)) if watching else []
+    return [watcher for watcher in watching if not any(_holds(watcher, other) for other in outer)]
+
+
+def _alive() -> list[Watcher]:
+    return [watcher for reference in tuple(_watchers) if (watcher := reference()) is not None]
+
+
+def _holds(watcher: Watcher, optimizer: Optimizer) -> bool:
+    return any(watcher.holds_parameter(id(p)) for group in optimizer.param_groups for p in group["params"])
+
+
+def _steps_around(step: FrameType) -> Iterator[Optimizer]:
+    """Optimizers in whose step this one is, such as the one that calls `super().step()`.
+
+    They are read off the stack: no hook of torch's tells of a step that raised, so that counting would go wrong.
+    """
+    frame = step.f_back
+    while frame is not None:
+        if frame.f_code is step.f_code:
+            yield frame.f_locals["self"]
+        frame = frame.f_back

@@ -1,0 +1,67 @@
+"""Parameters whose `grad` differs from them in shape or dtype, which torch compares when it is assigned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+
+from paceline.tensors.gradient_shard import GradientShard
+
+_GRAD: Any = torch._C.TensorBase.grad
+
+
+def _get(parameter: nn.Parameter) -> Tensor | None:
+    if TracingContext.try_get() is not None:
+        # torch.compile describes a parameter with its gradient, and what it compiles is not about that.
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Tensor | None = _GRAD.__get__(parameter)
+        return found
+
+
+def _assign(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    former = _get(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        replaces = isinstance(gradient, GradientShard) or (
+            isinstance(gradient, Tensor)
+            and former is not None
+            and (former.shape, former.dtype) == (gradient.shape, gradient.dtype)
+        )
+    if replaces and gradient is not None:
+        set_gradient(parameter, gradient)
+    else:
+        _set(parameter, gradient)
+
+
+def _set(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, gradient)
+
+
+class ReducedGradParameter(nn.Parameter):
+    """A user's own parameter object while its gradient is reduced: a loop may replace that, as `p.grad = 2 * p.grad`.
+
+    A parameter becomes one, and plain again, by `__class__`.
+    """
+
+    grad = property(_get, _assign, lambda parameter: _set(parameter, None))
+
+
+def set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Makes any tensor a parameter's `grad`: torch compares shape and dtype only when it is assigned."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shown = parameter.data
+        if shown.shape == gradient.shape and shown.dtype == gradient.dtype:
+            _GRAD.__set__(parameter, gradient)
+            return
+        # The gradient poses as of the parameter's kind, not the reverse: torch gives a parameter whose data are of
+        # another dtype, even for a moment, another node to accumulate in than graphs have that are yet to run backward.
+        own = gradient.data
+        gradient.data = shown
+        _GRAD.__set__(parameter, gradient)
+        gradient.data = own
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = ReducedGradParameter

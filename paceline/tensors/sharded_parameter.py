@@ -1,0 +1,194 @@
+"""A parameter that is not there to compute with: what touches its values asks the engine first."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.tensors.assigned_gradient import ReducedGradParameter
+
+_DESCRIPTIONS = frozenset(
+    {
+        *("shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "grad_dtype", "is_leaf", "names"),
+        *("_version", "itemsize", "nbytes", "ndim", "output_nr", "retains_grad", "_backward_hooks", "_base", "_cdata"),
+        *("_grad", "_post_accumulate_grad_hooks", "is_cpu", "is_cuda", "is_xpu", "is_mps", "is_meta", "is_sparse"),
+        *("is_sparse_csr", "is_nested", "is_quantized", "is_mkldnn", "is_ipu", "is_xla", "is_vulkan", "is_maia"),
+        *("is_mtia", "volatile", "name", "_has_symbolic_sizes_strides", "is_inference"),
+    }
+)
+"""Attributes that tell of a tensor, not of its values."""
+
+_QUESTIONS = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "get_device", "__len__"),
+        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_same_size", "is_inference", "is_pinned"),
+        *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "storage_offset", "__hash__"),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "has_names", "is_shared", "_is_view"),
+        *(
+            "grad",
+            "backward",
+            "_has_compatible_shallow_copy_type",
+            "data_ptr",
+            "untyped_storage",
+            "_typed_storage",
+            "is_conj",
+            "is_neg",
+        ),
+        *("is_tensor", "is_storage", "is_nonzero_size", "result_type", "can_cast", "retain_grad", "__dir__"),
+    }
+)
+"""Functions that do."""
+
+
+class Owner(Protocol):
+    """What a sharded parameter asks."""
+
+    def parameter_used(self, index: int, function: str, edits: bool) -> None:
+        """Makes a parameter whole, or raises.
+
+        Args:
+            index: Which parameter.
+            function: Name of the function that is called with it.
+            edits: Whether that function writes to it.
+        """
+        ...
+
+    def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
+        """The dtype that a parameter tells: between steps that of its update, by which optimizers load their states.
+
+        Args:
+            index: Which parameter.
+            computed: The dtype that is computed with.
+        """
+        ...
+
+
+class ShardedParameter(ReducedGradParameter):
+    """A user's own parameter object while its values are elsewhere: sharded, on their way, or held in another dtype.
+
+    An engine makes parameters of this class and plain again by assigning `__class__`; a plain parameter costs nothing.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Lets the owner make parameters whole before a function computes with their values."""
+        name, kwargs = _name(func), kwargs or {}
+        if name == "dtype":
+            return _dtype(args[0])
+        if name in ("__repr__", "__format__"):
+            parameter = args[0]
+            with torch._C.DisableTorchFunctionSubclass():
+                return f"Parameter containing: {parameter.dtype} of shape {tuple(parameter.shape)}, not gathered"
+        if name not in _QUESTIONS and not _describes(func, name):
+            # What another tensor is made like tells of itself only.
+            given = args[:1] if name == "type_as" else (*args, *kwargs.values())
+            written = {id(parameter) for parameter in _sharded(_written(func, name, args, kwargs))}
+            for parameter in {id(parameter): parameter for parameter in _sharded(given)}.values():
+                _ask(parameter, name, id(parameter) in written)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is a plain parameter, with the values that were asked for."""
+        _ask(self, "deepcopy", False)
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = nn.Parameter(self.detach().clone().as_subclass(Tensor), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Whom each parameter of a parallel model asks, and by which index; not kept on it, as it may be copied and pickled."""
+
+
+def _ask(parameter: nn.Parameter, function: str, edits: bool) -> None:
+    owner, index = _OWNERS.get(parameter, (lambda: None, 0))
+    alive: Owner | None = owner()
+    if alive is not None:
+        alive.parameter_used(index, function, edits)
+
+
+def _dtype(parameter: nn.Parameter) -> torch.dtype:
+    with torch._C.DisableTorchFunctionSubclass():
+        owner, index = _OWNERS.get(parameter, (lambda: None, 0))
+        alive: Owner | None = owner()
+        return parameter.dtype if alive is None else alive.dtype_seen(index, parameter.dtype)
+
+
+def own(parameter: nn.Parameter, owner: Owner, index: int) -> None:
+    """Tells a parameter whom to ask while it is sharded."""
+    _OWNERS[parameter] = (weakref.ref(owner), index)
+
+
+def is_owned(parameter: nn.Parameter) -> bool:
+    """Whether a parameter belongs to a parallel model that lives."""
+    return parameter in _OWNERS and _OWNERS[parameter][0]() is not None
+
+
+def disown(parameter: nn.Parameter) -> None:
+    """Makes a parameter a plain one for good."""
+    unguard(parameter)
+    _OWNERS.pop(parameter, None)
+
+
+def guard(parameter: nn.Parameter) -> None:
+    """Makes a parameter ask before it is used."""
+    if type(parameter) in (nn.Parameter, ReducedGradParameter):
+        parameter.__class__ = ShardedParameter
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    """Makes a parameter a plain one."""
+    if type(parameter) in (ShardedParameter, ReducedGradParameter):
+        parameter.__class__ = nn.Parameter
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def _describes(func: Callable[..., Any], name: str) -> bool:
+    return name in _DESCRIPTIONS and getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+
+
+def _written(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a function writes to."""
+    written = [kwargs["out"]] if "out" in kwargs else []
+    if _edits(func, name) or kwargs.get("inplace"):
+        # Initialisers of torch.nn.init name it.
+        written += args[:1] or [kwargs.get("tensor")]
+    return written
+
+
+def _edits(func: Callable[..., Any], name: str) -> bool:
+    """Whether a function writes to its first argument."""
+    if getattr(func, "__name__", "") == "__set__":
+        return True
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+    return name.endswith("_")
+
+
+def _sharded(values: Any) -> Iterator[ShardedParameter]:
+    for value in values:
+        if isinstance(value, ShardedParameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _sharded(value)
+
+
+def plain_view(parameter: Tensor) -> Tensor:
+    """A parameter's values as they lie there, without asking."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach()

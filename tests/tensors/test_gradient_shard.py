@@ -1,0 +1,323 @@
+"""A shard of a gradient: what it lets through on every rank alike, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import EngineError, UserError
+from paceline.tensors.assigned_gradient import set_gradient
+from paceline.tensors.gradient_shard import GradientShard, as_shard
+
+VALUES = [1.0, -2.0, 3.0, 0.5]
+
+
+def shard(wait: Callable[[], None] | None = None, is_part: bool = True) -> GradientShard:
+    return as_shard(torch.tensor(VALUES), wait, is_part)
+
+
+def parameter(gradient: Tensor) -> nn.Parameter:
+    """A whole parameter, of which the gradient is a part."""
+    made = nn.Parameter(torch.zeros(2, 4))
+    set_gradient(made, gradient)
+    return made
+
+
+# ---- what is done to each element
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "mul_": lambda g: g.mul_(2),
+    "mul_ by a scalar tensor": lambda g: g.mul_(torch.tensor(2.0)),
+    "div_": lambda g: g.div_(4),
+    "add_": lambda g: g.add_(1),
+    "add_ another shard": lambda g: g.add_(g * 3),
+    "sub_": lambda g: g.sub_(1),
+    "neg_": lambda g: g.neg_(),
+    "clamp_": lambda g: g.clamp_(-1, 1),
+    "zero_": lambda g: g.zero_(),
+    "fill_": lambda g: g.fill_(7),
+    "nan_to_num_": lambda g: g.div_(torch.tensor(0.0)).nan_to_num_(1.0),
+    "copy_": lambda g: g.copy_(g * 2),
+    "lerp_": lambda g: g.lerp_(g * 2, 0.5),
+    "addcmul_": lambda g: g.addcmul_(g, g, value=0.5),
+    "masked_fill_": lambda g: g.masked_fill_(g > 1, 0),
+    "*=": lambda g: g.__imul__(2),
+    "/=": lambda g: g.__itruediv__(2),
+    "+=": lambda g: g.__iadd__(2),
+    "-=": lambda g: g.__isub__(2),
+    "**=": lambda g: g.__ipow__(2),
+    "_foreach_mul_": lambda g: torch._foreach_mul_([g], 2.0),
+    "_foreach_mul_ by a tensor": lambda g: torch._foreach_mul_([g], torch.tensor(2.0)),
+    "_foreach_add_": lambda g: torch._foreach_add_([g], [g * 2], alpha=2),
+    "_foreach_clamp_max_": lambda g: torch._foreach_clamp_max_([g], 1.0),
+    "_foreach_zero_": lambda g: torch._foreach_zero_([g]),
+    "_foreach_neg_": lambda g: torch._foreach_neg_([g]),
+    "out=": lambda g: torch.mul(g, 2, out=g),
+}
+
+ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
+    "clone": lambda g: g.clone(),
+    "detach": lambda g: g.detach(),
+    "to": lambda g: g.to(torch.float64),
+    "double": lambda g: g.double(),
+    "cpu": lambda g: g.cpu(),
+    "data": lambda g: g.data,
+    "copy.copy": copy.copy,
+    "* 2": lambda g: g * 2,
+    "2 *": lambda g: 2 * g,
+    "/ 2": lambda g: g / 2,
+    "2 /": lambda g: 2 / g,
+    "1 -": lambda g: 1 - g,
+    "1 +": lambda g: 1 + g,
+    "** 2": lambda g: g**2,
+    "-": lambda g: -g,
+    "abs": abs,
+    "torch.mul": lambda g: torch.mul(g, g),
+    "by one element": lambda g: g * torch.tensor([2.0]),
+    "square": lambda g: g.square(),
+    "clip": lambda g: g.clip(max=1.0),
+    "isfinite": lambda g: g.isfinite(),
+    "> 1": lambda g: g > 1,
+    "where": lambda g: torch.where(g > 0, g, 0.0),
+    "maximum": lambda g: torch.maximum(g, torch.tensor(0.0)),
+    "zeros_like": torch.zeros_like,
+    "contiguous": lambda g: g.contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_elements_are_changed_in_place_as_those_of_the_whole(name: str) -> None:
+    ours, plain = shard(), torch.tensor(VALUES)
+    memory = ours.data_ptr()
+    IN_PLACE[name](ours)
+    IN_PLACE[name](plain)
+    assert ours.data_ptr() == memory and type(ours) is GradientShard
+    assert torch.equal(ours.as_subclass(Tensor), plain)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_what_is_computed_elementwise_is_a_shard_too(name: str) -> None:
+    found, plain = ELEMENTWISE[name](shard()), ELEMENTWISE[name](torch.tensor(VALUES))
+    assert type(found) is GradientShard
+    assert torch.equal(found.as_subclass(Tensor), plain)
+    with pytest.raises((EngineError, UserError)):
+        found.sum()
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, None], ids=["pickle", "torch.save"])
+def test_a_shard_in_a_file_stays_one(write: Callable[[Any], bytes] | None) -> None:
+    if write is not None:
+        found = pickle.loads(write(shard()))
+    else:
+        sink = io.BytesIO()
+        torch.save(shard(), sink)
+        sink.seek(0)
+        found = torch.load(sink, weights_only=False)
+    assert type(found) is GradientShard
+    assert torch.equal(found.as_subclass(Tensor), torch.tensor(VALUES))
+
+
+# ---- what needs the whole
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda g: g.sum(),
+    "mean": lambda g: g.mean(),
+    "max": lambda g: g.max(),
+    "std": lambda g: g.std(),
+    "all": lambda g: g.isfinite().all(),
+    "any": lambda g: torch.any(g > 0),
+    "equal": lambda g: torch.equal(g, g),
+    "item": lambda g: as_shard(torch.ones(1), None, True).item(),
+    "bool": lambda g: bool(as_shard(torch.ones(1), None, True)),
+    "index": lambda g: g[0],
+    "slice": lambda g: g[:2],
+    "assignment": lambda g: g.__setitem__(0, 1.0),
+    "iteration": lambda g: list(g),
+    "tolist": lambda g: g.tolist(),
+    "numpy": lambda g: g.numpy(),
+    "view": lambda g: g.view(2, 2),
+    "reshape": lambda g: g.reshape(2, 2),
+    "cat": lambda g: torch.cat([g, g]),
+    "stack by name": lambda g: torch.stack(tensors=[g, g]),
+    "sort": lambda g: g.sort(),
+    "topk": lambda g: g.topk(2),
+    "cumsum": lambda g: g.cumsum(0),
+    "dot": lambda g: g.dot(g),
+    "matmul": lambda g: torch.zeros(2, 4) @ g,
+    "softmax": lambda g: g.softmax(0),
+    "a whole operand": lambda g: torch.zeros(2, 4) + g,
+    "of the same size": lambda g: g * torch.ones(4),
+    "in place": lambda g: g.add_(torch.ones(4)),
+    "into a plain tensor": lambda g: torch.zeros(4).add_(g),
+    "out=": lambda g: torch.mul(g, 2, out=torch.empty(4)),
+    "another one's shard": lambda g: g + as_shard(torch.ones(1), None, True),
+    "copy_": lambda g: g.copy_(torch.ones(4)),
+    "_foreach_copy_": lambda g: torch._foreach_copy_([g], [torch.ones(4)]),
+    "_foreach_add_ to a parameter": lambda g: torch._foreach_add_([torch.zeros(4)], [g]),
+    "noise": lambda g: g.add_(torch.randn(4)),
+    "dropout": nn.functional.dropout,
+}
+
+NORMS: dict[str, Callable[[Any], Any]] = {
+    "clip_grad_norm_": lambda g: nn.utils.clip_grad_norm_([parameter(g)], 1.0),
+    "clip_grad_norm_ one by one": lambda g: nn.utils.clip_grad_norm_([parameter(g)], 1.0, foreach=False),
+    "get_total_norm": lambda g: nn.utils.get_total_norm([g]),
+    "norm": lambda g: g.norm(),
+    "torch.norm": torch.norm,
+    "vector_norm": torch.linalg.vector_norm,
+    "linalg.norm": torch.linalg.norm,
+    "of a copy": lambda g: g.clone().norm(),
+    "of what was scaled": lambda g: (g / 2).norm(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_take_it_for_the_whole_is_refused_and_changes_nothing(name: str) -> None:
+    gradient = shard()
+    with pytest.raises(EngineError, match=r"of p\.grad: it holds this rank's shard"):
+        REFUSED[name](gradient)
+    assert torch.equal(gradient.as_subclass(Tensor), torch.tensor(VALUES))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_are_refused_with_what_to_call(name: str) -> None:
+    with pytest.raises(UserError, match=r"pl\.clip_grad_norm_\(model, max_norm\)"):
+        NORMS[name](shard())
+
+
+def test_torchs_scaler_is_refused_with_what_to_use() -> None:
+    made = parameter(shard())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(UserError, match=r"use pl\.GradScaler"):
+        scaler.unscale_(torch.optim.SGD([made], lr=0.1))
+
+
+# ---- what loops do with p.grad
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_gradients_are_zeroed_or_dropped(foreach: bool) -> None:
+    made = parameter(shard())
+    optimizer = torch.optim.SGD([made], lr=0.1, foreach=foreach)
+    optimizer.zero_grad(set_to_none=False)
+    assert type(made.grad) is GradientShard
+    assert not made.grad.as_subclass(Tensor).any()
+    optimizer.zero_grad()
+    assert made.grad is None
+
+
+def test_a_module_zeroes_its_gradients() -> None:
+    module = nn.Module()
+    module.weight = parameter(shard())
+    module.zero_grad(set_to_none=False)
+    assert type(module.weight.grad) is GradientShard and not module.weight.grad.as_subclass(Tensor).any()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_gradients_are_clipped_by_value(foreach: bool) -> None:
+    made = parameter(shard())
+    nn.utils.clip_grad_value_([made], 1.0, foreach=foreach)
+    assert made.grad is not None
+    assert made.grad.as_subclass(Tensor).tolist() == [1.0, -1.0, 1.0, 0.5]
+
+
+def test_it_tells_of_itself() -> None:
+    gradient = shard()
+    assert (gradient.dtype, gradient.device.type) == (torch.float32, "cpu")
+    assert (gradient.is_contiguous(), gradient.is_sparse) == (True, False)
+    assert "GradientShard" in repr(gradient) and "GradientShard" in str(gradient)
+    assert hash(gradient) == id(gradient) and isinstance(gradient, Tensor)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        len,
+        Tensor.numel,
+        Tensor.dim,
+        Tensor.size,
+        lambda g: g.shape,
+        lambda g: g.ndim,
+        lambda g: g.shape[0],
+    ],
+)
+def test_its_shape_is_not_taken_for_the_whole_gradients(ask: Callable[[Any], Any]) -> None:
+    with pytest.raises(EngineError, match="this rank's shard of the gradient, flat"):
+        ask(shard())
+    ask(shard(is_part=False))
+
+
+def test_whoever_asks_for_a_plain_tensor_gets_one() -> None:
+    plain = shard().as_subclass(Tensor)
+    assert type(plain) is Tensor and plain.sum() == 2.5
+
+
+# ---- reductions that are under way
+
+WAITING = {**IN_PLACE, **ELEMENTWISE, "repr": repr, "untyped_storage": lambda g: g.untyped_storage()}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_whatever_is_done_waits_first(name: str) -> None:
+    raw = torch.zeros(4)
+    waits = []
+
+    def wait() -> None:
+        if not waits:
+            raw.copy_(torch.tensor(VALUES))
+        waits.append(name)
+
+    gradient = as_shard(raw, wait, True)
+    assert not waits
+    found = WAITING[name](gradient)
+    assert waits
+    if name in ELEMENTWISE:
+        assert torch.equal(found.as_subclass(Tensor), ELEMENTWISE[name](torch.tensor(VALUES)))
+
+
+@pytest.mark.parametrize("name", sorted((REFUSED.keys() | NORMS.keys()) - {"item", "bool", "another one's shard"}))
+def test_of_a_whole_gradient_nothing_is_refused_but_waited_for(name: str) -> None:
+    waits = []
+    gradient = shard(lambda: waits.append(name), is_part=False)
+    if name.startswith("clip_grad_norm_"):
+        gradient = as_shard(torch.zeros(2, 4), lambda: waits.append(name), False)
+    {**REFUSED, **NORMS}[name](gradient)
+    assert waits
+
+
+def test_every_shard_of_a_list_is_waited_for() -> None:
+    waits: list[int] = []
+    several = [shard(lambda index=index: waits.append(index)) for index in range(3)]  # type: ignore[misc]
+    torch._foreach_mul_(several, 2.0)
+    assert set(waits) == {0, 1, 2}
+
+
+# ---- not there yet
+
+MARKED: dict[str, Callable[[Any], Any]] = {
+    "_foreach_mul": lambda g: torch._foreach_mul([g], 2.0)[0],
+    "one element in more dimensions": lambda g: g * torch.ones(1, 1),
+    "copy.deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_these_are_shards_too_or_refused(name: str) -> None:
+    try:
+        found = MARKED[name](shard())
+    except EngineError:
+        return
+    assert type(found) is GradientShard
+
+
+def test_a_number_of_its_one_element_is_refused() -> None:
+    with pytest.raises(EngineError):
+        float(as_shard(torch.ones(1), None, True))
