@@ -93,6 +93,8 @@ def strategies(draw: st.DrawFn, world_size: int = 1, **fixed: Any) -> Strategy:
     if zero == 3 and not chosen["share_parameters"]:
         accumulations.append("hold")
     chosen["accumulation"] = draw(st.sampled_from(accumulations))
+    if "hold" in accumulations and chosen["accumulation"] != "hold":
+        chosen["prefetch"] = draw(st.sampled_from([0, 1, 2, 7]))
     if zero < 2:
         chosen["packing"] = draw(st.sampled_from(["bucket", "parameter", "flat"]))
         chosen["synchronize"] = draw(st.sampled_from(["overlap", "after"]))

@@ -13,7 +13,7 @@ from paceline.core.ops import Group, Stream
 from paceline.core.strategy import Strategy
 
 DEPTH = 2
-"""Units whose sharded parameters or gradients are held whole at a time: one computes, one is on its way."""
+"""Units whose sharded gradients are held whole at a time: one is copied in, one is reduced."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,9 @@ class Placement:
 
     @cached_property
     def slots(self) -> int:
-        """Number of slots for gathered units."""
-        return max(1, len(self.gathered_units)) if self.strategy.accumulation == "hold" else DEPTH
+        """Number of slots for gathered units: for the one that computes, and those that come next."""
+        most = max(1, len(self.gathered_units))
+        return most if self.strategy.accumulation == "hold" else min(most, self.strategy.prefetch + 1)
 
     @cached_property
     def gathered_units(self) -> tuple[str, ...]:

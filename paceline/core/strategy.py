@@ -43,6 +43,8 @@ class Strategy:
             micro-batch. defer: full gradients are held, and reduced in the last. hold (zero 3): as each, but parameters
             stay gathered from the first forward to the last backward. auto: defer where full gradients are held
             anyway (zero 0 and 1), else each.
+        prefetch: With zero 3: how many units are gathered ahead of the one that computes. Each takes room for one more
+            whole unit; 0 gathers every unit as it is needed, and waits for it.
         recompute: Activations of a unit's inside: kept (none), computed again in backward from the unit's input (unit),
             or all but attention's (keep_attention).
         recompute_every: Recompute only every k-th of the repeated units.
@@ -76,6 +78,7 @@ class Strategy:
     precision: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "float32"
     reduce_in_float32: bool = True
     accumulation: Accumulation = "auto"
+    prefetch: int = 1
     recompute: Literal["none", "unit", "keep_attention"] = "none"
     recompute_every: int = 1
     synchronize: Literal["overlap", "after"] = "overlap"
@@ -109,6 +112,8 @@ class Strategy:
                 f"strategy.bucket_mb: expected a size above 0 MiB, got {self.bucket_mb}; "
                 "for one collective per parameter set strategy.packing to parameter"
             )
+        if self.prefetch < 0:
+            raise UserError(f"strategy.prefetch: expected 0 or more units, got {self.prefetch}")
         if self.recompute_every < 1:
             raise UserError(f"strategy.recompute_every: expected 1 or more, got {self.recompute_every}")
         if self.shard < 0:
@@ -172,6 +177,16 @@ class Strategy:
                 self.accumulation == "hold" and self.stage != 3,
                 f"accumulation=hold keeps gathered parameters, which zero={self.stage} never lets go: set zero to 3, "
                 "or accumulation to each or defer",
+            ),
+            (
+                self.prefetch != 1 and not self.gathers,
+                f"prefetch={self.prefetch} is about parameters that are gathered unit by unit, but with zero={self.stage}"
+                f"{' and share_parameters' if self.share_parameters else ''} none are: set zero to 3, or leave prefetch out",
+            ),
+            (
+                self.prefetch != 1 and self.accumulation == "hold",
+                f"prefetch={self.prefetch} says how many gathered units there is room for, but accumulation=hold keeps "
+                "all: leave prefetch out, or set accumulation to each or defer",
             ),
             (
                 self.wire == "int8" and self.precision == "float16",

@@ -144,19 +144,27 @@ def _memory(case: Case, estimate: Estimate) -> Iterator[Term]:
     stage, low = strategy.stage, strategy.low
     states = f"{'12' if low else '8'} P{f' / {shards}' if stage else ''}"
     buffers = ", and the model's buffers" if case.subject.shapes.buffers else ""
+    buffer = "the schedule's buffers, P padded"
+    work = case.subject.work(setting.samples, strategy.precision)
     held = {
-        "parameters": f"{2 if low else 4} P{f' / {shards}' if stage == 3 else ''}{buffers}",
-        "gradients": f"4 P{f' / {shards}' if stage >= 2 else ''}, and what autograd holds at the peak",
-        "optimizer": f"{states}: {'fp32 master and ' if low else ''}Adam's two states",
-        "activations": f"what is kept for backward by {setting.samples} x {case.subject.context:,} tokens, traced",
-        "logits": "the output layer's results",
-        "buckets": "two slots for whole gradients",
-        "gathered": "two slots for whole units, and small units",
-        "framework": "context and communicators, outside of the allocator",
+        "parameters": (f"{2 if low else 4} P{f' / {shards}' if stage == 3 else ''}{buffers}", buffer),
+        "gradients": (
+            f"4 P{f' / {shards}' if stage >= 2 else ''}, and what autograd holds at the peak",
+            f"{buffer}; docs/planning.md: what a step adds",
+        ),
+        "optimizer": (f"{states}: {'fp32 master and ' if low else ''}Adam's two states", buffer),
+        "activations": (
+            f"what is kept for backward by {setting.samples} x {case.subject.context:,} tokens",
+            f"storages that autograd keeps: {work.source}",
+        ),
+        "logits": ("the output layer's results", f"the last unit's: {work.source}"),
+        "buckets": ("two slots for whole gradients", buffer),
+        "gathered": (f"{strategy.prefetch + 1} slots for whole units, and small units", buffer),
+        "framework": ("context and communicators, outside of the allocator", case.hardware.source),
     }
     for name, size in memory.by_kind.items():
         if size:
-            yield Term(name, f"{gib(size)} GiB", held[name], "the schedule's buffers, P padded")
+            yield Term(name, f"{gib(size)} GiB", *held[name])
     yield Term(
         "fits",
         f"{gib(memory.peak)} of {gib(estimate.capacity)} GiB",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.memory import Memory, memory
-from paceline.core.placement import DEPTH
 from paceline.core.strategy import Strategy
 from paceline.plan.case import Case
 from paceline.plan.costs import OPTIMIZER_BYTES, unit_seconds
@@ -48,7 +47,8 @@ class Least:
         reductions = count if strategy.reduces_each else 1
         if strategy.gathers:
             # Units that lie in slots at a turn are not gathered again.
-            kept = 3 * DEPTH / max(3 * DEPTH, len(self._case.subject.shapes.units))
+            most = 3 * max(2, strategy.prefetch + 1)
+            kept = most / max(most, len(self._case.subject.shapes.units))
             gathers = 1 - kept if strategy.accumulation == "hold" else count * (2 - 2 * kept)
         else:
             gathers = 1 if strategy.stage else 0

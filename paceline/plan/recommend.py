@@ -35,6 +35,8 @@ def in_words(estimate: Estimate) -> str:
         parts.append(f"accumulation {setting.strategy.accumulation}")
     if setting.strategy.bucket_mb != Strategy.bucket_mb:
         parts.append(f"buckets of {setting.strategy.bucket_mb:g} MiB")
+    if setting.strategy.prefetch != Strategy.prefetch:
+        parts.append(f"{setting.strategy.prefetch} units gathered ahead")
     return ", ".join(parts)
 
 

@@ -14,7 +14,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.quantities import short
 from paceline.plan.search import search
 
-DEVICES = (1, 2, 4, 8, 32, 128, 512, 2048, 8192, 32_768, 100_000)
+DEVICES = (*(2**power for power in range(17)), 100_000)
 """Numbers of devices that are looked at."""
 
 
@@ -83,7 +83,7 @@ def cells(point: Point) -> tuple[str, ...]:
 def _cells(each: Estimate | None, rate: bool) -> tuple[str, ...]:
     if each is None:
         return ("-", "", "", "", *([""] if rate else []))
-    shown = f"{each.seconds:.3g} s" if each.seconds < 1000 else f"{each.seconds:,.0f} s"
+    shown = f"{each.seconds:#.3g} s" if each.seconds < 1000 else f"{each.seconds:,.0f} s"
     shares = (f"{100 * each.mfu:.1f}%", f"{100 * each.network / each.seconds:.1f}%")
     return (each.name.replace("groups of", "by"), shown, *shares, *([short(each.tokens_per_second)] if rate else []))
 

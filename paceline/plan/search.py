@@ -26,8 +26,10 @@ RECOMPUTE = (("none", 1), ("keep_attention", 2), ("keep_attention", 1), ("unit",
 """What is computed again, and of which share of the blocks: more and more of it."""
 BUCKETS = (25.0, 100.0, 400.0)
 """MiB of a bucket that are looked at where it matters."""
+PREFETCH = (2, 4)
+"""Units gathered ahead that are looked at, beside the usual one, where it matters."""
 WORTH_TUNING = 0.01
-"""Share of a step that has to be waited for communication for sizes of buckets to matter."""
+"""Share of a step that has to be waited for communication for sizes of buckets and prefetching to matter."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,12 @@ def _best(case: Case, settings: Sequence[Setting], least: Least, room: int) -> t
 
 
 def _tuned(case: Case, best: Estimate) -> tuple[Estimate, int]:
-    """The best setting with other sizes of buckets, where it is units that are not reduced one by one."""
+    """The best setting with other sizes of buckets, or with more gathered ahead where units are gathered one by one."""
     strategy = best.setting.strategy
-    if strategy.gathers or case.devices == 1:
+    if case.devices == 1 or strategy.accumulation == "hold":
         return best, 0
-    others = [replace(best.setting, strategy=replace(strategy, bucket_mb=size)) for size in BUCKETS]
+    field, values = ("prefetch", PREFETCH) if strategy.gathers else ("bucket_mb", BUCKETS)
+    others = [replace(best.setting, strategy=replace(strategy, **{field: value})) for value in values]
     tried = [case.estimate(each) for each in others if each != best.setting]
     # A hundredth is what a default is worth.
     better = [each for each in tried if each.fits and each.seconds < 0.99 * best.seconds]

@@ -80,6 +80,7 @@ def variant(program: Program, setting: Setting, rank: int) -> Schedule:
         bucket_mb=setting.bucket_mb,
         shard=known.shard if setting.stage else 0,
         share_parameters=known.share_parameters and setting.stage > 0,
+        prefetch=known.prefetch if setting.stage == 3 else Strategy.prefetch,
         accumulation="auto" if known.accumulation == "hold" and setting.stage != 3 else known.accumulation,
     )
     return scheduled(program, strategy, setting.devices, min(rank, setting.devices - 1))

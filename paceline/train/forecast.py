@@ -153,7 +153,7 @@ def planned(config: TrainConfig, shape: ModelConfig, world: World, say: Callable
     chosen = {
         name: value
         for name, value in asdict(setting.strategy).items()
-        if name in ("zero", "shard", "recompute", "recompute_every", "accumulation", "bucket_mb")
+        if name in ("zero", "shard", "recompute", "recompute_every", "accumulation", "prefetch", "bucket_mb")
     }
     chosen, samples = pl.all_gather_json([chosen, setting.samples], "the strategy that was planned")[0]
     say(f"plan: {in_words(estimate)}: {estimate.seconds * 1e3:.1f} ms a step predicted")

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 
 from paceline.core.layout import Bucket
 from paceline.core.ops import COMPUTE, STATISTICS
-from paceline.core.placement import DEPTH
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import SYSTEMS, Strategy
 from tests.core.test_schedule import SIZE, schedule
@@ -56,15 +55,15 @@ def test_a_rank_sends_so_many_times_the_parameters_times_n_minus_1_over_n(
     assert sum(op.received for op in ops) == sum(op.sent for op in ops)
 
 
-def stage_3_gathers(buckets: tuple[Bucket, ...], order: tuple[str, ...], micro_batches: int, hold: bool) -> int:
+def stage_3_gathers(buckets: tuple[Bucket, ...], order: tuple[str, ...], micro_batches: int, strategy: Strategy) -> int:
     """Bytes of parameters that pass through a rank's memory in a step, own shards included.
 
     Whatever moves does so in every forward and every backward, but for what is still in its place: at the turn the
-    last `DEPTH` units (all with hold), and between micro-batches the first ones. The rest is gathered once.
+    last units that there are slots for (all with hold), and between micro-batches the first ones. The rest is gathered once.
     """
     sizes = [sum(b.bytes for b in buckets if b.units == (unit,) and not b.kept) for unit in order]
     sizes = [size for size in sizes if size]
-    kept = len(sizes) if hold else DEPTH
+    kept = len(sizes) if strategy.accumulation == "hold" else strategy.prefetch + 1
     moving = sum(sizes)
     forward = moving + (micro_batches - 1) * (moving - sum(sizes[:kept]))
     backward = micro_batches * (moving - sum(sizes[max(len(sizes) - kept, 0) :]))
@@ -90,7 +89,7 @@ def test_bytes_sent_are_those_of_the_formulas(plan: Schedule, micro_batches: int
         if strategy.share_parameters:
             parameters = 0
         elif strategy.stage == 3:
-            parameters = stage_3_gathers(buckets, plan.order, micro_batches, strategy.accumulation == "hold")
+            parameters = stage_3_gathers(buckets, plan.order, micro_batches, strategy)
         # Sums over micro-batches are kept in the dtype that is updated, and replicas reduce those once.
         sums = gradients
         if reductions > 1:

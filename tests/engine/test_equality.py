@@ -122,6 +122,8 @@ STRATEGIES = {
     "zero 3": Strategy(zero=3),
     "zero 3, deferred": Strategy(zero=3, accumulation="defer"),
     "zero 3, held": Strategy(zero=3, accumulation="hold"),
+    "zero 3, nothing ahead": Strategy(zero=3, prefetch=0),
+    "zero 3, 2 ahead": Strategy(zero=3, prefetch=2),
 }
 
 HYBRID = {f"zero {stage}, 2 x 2": Strategy(zero=stage, shard=2, bucket_mb=0.0005) for stage in (1, 2, 3)}  # type: ignore[arg-type]

@@ -82,9 +82,14 @@ def draw(seed: int, **fixed: Any) -> Program:
     ranks = draws.choice([2, 2, 3])
     while True:
         try:
-            return Program(model, loop, pl.Strategy(**(_strategy(draws) | fixed)), ranks, seed)
+            strategy = pl.Strategy(**(_strategy(draws) | fixed))
+            break
         except pl.UserError:
             continue
+    if strategy.gathers and strategy.accumulation != "hold":
+        # Drawn apart, so that a seed's other settings are what they would be without.
+        strategy = replace(strategy, prefetch=random.Random(f"prefetch {seed}").choice([1, 1, 1, 0, 2, 5]))
+    return Program(model, loop, strategy, ranks, seed)
 
 
 def _rarely(draws: random.Random, usual: Any, others: Iterable[Any], chance: float) -> Any:

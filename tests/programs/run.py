@@ -160,7 +160,7 @@ def _in_low_precision(reference: Plain, program: Program, pool: RankPool) -> Out
     What zero 0 does is held against one process in float64, as far as rounding lets it: some programs enlarge errors
     such that one process in low precision is as far from that.
     """
-    strategy = replace(program.strategy, zero=0, share_parameters=False, shard=0, accumulation="auto")
+    strategy = replace(program.strategy, zero=0, share_parameters=False, shard=0, accumulation="auto", prefetch=1)
     whole = replace(program, strategy=strategy)
     try:
         peers = _on_ranks(whole, pool, torch.float32, "paceline")
