@@ -180,8 +180,9 @@ class Strategy:
             ),
             (
                 self.prefetch != 1 and not self.gathers,
-                f"prefetch={self.prefetch} is about parameters that are gathered unit by unit, but with zero={self.stage}"
-                f"{' and share_parameters' if self.share_parameters else ''} none are: set zero to 3, or leave prefetch out",
+                f"prefetch={self.prefetch} is about parameters that are gathered unit by unit, but with "
+                f"zero={self.stage}{' and share_parameters' if self.share_parameters else ''} none are: set zero to 3, "
+                "or leave prefetch out",
             ),
             (
                 self.prefetch != 1 and self.accumulation == "hold",

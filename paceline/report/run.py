@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.core.errors import UserError
+from paceline.report.forecast import Forecast, read_forecast
 from paceline.report.gradient_norms import Norms, read_norms
 from paceline.report.history import History, Row
 from paceline.report.lines import Damage, read_lines
@@ -62,6 +63,7 @@ class Run:
         checkpoints: Steps of the checkpoints that are there.
         problems: Sentences that say what is missing, damaged or left out.
         norms: Of gradients in the latest step that has some.
+        forecast: What was predicted of it; None where it has not ended, or nothing was.
         is_own_loop: Whether it is a recording of a loop of the user's own, of which ops alone are known.
     """
 
@@ -75,6 +77,7 @@ class Run:
     checkpoints: tuple[int, ...]
     problems: tuple[str, ...]
     norms: tuple[Norms, ...] = ()
+    forecast: Forecast | None = None
     is_own_loop: bool = False
 
     @property
@@ -140,7 +143,7 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
         most: How many events to read, about.
     """
     from paceline.checkpoint.folder import CHECKPOINTS, complete_steps
-    from paceline.train.run_folder import ENVIRONMENT, EVENTS, GRADIENT_NORMS, METRICS
+    from paceline.train.run_folder import ENVIRONMENT, EVENTS, GRADIENT_NORMS, METRICS, PLAN
 
     problems: list[str] = []
     config = _config(path, problems)
@@ -180,6 +183,7 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
         checkpoints=tuple(complete_steps(path / CHECKPOINTS)),
         problems=tuple(problems),
         norms=norms,
+        forecast=read_forecast(path / PLAN, problems),
     )
 
 

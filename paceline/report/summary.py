@@ -62,6 +62,8 @@ def key_figures(run: Run) -> list[tuple[str, str, str, float | None]]:
             None if slow is None else slow.rank,
         ),
     ]
+    if run.forecast is not None:
+        items[-1:-1] = run.forecast.figures()
     if bits is not None:
         items.insert(2, ("bits_per_byte", "Bits per byte, held-out text", said.digits(bits), bits))
     return [item for item in items if item[2] != unknown] if run.is_own_loop else items

@@ -26,10 +26,7 @@ from paceline.plan.search import search
 from paceline.plan.subject import transformer
 from paceline.train.config import TrainConfig
 from paceline.train.metrics import peak_memory
-from paceline.train.run_folder import RunFolder
-
-PLAN = "plan.json"
-"""The run folder's file of it."""
+from paceline.train.run_folder import PLAN, RunFolder
 
 UNKNOWN = Hardware(
     Device("unknown", 1 << 62, 1.0, dict.fromkeys(("float32", "bfloat16", "float16"), 1.0), {}),

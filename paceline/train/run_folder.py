@@ -22,6 +22,7 @@ EVENTS = "events.jsonl"
 SKIPPED = "skipped.jsonl"
 SAMPLES = "samples.jsonl"
 GRADIENT_NORMS = "gradient_norms.jsonl"
+PLAN = "plan.json"
 LINES = (METRICS, EVENTS, SKIPPED, SAMPLES, GRADIENT_NORMS)
 """Files that grow by a line at a time: those up to a checkpoint's step are on the disk when it counts."""
 WEIGHTS = "model.safetensors"

@@ -59,7 +59,8 @@ def stage_3_gathers(buckets: tuple[Bucket, ...], order: tuple[str, ...], micro_b
     """Bytes of parameters that pass through a rank's memory in a step, own shards included.
 
     Whatever moves does so in every forward and every backward, but for what is still in its place: at the turn the
-    last units that there are slots for (all with hold), and between micro-batches the first ones. The rest is gathered once.
+    last units that there are slots for (all with hold), and between micro-batches the first ones. The rest is gathered
+    once.
     """
     sizes = [sum(b.bytes for b in buckets if b.units == (unit,) and not b.kept) for unit in order]
     sizes = [size for size in sizes if size]
