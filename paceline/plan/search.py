@@ -155,9 +155,11 @@ def _tuned(case: Case, best: Estimate) -> tuple[Estimate, int]:
     strategy = best.setting.strategy
     if case.devices == 1 or strategy.accumulation == "hold":
         return best, 0
-    field, values = ("prefetch", PREFETCH) if strategy.gathers else ("bucket_mb", BUCKETS)
-    others = [replace(best.setting, strategy=replace(strategy, **{field: value})) for value in values]
-    tried = [case.estimate(each) for each in others if each != best.setting]
+    if strategy.gathers:
+        others = [replace(strategy, prefetch=units) for units in PREFETCH]
+    else:
+        others = [replace(strategy, bucket_mb=size) for size in BUCKETS]
+    tried = [case.estimate(replace(best.setting, strategy=each)) for each in others if each != strategy]
     # A hundredth is what a default is worth.
     better = [each for each in tried if each.fits and each.seconds < 0.99 * best.seconds]
     return min(better, key=lambda each: each.seconds, default=best), len(tried)
