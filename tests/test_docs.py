@@ -16,6 +16,7 @@ from paceline.checkpoint.arguments import CheckpointArguments
 from paceline.command_line.parse import parse
 from paceline.faults.arguments import FaultsArguments
 from paceline.plan.arguments import PlanArguments
+from paceline.plan.check_cli import main as check
 from paceline.plan.published.validate_cli import ValidateArguments
 from paceline.report.report_command import ReportArguments
 from paceline.train.command_line import parse_train_arguments
