@@ -36,6 +36,10 @@ class Run:
         reduced: Bytes of a gradient when it is reduced.
         overlap: Whether gradients and parameters move while blocks compute.
         overlap_tensor: Whether what tensor ranks exchange does.
+        reduces_whole: Whether every rank gets all reduced gradients, even where it updates a part.
+        bucket: Parameters whose gradients are reduced at a time, of those that are reduced once a step; 0: all.
+        gathers_first: Whether updated parameters are all gathered before the next step begins.
+        added: Bytes that pass through memory for each parameter, in each micro-batch, to add its gradient to a sum.
         sequence_parallel: Whether tensor ranks share norms and residuals.
         software: How the program computes.
     """
@@ -57,6 +61,10 @@ class Run:
     reduced: int = 4
     overlap: bool = True
     overlap_tensor: bool = False
+    reduces_whole: bool = False
+    bucket: int = 0
+    gathers_first: bool = False
+    added: int = 0
     sequence_parallel: bool = False
     software: Software = EAGER
 

@@ -102,8 +102,9 @@ def step_time(run: Run, hardware: Hardware) -> StepTime:
     tensor = layers * (block.tensor_forward + block.tensor_backward)
     sent = _sent(run, hardware)
     mean = each + (first + last) / run.pipeline
-    compute = m * mean
-    stage = each + tensor + sent
+    adding = _parameters(run) * run.added / (hardware.device.bandwidth * hardware.kernels.memory_efficiency)
+    compute = m * (mean + adding)
+    stage = each + tensor + sent + adding
     slowest = stage + (max(first, last) if run.pipeline > 1 else first + last)
     others = (run.pipeline - 1) * stage + (min(first, last) if run.pipeline > 1 else 0.0)
     whole = m * slowest + others / run.chunks
@@ -236,13 +237,18 @@ def _replicated(run: Run, block: _Block, hardware: Hardware) -> tuple[float, flo
     """The same where parameters are gathered at most once a step, and gradients reduced once."""
     shards, replicas = _groups(run, hardware)
     parameters = _parameters(run)
-    if run.zero:
-        gather = network.seconds("all_gather", parameters * run.gathered, shards, hardware)
-        reduce = network.seconds("reduce_scatter", parameters * run.reduced, shards, hardware)
-        reduce += network.seconds("all_reduce", parameters * run.reduced / shards.ranks, replicas, hardware)
+    count = max(1, math.ceil(parameters / run.bucket)) if run.bucket else 1
+
+    def reduced(collective: str, size: float, group: network.Spread) -> float:
+        return count * network.seconds(collective, size / count, group, hardware)
+
+    gather = network.seconds("all_gather", parameters * run.gathered, shards, hardware) if run.zero else 0.0
+    if run.zero and not run.reduces_whole:
+        reduce = reduced("reduce_scatter", parameters * run.reduced, shards)
+        reduce += reduced("all_reduce", parameters * run.reduced / shards.ranks, replicas)
     else:
-        gather = 0.0
-        reduce = network.seconds("all_reduce", parameters * run.reduced, replicas, hardware)
+        everywhere = network.spread(run.data, hardware.devices_per_host, run.tensor * run.context_ranks)
+        reduce = reduced("all_reduce", parameters * run.reduced, everywhere)
     if not run.overlap:
         return gather, reduce
     layers = run.config.layers / run.pipeline
@@ -253,4 +259,5 @@ def _replicated(run: Run, block: _Block, hardware: Hardware) -> tuple[float, flo
         hidden = moving * (1 - 1 / layers)
         return moving / layers + max(0.0, hidden - computing) + contention * min(hidden, computing)
 
-    return waited(gather, layers * block.forward), waited(reduce, layers * block.backward)
+    gathered = gather if run.gathers_first else waited(gather, layers * block.forward)
+    return gathered, waited(reduce, layers * block.backward)

@@ -75,3 +75,14 @@ def test_more_hosts_wait_longer_and_slower_links_too() -> None:
 def test_what_cannot_be_cut_is_refused(change: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         replace(Run(GPT, 64, 1), **change)
+
+
+def test_what_nanotron_does_in_its_own_way_is_no_faster() -> None:
+    run = Run(GPT, 64, 1, 4, zero=1)
+    plain = step_time(run, A100)
+    own = {"reduces_whole": True, "bucket": 1_000_000, "gathers_first": True, "added": 10}
+    for name, value in own.items():
+        changed = step_time(replace(run, **{name: value}), A100)  # type: ignore[arg-type]
+        assert changed.total > plain.total, name
+    assert step_time(replace(run, gathers_first=True), A100).gather > plain.gather
+    assert step_time(replace(run, bucket=1_000_000), A100).reduce > plain.reduce

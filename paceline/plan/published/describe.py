@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.errors import UserError
 from paceline.plan.published.settings import precision, recompute, sharding, unread
@@ -109,6 +110,7 @@ def describe(row: Row) -> Described:
         or "async" in row.text("parallelism")
         or stack in ("megatron", "nemo"),
         sequence_parallel=_shares_tokens(row, stack),
+        **_OWN_WAYS.get(stack, {}),
     )
     if tensor * pipeline * context_ranks > 1:
         assumed.append("tensor, pipeline and context ranks by formula")
@@ -122,6 +124,14 @@ def describe(row: Row) -> Described:
         fused_attention=_fused_attention(row),
         assumed=tuple(assumed),
     )
+
+
+_OWN_WAYS: dict[str, dict[str, Any]] = {
+    # nanotron's optim/gradient_accumulator.py and optim/zero.py: DDP's buckets of 25 MiB in bf16 are added to fp32
+    # sums, which are reduced whole, with ZeRO-1 too; that gathers what it updated before a step ends.
+    "nanotron": {"reduces_whole": True, "bucket": 25 * 2**20 // 2, "gathers_first": True, "added": 10},
+}
+"""What a program does in another way than others, as `Run` has it: read in its source."""
 
 
 def stack_of(row: Row) -> str:
