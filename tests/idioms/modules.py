@@ -4,31 +4,12 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state
-
-
-def trained(side: Side, model: nn.Module, lr: float = 0.1, steps: int = 3) -> Found:
-    model = model.to(side.dtype)
-    net = side.parallel(model)
-    fit(side, net, torch.optim.SGD(model.parameters(), lr), steps)
-    return evaluated(side, net, model)
-
-
-def evaluated(side: Side, net: Any, model: nn.Module) -> Found:
-    """Weights, buffers and losses in evaluation, before which DDP sends rank 0's buffers to all."""
-    model.eval()
-    with torch.no_grad():
-        x, y = side.batch(99)
-        answer = net(x)
-        loss = side.mean(((answer[0] if isinstance(answer, tuple) else answer) - y).square().mean())
-    return {**state(model), "loss": loss}
+from tests.idioms.side import WIDTH, Found, Side, idiom, mlp, state, trained
 
 
 @idiom()
@@ -66,200 +47,6 @@ def checkpoints_of_a_sequence(side: Side) -> Found:
         def forward(self, x):
             return checkpoint_sequential(self.blocks, 3, x, use_reentrant=False)
 
-    return trained(side, Model())
-
-
-@idiom(off=0.1)
-def weight_norm(side: Side) -> Found:
-    torch.manual_seed(0)
-    parts = [nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
-    return trained(side, nn.Sequential(*parts, nn.Tanh(), nn.Linear(WIDTH, 2)))
-
-
-@idiom(off=0.1)
-def old_weight_norm(side: Side) -> Found:
-    torch.manual_seed(0)
-    parts = [nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
-    return trained(side, nn.Sequential(*parts, nn.Tanh(), nn.Linear(WIDTH, 2)))
-
-
-@idiom(against="ddp", off=0.2)
-def spectral_norm(side: Side) -> Found:
-    torch.manual_seed(0)
-    parts = [nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
-    return trained(side, nn.Sequential(*parts, nn.Tanh(), nn.Linear(WIDTH, 2)))
-
-
-@idiom(low=False)
-def orthogonal_weights(side: Side) -> Found:
-    torch.manual_seed(0)
-    turned = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH).to(side.dtype))
-    return trained(side, nn.Sequential(turned, nn.Tanh(), nn.Linear(WIDTH, 2)))
-
-
-@idiom(against="ddp", off=0.2)
-def batch_norm(side: Side) -> Found:
-    torch.manual_seed(0)
-    return trained(side, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)))
-
-
-@idiom(against="ddp", off=0.2)
-def batch_norm_that_is_evaluated(side: Side) -> Found:
-    """What each rank notes in evaluation is of rank 0's statistics, as by DDP."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)).to(side.dtype)
-    net = side.parallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    notes = []
-    for step in range(3):
-        fit(side, net, optimizer, 1)
-        model.eval()
-        with torch.no_grad():
-            x, y = side.batch(50 + step)
-            notes.append((net(x) - y).square().mean())
-        model.train()
-    return {**state(model), "evaluated": torch.stack(notes).double()}
-
-
-@idiom(against="ddp", off=0.2)
-def batch_norm_frozen_half_way(side: Side) -> Found:
-    """Statistics are used and no longer moved, as detectors are tuned."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)).to(side.dtype)
-    net = side.parallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    fit(side, net, optimizer, 2)
-    model[1].eval()
-    fit(side, net, optimizer, 2)
-    return evaluated(side, net, model)
-
-
-@idiom(against="ddp", off=0.2)
-def a_codebook_in_buffers(side: Side) -> Found:
-    """VQ-VAE: the nearest codes, which follow what was assigned to them, without gradients."""
-
-    class Codes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, 2)
-            self.register_buffer("codes", torch.linspace(-1, 1, 20).view(5, 4))
-
-        def forward(self, x):
-            x = self.body(x)
-            near = torch.cdist(x.float(), self.codes.float()).argmin(1)
-            if self.training:
-                with torch.no_grad():
-                    chosen = F.one_hot(near, 5).to(self.codes.dtype)
-                    seen = chosen.T @ x.detach().to(self.codes.dtype) / chosen.sum(0).clamp(min=1)[:, None]
-                    self.codes.lerp_(torch.where(chosen.sum(0)[:, None] > 0, seen, self.codes), 0.5)
-            code = self.codes[near].to(x.dtype)
-            return self.head(x + (code - x).detach()), (x - code.detach()).square().mean()
-
-    torch.manual_seed(0)
-    model = Codes().to(side.dtype)
-    net = side.parallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(4):
-        x, y = side.batch(step)
-        answer, commitment = net(x)
-        ((answer - y).square().mean() + commitment).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return evaluated(side, net, model)
-
-
-@idiom(against="ddp", off=0.2)
-def a_centre_that_is_subtracted(side: Side) -> Found:
-    """DINO's centre, replaced and not written to."""
-
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp(side)
-            self.register_buffer("centre", torch.zeros(2))
-
-        def forward(self, x):
-            x = self.body(x)
-            answer = (x - self.centre.to(x.dtype)).tanh()
-            if self.training:
-                self.centre = 0.5 * self.centre + 0.5 * x.detach().mean(0).to(self.centre.dtype)
-            return answer
-
-    return trained(side, Centred(), steps=4)
-
-
-@idiom(against="ddp", low=False)
-def dropout(side: Side) -> Found:
-    """The random numbers of a rank are used up as by DDP."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(WIDTH, 16), nn.Dropout(0.3), nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)), nn.Linear(16, 2)
-    ).to(side.dtype)
-    net = side.parallel(model)
-    torch.manual_seed(100 + side.rank)
-    fit(side, net, torch.optim.SGD(model.parameters(), 0.1), 3)
-    return {**state(model), "next": torch.rand(3, dtype=torch.float64)}
-
-
-@idiom()
-def low_rank_adapters(side: Side) -> Found:
-    """LoRA: a frozen base, adapters added before parallelize."""
-
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.down = nn.Parameter(torch.full((2, base.in_features), 0.1))
-            self.up = nn.Parameter(torch.zeros(base.out_features, 2))
-
-        def forward(self, x):
-            return self.base(x) + x @ self.down.T @ self.up.T
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(Adapted(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(3)))
-    model.append(Adapted(nn.Linear(WIDTH, 2)))
-    model.to(side.dtype)
-    net = side.parallel(model)
-    trains = [p for p in model.parameters() if p.requires_grad]
-    fit(side, net, torch.optim.AdamW(trains, 0.01, eps=1e-3))
-    return state(model)
-
-
-@idiom()
-def adapters_are_merged_for_evaluation(side: Side) -> Found:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, 2)).to(side.dtype)
-    model[0].up = nn.Parameter(torch.full((WIDTH, 1), 0.1, dtype=side.dtype))
-    model[0].down = nn.Parameter(torch.full((1, WIDTH), 0.1, dtype=side.dtype))
-    model[0].weight.requires_grad_(False)
-    layer, plain = model[0], nn.Linear.forward
-    layer.forward = lambda x: plain(layer, x) + x @ layer.down.T @ layer.up.T
-    net = side.parallel(model)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    notes = []
-    for _ in range(3):
-        fit(side, net, optimizer, 1)
-        with side.whole(model), torch.no_grad():
-            merged = layer.weight + layer.up @ layer.down
-            notes.append(merged.double().sum())
-    return {**state(model), "merged": torch.stack(notes)}
-
-
-@idiom()
-def frozen_backbone_without_gradients(side: Side) -> Found:
-    """The backbone runs under no_grad inside forward."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone, self.head = mlp(side, outputs=WIDTH).requires_grad_(False), nn.Linear(WIDTH, 2)
-
-        def forward(self, x):
-            with torch.no_grad():
-                x = self.backbone(x)
-            return self.head(x)
-
-    torch.manual_seed(0)
     return trained(side, Model())
 
 
@@ -340,34 +127,6 @@ def convolutions(side: Side) -> Found:
             nn.Linear(4, 2),
         ),
     )
-
-
-@idiom(unused=True)
-def early_exit(side: Side) -> Found:
-    """Later blocks are left out in some steps."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-            self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(3))
-
-        def forward(self, x, depth):
-            for block, head in list(zip(self.blocks, self.heads, strict=True))[:depth]:
-                x = block(x).tanh()
-                answer = head(x)
-            return answer
-
-    torch.manual_seed(0)
-    model = Model().to(side.dtype)
-    net = side.parallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
-    for step, depth in enumerate((3, 1, 2, 3)):
-        x, y = side.batch(step)
-        (net(x, depth) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return state(model)
 
 
 @idiom(off=0.15)
@@ -490,28 +249,3 @@ def complex_and_scalar_parameters(side: Side) -> Found:
             return self.body(x) * self.gain + self.empty.sum()
 
     return trained(side, Model())
-
-
-@idiom()
-def layers_dropped_by_a_shared_draw(side: Side) -> Found:
-    """Stochastic depth, drawn alike on all ranks."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks, self.head = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 2)
-            self.calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            for index, block in enumerate(self.blocks):
-                if (self.calls + index) % 3:
-                    x = x + block(x).tanh()
-            return self.head(x)
-
-    torch.manual_seed(0)
-    model = Model().to(side.dtype)
-    side.unused = True
-    net = side.parallel(model)
-    fit(side, net, torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3), 4)
-    return state(model)

@@ -11,11 +11,12 @@ from functools import cache
 import torch
 
 import paceline as pl
-from tests.idioms import averages, loops, losses, modules
+from tests.idioms import averages, buffers, frozen, gradients, loops, losses, modules, optimizers, several, tables
 from tests.idioms.side import IDIOMS, Ddp, Found, Paceline, Side
 from tests.ranks import RankError, RankPool
 
-__all__ = ["IDIOMS", "PLACES", "averages", "held", "loops", "losses", "modules"]
+WRITTEN_IN = (averages, buffers, frozen, gradients, loops, losses, modules, optimizers, several, tables)
+"""Importing them registers the idioms."""
 
 _STAGES = {f"zero {zero}": pl.Strategy(zero=zero, bucket_mb=1e-4) for zero in range(4)}
 PLACES: dict[str, tuple[pl.Strategy, int]] = {

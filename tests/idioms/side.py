@@ -192,3 +192,20 @@ def fit(side: Side, net: Any, optimizer: torch.optim.Optimizer, steps: int = 3) 
             (net(x) - y).square().mean().div(side.micro).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def trained(side: Side, model: nn.Module, lr: float = 0.1, steps: int = 3) -> Found:
+    model = model.to(side.dtype)
+    net = side.parallel(model)
+    fit(side, net, torch.optim.SGD(model.parameters(), lr), steps)
+    return evaluated(side, net, model)
+
+
+def evaluated(side: Side, net: Any, model: nn.Module) -> Found:
+    """Weights, buffers and losses in evaluation, before which DDP sends rank 0's buffers to all."""
+    model.eval()
+    with torch.no_grad():
+        x, y = side.batch(99)
+        answer = net(x)
+        loss = side.mean(((answer[0] if isinstance(answer, tuple) else answer) - y).square().mean())
+    return {**state(model), "loss": loss}

@@ -1,0 +1,141 @@
+"""Norms, buffers and random numbers: what modules keep beside parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.idioms.side import WIDTH, Found, Side, evaluated, fit, idiom, mlp, state, trained
+
+
+@idiom(off=0.1)
+def weight_norm(side: Side) -> Found:
+    torch.manual_seed(0)
+    parts = [nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return trained(side, nn.Sequential(*parts, nn.Tanh(), nn.Linear(WIDTH, 2)))
+
+
+@idiom(off=0.1)
+def old_weight_norm(side: Side) -> Found:
+    torch.manual_seed(0)
+    parts = [nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return trained(side, nn.Sequential(*parts, nn.Tanh(), nn.Linear(WIDTH, 2)))
+
+
+@idiom(against="ddp", off=0.2)
+def spectral_norm(side: Side) -> Found:
+    torch.manual_seed(0)
+    parts = [nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return trained(side, nn.Sequential(*parts, nn.Tanh(), nn.Linear(WIDTH, 2)))
+
+
+@idiom(low=False)
+def orthogonal_weights(side: Side) -> Found:
+    torch.manual_seed(0)
+    turned = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH).to(side.dtype))
+    return trained(side, nn.Sequential(turned, nn.Tanh(), nn.Linear(WIDTH, 2)))
+
+
+@idiom(against="ddp", off=0.2)
+def batch_norm(side: Side) -> Found:
+    torch.manual_seed(0)
+    return trained(side, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)))
+
+
+@idiom(against="ddp", off=0.2)
+def batch_norm_that_is_evaluated(side: Side) -> Found:
+    """What each rank notes in evaluation is of rank 0's statistics, as by DDP."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)).to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    notes = []
+    for step in range(3):
+        fit(side, net, optimizer, 1)
+        model.eval()
+        with torch.no_grad():
+            x, y = side.batch(50 + step)
+            notes.append((net(x) - y).square().mean())
+        model.train()
+    return {**state(model), "evaluated": torch.stack(notes).double()}
+
+
+@idiom(against="ddp", off=0.2)
+def batch_norm_frozen_half_way(side: Side) -> Found:
+    """Statistics are used and no longer moved, as detectors are tuned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)).to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fit(side, net, optimizer, 2)
+    model[1].eval()
+    fit(side, net, optimizer, 2)
+    return evaluated(side, net, model)
+
+
+@idiom(against="ddp", off=0.2)
+def a_codebook_in_buffers(side: Side) -> Found:
+    """VQ-VAE: the nearest codes, which follow what was assigned to them, without gradients."""
+
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, 2)
+            self.register_buffer("codes", torch.linspace(-1, 1, 20).view(5, 4))
+
+        def forward(self, x):
+            x = self.body(x)
+            near = torch.cdist(x.float(), self.codes.float()).argmin(1)
+            if self.training:
+                with torch.no_grad():
+                    chosen = F.one_hot(near, 5).to(self.codes.dtype)
+                    seen = chosen.T @ x.detach().to(self.codes.dtype) / chosen.sum(0).clamp(min=1)[:, None]
+                    self.codes.lerp_(torch.where(chosen.sum(0)[:, None] > 0, seen, self.codes), 0.5)
+            code = self.codes[near].to(x.dtype)
+            return self.head(x + (code - x).detach()), (x - code.detach()).square().mean()
+
+    torch.manual_seed(0)
+    model = Codes().to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        x, y = side.batch(step)
+        answer, commitment = net(x)
+        ((answer - y).square().mean() + commitment).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return evaluated(side, net, model)
+
+
+@idiom(against="ddp", off=0.2)
+def a_centre_that_is_subtracted(side: Side) -> Found:
+    """DINO's centre, replaced and not written to."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp(side)
+            self.register_buffer("centre", torch.zeros(2))
+
+        def forward(self, x):
+            x = self.body(x)
+            answer = (x - self.centre.to(x.dtype)).tanh()
+            if self.training:
+                self.centre = 0.5 * self.centre + 0.5 * x.detach().mean(0).to(self.centre.dtype)
+            return answer
+
+    return trained(side, Centred(), steps=4)
+
+
+@idiom(against="ddp", low=False)
+def dropout(side: Side) -> Found:
+    """The random numbers of a rank are used up as by DDP."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.Dropout(0.3), nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)), nn.Linear(16, 2)
+    ).to(side.dtype)
+    net = side.parallel(model)
+    torch.manual_seed(100 + side.rank)
+    fit(side, net, torch.optim.SGD(model.parameters(), 0.1), 3)
+    return {**state(model), "next": torch.rand(3, dtype=torch.float64)}

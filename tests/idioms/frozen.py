@@ -1,0 +1,163 @@
+"""Some parameters are not trained, or not in every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state, trained
+
+
+@idiom()
+def low_rank_adapters(side: Side) -> Found:
+    """LoRA: a frozen base, adapters added before parallelize."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down = nn.Parameter(torch.full((2, base.in_features), 0.1))
+            self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.down.T @ self.up.T
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(Adapted(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(3)))
+    model.append(Adapted(nn.Linear(WIDTH, 2)))
+    model.to(side.dtype)
+    net = side.parallel(model)
+    trains = [p for p in model.parameters() if p.requires_grad]
+    fit(side, net, torch.optim.AdamW(trains, 0.01, eps=1e-3))
+    return state(model)
+
+
+@idiom()
+def adapters_are_merged_for_evaluation(side: Side) -> Found:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, 2)).to(side.dtype)
+    model[0].up = nn.Parameter(torch.full((WIDTH, 1), 0.1, dtype=side.dtype))
+    model[0].down = nn.Parameter(torch.full((1, WIDTH), 0.1, dtype=side.dtype))
+    model[0].weight.requires_grad_(False)
+    layer, plain = model[0], nn.Linear.forward
+    layer.forward = lambda x: plain(layer, x) + x @ layer.down.T @ layer.up.T
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    notes = []
+    for _ in range(3):
+        fit(side, net, optimizer, 1)
+        with side.whole(model), torch.no_grad():
+            merged = layer.weight + layer.up @ layer.down
+            notes.append(merged.double().sum())
+    return {**state(model), "merged": torch.stack(notes)}
+
+
+@idiom()
+def frozen_backbone_without_gradients(side: Side) -> Found:
+    """The backbone runs under no_grad inside forward."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head = mlp(side, outputs=WIDTH).requires_grad_(False), nn.Linear(WIDTH, 2)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.backbone(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    return trained(side, Model())
+
+
+@idiom(unused=True)
+def early_exit(side: Side) -> Found:
+    """Later blocks are left out in some steps."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(3))
+
+        def forward(self, x, depth):
+            for block, head in list(zip(self.blocks, self.heads, strict=True))[:depth]:
+                x = block(x).tanh()
+                answer = head(x)
+            return answer
+
+    torch.manual_seed(0)
+    model = Model().to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    for step, depth in enumerate((3, 1, 2, 3)):
+        x, y = side.batch(step)
+        (net(x, depth) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def layers_dropped_by_a_shared_draw(side: Side) -> Found:
+    """Stochastic depth, drawn alike on all ranks."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.head = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 2)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            for index, block in enumerate(self.blocks):
+                if (self.calls + index) % 3:
+                    x = x + block(x).tanh()
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Model().to(side.dtype)
+    side.unused = True
+    net = side.parallel(model)
+    fit(side, net, torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3), 4)
+    return state(model)
+
+
+@idiom(unused=True)
+def layers_frozen_one_after_another(side: Side) -> Found:
+    """requires_grad is switched off as training goes on."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        fit(side, net, optimizer, 1)
+        model[step].requires_grad_(False)
+    return state(model)
+
+
+@idiom(unused=True)
+def layers_frozen_and_trained_again(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        model[0].requires_grad_(step % 2 == 0)
+        fit(side, net, optimizer, 1)
+    return state(model)
+
+
+@idiom()
+def gradients_of_some_layers_are_dropped(side: Side) -> Found:
+    """Layers are frozen for a while by giving the optimizer no gradient."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    for step in range(4):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        if step < 2:
+            for p in model[0].parameters():
+                p.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)

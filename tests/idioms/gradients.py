@@ -1,0 +1,143 @@
+"""What loops do to gradients between backward and step, and add to them."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.idioms.side import Found, Side, fit, idiom, mlp, state
+
+
+@idiom()
+def clipping_by_value(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        for x, y in side.micro_batches(net, step):
+            (net(x) - y).square().mean().div(side.micro).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom(refused=(("zero 1", "pl.clip_grad_norm_"), ("zero 2", "pl.clip_grad_norm_"), ("zero 3", "pl.clip_grad_norm_")))
+def clipping_by_torch(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def gradients_edited_by_hand(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        for x, y in side.micro_batches(net, step):
+            (net(x) - y).square().mean().div(side.micro).backward()
+        for index, p in enumerate(model.parameters()):
+            if p.grad is None:
+                continue
+            if index % 3 == 0:
+                p.grad.mul_(0.5)
+            elif index % 3 == 1:
+                p.grad = p.grad * 2
+            else:
+                p.grad.data.clamp_(-0.1, 0.1)
+        optimizer.step()
+        for p in model.parameters():
+            p.grad = None
+    return state(model)
+
+
+@idiom(against="ddp", low=False, refused=(("zero 1", "."), ("zero 2", "."), ("zero 3", ".")))
+def hooks_on_parameters(side: Side) -> Found:
+    """A hook that scales a gradient, and one that looks at it after it has been added."""
+    model = mlp(side)
+    seen = []
+    net = side.parallel(model)
+    for index, p in enumerate(model.parameters()):
+        p.register_hook(lambda gradient, index=index: gradient * (1 + index % 2))
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
+    fit(side, net, torch.optim.SGD(model.parameters(), 0.1))
+    return {**state(model), "seen": torch.tensor(float(len(seen)))}
+
+
+@idiom()
+def hooks_on_tensors_and_modules(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    norms = []
+    model[1].register_full_backward_hook(
+        lambda module, into, out: norms.append(out[0].detach().double().square().sum())
+    )
+    model[2].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    model[2].register_forward_hook(lambda module, args, output: output + args[0])
+    model[1].register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        for x, y in side.micro_batches(net, step):
+            answer = net(x)
+            answer.register_hook(lambda gradient: gradient.mul(0.5))
+            (answer - y).square().mean().div(side.micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(norms) == 3 * side.micro
+    return state(model)
+
+
+@idiom(against="ddp", refused=(("zero 1", "."), ("zero 2", "."), ("zero 3", ".")), low=False)
+def gradients_by_autograd_grad(side: Side) -> Found:
+    """`p.grad = grad(...)`: DDP does not see this either; here it is what the user averages."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x, y = side.batch(step)
+        loss = (net(x) - y).square().mean()
+        for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            p.grad = side.mean(gradient).to(p.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def penalties_on_weights(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        for x, y in side.micro_batches(net, step):
+            loss = (net(x) - y).square().mean()
+            loss = loss + 0.01 * sum(p.square().sum() for p in model.parameters())
+            loss.div(side.micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom(off=0.15)
+def old_weights_hold_new_ones_back(side: Side) -> Found:
+    """Elastic weight consolidation: a penalty on the distance from former weights."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fit(side, net, optimizer, 2)
+    former = {name: value.to(side.dtype) for name, value in state(model).items()}
+    for step in range(2):
+        x, y = side.batch(20 + step)
+        loss = (net(x) - y).square().mean()
+        loss = loss + sum((p - former[name].to(p.dtype)).square().sum() for name, p in model.named_parameters())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)

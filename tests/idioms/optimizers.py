@@ -1,0 +1,114 @@
+"""Optimizers: groups, several, replaced, with closures, none."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.idioms.side import Found, Side, fit, idiom, mlp, state
+
+
+@idiom()
+def learning_rates_by_depth_and_a_schedule(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    groups = [{"params": block.parameters(), "lr": 0.1 * 0.5**index} for index, block in enumerate(model)]
+    optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [g["lr"] for g in groups], total_steps=4)
+    for _ in range(4):
+        fit(side, net, optimizer, 1)
+        schedule.step()
+    return state(model)
+
+
+@idiom()
+def a_group_is_added_later(side: Side) -> Found:
+    """The head alone first, then all."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.Adam(model[-1].parameters(), 0.01, eps=1e-3)
+    fit(side, net, optimizer, 2)
+    model.zero_grad()
+    optimizer.add_param_group({"params": list(model[:-1].parameters()), "lr": 0.005})
+    fit(side, net, optimizer, 2)
+    return state(model)
+
+
+@idiom()
+def an_optimizer_is_replaced(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    fit(side, net, torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3), 2)
+    fit(side, net, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), 2)
+    return state(model)
+
+
+@idiom()
+def two_optimizers_on_parts(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    first = torch.optim.AdamW(model[:2].parameters(), 0.01, eps=1e-3)
+    second = torch.optim.SGD(model[2:].parameters(), 0.1)
+    for step in range(4):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        first.step()
+        if step % 2:
+            second.step()
+            second.zero_grad()
+        first.zero_grad()
+    return state(model)
+
+
+@idiom(
+    refused=(("zero 1", "zero to 0"), ("zero 2", "zero to 0"), ("zero 3", "zero to 0"), ("low", "float32")), low=False
+)
+def second_order_steps(side: Side) -> Found:
+    """LBFGS."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4, history_size=3)
+    x, y = side.batch(0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return state(model)
+
+
+@idiom()
+def a_step_with_a_closure(side: Side) -> Found:
+    """As Lightning calls every optimizer."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    for step in range(3):
+        x, y = side.batch(step)
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = (net(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return state(model)
+
+
+@idiom(refused=tuple((place, "zero to 0|full_parameters") for place in ("zero 1", "zero 2", "zero 3", "low")))
+def descent_by_hand(side: Side) -> Found:
+    """No optimizer at all."""
+    model = mlp(side)
+    net = side.parallel(model)
+    for step in range(3):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        model.zero_grad()
+    return state(model)
