@@ -5,8 +5,9 @@ PYTHON ?= $(firstword $(foreach python,python3.12 python3.11 python3,$(shell $(p
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# A file's tests stay together, as they share processes.
-TWO_AT_ONCE := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Each begins with a half and in the end takes from the other's: neighbours share processes, pages and runs. Modules are
+# kept compiled, as hundreds of processes import them.
+TWO_AT_ONCE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: help train test test-all test-worlds test-gpu check docs clean
 

@@ -5,13 +5,9 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests.ranks import RankPool
-
-# A second thread gains nothing on tensors this small, and waits for its turn where other tests' ranks have the cores.
-torch.set_num_threads(1)
 
 # A busy machine makes single examples slow without anything being wrong. CI draws the same examples for the same code.
 settings.register_profile("full", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -24,6 +20,15 @@ def pytest_configure(config: pytest.Config) -> None:
         # As shells leave it in the background; programs that tests start would inherit that, and pass over Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("quick" if "not full" in config.getoption("markexpr") else "full")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """A second thread gains nothing on tensors this small, and waits for its turn where other tests' ranks are."""
+    # Not where this file is read: the process that hands tests to others needs no torch.
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

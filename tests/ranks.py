@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -18,9 +17,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-FORKS = multiprocessing.get_context("forkserver")
-# A rank that a test has ended is made anew without importing torch again.
-FORKS.set_forkserver_preload(["torch", "torch._dynamo"])
+from paceline.launch.pool import FORKS, PRELOADED
+
+# A rank that a test has ended is made anew without importing again what most tests' files import.
+FORKS.set_forkserver_preload([*PRELOADED, "pytest", "hypothesis", "paceline.checkpoint.save", "paceline.train.loop"])
 
 
 class RankError(AssertionError):

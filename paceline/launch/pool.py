@@ -26,9 +26,10 @@ from paceline.launch.worker import describe_failure
 
 SPAWN = multiprocessing.get_context("spawn")
 FORKS = multiprocessing.get_context("forkserver")
-# Ranks then begin with torch imported, and what the first optimizer imports. It may not have computed yet: its threads
-# do not survive a fork.
-FORKS.set_forkserver_preload(["torch", "torch._dynamo"])
+# Ranks then begin with the engine imported, and what the first optimizer imports of torch. What they are forked from
+# may not have computed yet: its threads do not survive a fork.
+PRELOADED = ["torch", "torch._dynamo", "paceline.engine.api"]
+FORKS.set_forkserver_preload(PRELOADED)
 
 
 STACKS_SECONDS = 0.5
