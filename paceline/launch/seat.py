@@ -130,7 +130,7 @@ class Seat:
             warm_up: Called before waiting by a worker that has never had a place and is given none at once.
             holds: What this worker holds of the work; others that say the same hold the same.
         """
-        if self.place is None and not select.select([self._line], [], [], 0)[0]:
+        if self.place is None and not _has_news(self._line):
             warm_up()
         self._send({"wait": -1 if self.place is None else self.place.epoch, "holds": holds})
         while self._given is None:
@@ -170,9 +170,9 @@ class Seat:
     def _hear(self, wait: bool = False) -> bool:
         """Takes in what the launcher has said, or says next; False when it is gone."""
         if wait:
-            select.select([self._line], [], [])
+            _has_news(self._line, wait=True)
         with self._hearing:
-            while select.select([self._line], [], [], 0)[0]:
+            while _has_news(self._line):
                 message = _receive(self._line)
                 if message is None:
                     return False
@@ -184,6 +184,14 @@ class Seat:
                 elif message.get("broken", -1) == epoch:
                     self._broken = message["why"]
         return True
+
+
+def _has_news(line: socket.socket, wait: bool = False) -> bool:
+    """Whether a message has come, or the end of the line; waits for that if it must."""
+    # Not select.select, which refuses descriptors over 1,023: a worker's own code may have that many files open.
+    poll = select.poll()
+    poll.register(line, select.POLLIN)
+    return bool(poll.poll(None if wait else 0))
 
 
 def _receive(line: socket.socket) -> dict[str, Any] | None:
