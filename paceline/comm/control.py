@@ -70,13 +70,20 @@ class _Control:
         self._left: _Sent | None = None
         """What this rank gave up waiting for; the others' next message still meets it."""
 
-    def exchange(self, label: str, value: Any) -> tuple[list[_Subject], list[Any]]:
-        """Every rank's subject and, where all are the same, its value, in rank order."""
+    def exchange(self, label: str, value: Any, frees: bool = False) -> tuple[list[_Subject], list[Any]]:
+        """Every rank's subject and, where all are the same, its value, in rank order.
+
+        Args:
+            label: What it is about.
+            value: What this rank tells.
+            frees: Whether ranks that wait for this one in a collective are told that it will not come, and then waited
+                for; by default this rank gives up as well.
+        """
         subject = json.dumps(_Subject(self.generation, label[:_LABEL])).encode()
         text = json.dumps(value).encode()
         said = _LENGTHS.pack(len(subject), len(text)) + subject + text
         message = said + sign(self.world.secret, *_signed(self.world.rank, said))
-        rows = self._gather(message, _AT_FIRST, label)
+        rows = self._gather(message, _AT_FIRST, label, frees)
         lengths = [_LENGTHS.unpack_from(row) for row in rows]
         start = _LENGTHS.size
         for rank, length in enumerate(map(sum, lengths)):
@@ -93,7 +100,7 @@ class _Control:
             return subjects, []
         longest = start + max(map(sum, lengths)) + TAG
         if longest > _AT_FIRST:
-            rows = self._gather(message, longest, label)
+            rows = self._gather(message, longest, label, frees)
         for rank, (row, length) in enumerate(zip(rows, map(sum, lengths), strict=True)):
             end = start + length
             if not is_signed(row[end : end + TAG], self.world.secret, *_signed(rank, row[:end])):
@@ -101,7 +108,7 @@ class _Control:
         start += len(subject)
         return subjects, [json.loads(row[start : start + size]) for row, (_, size) in zip(rows, lengths, strict=True)]
 
-    def _gather(self, message: bytes, size: int, label: str) -> list[bytes]:
+    def _gather(self, message: bytes, size: int, label: str, frees: bool) -> list[bytes]:
         """The first `size` bytes of every rank's message, filled up with zeros."""
         padded = message[:size].ljust(size, b"\0")
         sent, self._left = self._left, None
@@ -112,21 +119,22 @@ class _Control:
             sent = _Sent(padded, rows, _started(lambda: dist.all_gather(rows, own, async_op=True), label))
         whereabouts.message = label
         try:
-            self._wait(sent, label)
+            self._wait(sent, label, frees)
         finally:
             whereabouts.message = ""
         return [row.numpy().tobytes() for row in sent.rows]
 
-    def _wait(self, sent: _Sent, label: str) -> None:
+    def _wait(self, sent: _Sent, label: str, frees: bool) -> None:
         suspicion, silence = "", Silence(self.world.timeout)
         with _group_kept_after(sent.work):
             while not self._arrived(sent, label, silence):
                 found = find_deadlock(f"rank {self.world.rank} waits in {label}")
                 if found is not None and found.reason == suspicion:
                     # It was the same a while ago, and nothing of this rank is under way that could change it.
-                    self._left = sent
                     found.transport.abort(suspicion)
-                    raise DisagreementError(suspicion)
+                    if not frees:
+                        self._left = sent
+                        raise DisagreementError(suspicion)
                 suspicion = found.reason if found is not None else ""
                 if silence.left() <= 0:
                     raise self._silent(label)
@@ -230,7 +238,8 @@ def new_generation(label: str = "pl.reset") -> None:
     """Leaves behind the control messages of a step that failed. A collective call.
 
     Until every rank has come, those who still exchange messages of an older generation are told that others are here,
-    and their messages are not taken for answers to anything.
+    and their messages are not taken for answers to anything. So are those who wait for this rank in a collective, which
+    may be another model's than the one that failed here.
 
     Raises:
         CommunicationError: A rank is gone.
@@ -239,7 +248,7 @@ def new_generation(label: str = "pl.reset") -> None:
     if control.world.world_size == 1:
         return
     while True:
-        subjects, _ = control.exchange(label, None)
+        subjects, _ = control.exchange(label, None, frees=True)
         if all(subject.label == label[:_LABEL] for subject in subjects):
             # Where some began one that failed, they are further than others.
             control.generation = 1 + max(subject.generation for subject in subjects)

@@ -81,6 +81,28 @@ def test_a_reset_that_begins_beside_a_barrier_ends_in_the_same_generation(ranks)
     assert ranks(2, of_an_older_generation) == [("", [0, 1])] * 2
 
 
+def reset_beside_a_collective() -> tuple[str, list[object]]:
+    """Ranks 0 and 2 reset one model; rank 1 waits for them in a collective of another one."""
+    world = pl.init()
+    transport = open_transport(world)
+    buffer = transport.allocate(64, torch.float32)
+    message = ""
+    if world.rank == 1:
+        with pytest.raises(CommunicationError) as caught:
+            transport.run("all_reduce", buffer, "bucket 7")
+        message = str(caught.value)
+    new_generation()
+    values = pl.all_gather_json(world.rank)
+    transport.close()
+    return message, values
+
+
+def test_a_reset_ends_what_others_wait_in_for_another_model_and_then_waits_for_them(ranks) -> None:
+    messages, values = zip(*ranks(3, reset_beside_a_collective), strict=True)
+    assert messages[1].startswith("rank 0 gave up: rank 0 waits in pl.reset for rank 1, which waits for it in all_red")
+    assert values == ([0, 1, 2],) * 3
+
+
 def die_in_a_message() -> None:
     if pl.init().rank == 1:
         pl.barrier()

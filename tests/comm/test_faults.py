@@ -214,6 +214,43 @@ def test_what_failed_first_is_what_every_rank_raises(ranks, transport, n, collec
     assert others == [(f"rank {n - 1} gave up: ValueError: a broken batch",) * 2] * (n - 1)
 
 
+def wait_for_one_that_knows_of_nothing(inside: bool) -> tuple[str, float]:
+    """Rank 0 fails; rank 1 waits for rank 2, which is elsewhere and sees nothing of it."""
+    world = pl.init()
+    transport = open_transport(world)
+    buffer = transport.allocate(63, torch.float32)
+    pl.barrier()
+    start, message = time.monotonic(), ""
+    if world.rank == 0 and not inside:
+        transport.abort("ValueError: in the loop")
+    elif world.rank == 0:
+        stream = ThreadStream("gather")
+        pending = stream.submit(lambda: transport.run("all_gather", buffer, "bucket 1"), "bucket 1")
+        time.sleep(0.3)
+        transport.abort("ValueError: in the loop")
+        with pytest.raises(CommunicationError):
+            stream.wait(pending)
+        stream.close()
+    elif world.rank == 1:
+        with pytest.raises(CommunicationError) as caught:
+            transport.run("all_gather", buffer, "bucket 1")
+        message = str(caught.value)
+    seconds = time.monotonic() - start
+    if world.rank == 2:
+        # Long after that. In a barrier it would see that rank 1 waits for it.
+        time.sleep(4)
+    pl.barrier()
+    transport.close()
+    return message, seconds
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_who_waits_for_a_rank_that_knows_of_nothing_is_told_of_another_one_that_failed(ranks, inside: bool) -> None:
+    (_, _), (message, seconds), (_, _) = ranks(3, wait_for_one_that_knows_of_nothing, inside)
+    assert message == "rank 0 gave up: ValueError: in the loop"
+    assert seconds < 3
+
+
 def abort_while_waiting() -> str:
     """What rank 0's thread raises that waits for rank 1, when its own main thread aborts."""
     world = pl.init()

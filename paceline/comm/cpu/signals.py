@@ -39,6 +39,8 @@ _PROGRESS, _FAILED, _BLOCKED, _DIGESTS, _ASLEEP = 0, 8, 9, 16, 32
 """Words of a page, of 8 bytes: progress, in a cache line of its own; whether this rank gave up; whether its program
 waits for the collective that it sleeps in; digests of the latest ones; and who sleeps until this rank moves on, a word
 for each peer, which that peer writes."""
+_BETWEEN, _INSIDE = 1, 2
+"""Where a rank gave up: between two collectives, or in the middle of the latest that it tells of."""
 _LATEST = 8
 """Latest collectives that a page tells of."""
 _TEXTS, _TEXT = 4096, 448
@@ -136,11 +138,16 @@ class Signals:
             if self._own[index] and self._words[peer][_BLOCKED] and number > self.number:
                 yield self._name(peer), self._read(peer, number % _LATEST)
 
-    def abort(self, reason: str) -> None:
-        """Tells every peer that this rank will not come further, so that none waits for it."""
+    def abort(self, reason: str, inside: bool = False) -> None:
+        """Tells every peer that this rank will not come further, so that none waits for it.
+
+        Args:
+            reason: Why.
+            inside: Whether it is in the middle of a collective, which then comes to an end on no rank.
+        """
         start = _TEXTS + _LATEST * _TEXT
         self._pages[self._rank][start : start + _TEXT] = text_of(reason)
-        self._own[_FAILED] = 1
+        self._own[_FAILED] = _INSIDE if inside else _BETWEEN
         for peer in self._wake_sockets:
             self._wake(peer)
 
@@ -178,6 +185,7 @@ class Signals:
                 with self._fence:
                     if words[_PROGRESS] >= target:
                         return
+                self._look_around(peer)
                 if (left := silence.left()) <= 0:
                     raise self._silent(peer)
                 if (now := time.monotonic()) > suspect_at:
@@ -219,6 +227,18 @@ class Signals:
             raise aborted_by(self._name(peer), self._read(peer, _LATEST))
         if gone and target:
             raise self._gone(peer)
+
+    def _look_around(self, awaited: int) -> None:
+        """Raises if a peer gave up without which the collective cannot end, whoever is waited for.
+
+        The awaited one may not know of it: it can be in a collective of another group, or of another model.
+        """
+        for peer in self._wake_sockets:
+            if peer == awaited or not (failed := self._words[peer][_FAILED]):
+                continue
+            number = self._words[peer][_PROGRESS] // _STAGES
+            if number < self.number or (number == self.number and failed == _INSIDE):
+                raise aborted_by(self._name(peer), self._read(peer, _LATEST))
 
     def _compare(self, peer: int) -> None:
         number = self._words[peer][_PROGRESS] // _STAGES

@@ -321,7 +321,7 @@ class CpuTransport:
         if self._failure is None:
             self._failure = reason
             if self._signals is not None:
-                self._signals.abort(reason)
+                self._signals.abort(reason, inside=self._running is not None)
             if self._connections is not None:
                 self._connections.abort(reason)
 
