@@ -26,6 +26,7 @@ from paceline.engine.program import Program
 from paceline.engine.recovery import close, gives_up, require_between_steps, reset, weights_replaced
 from paceline.engine.unit_outputs import UnitOutputs
 from paceline.engine.update import Update
+from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
 from paceline.executor.gradient_norms import GradientNorms
 from paceline.hooks.casting import cast_inputs, cast_singular_vectors
 from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, watch_parameters
@@ -174,11 +175,17 @@ class Engine:
 
     def record_gradient_norms(self, on: bool = True) -> None:
         """Whether norms of each parameter's gradients are taken from the next step on; see `gradient_norms`."""
-        self.program.norms.is_on = on and self.world.world_size > 1
+        norms = self.program.norms
+        norms.is_on = on and self.world.world_size > 1
+        norms.keeps = norms.is_on and is_small_enough(self.schedule)
 
     def gradient_norms(self) -> GradientNorms | None:
         """Those of the latest step; None if none were taken. On a GPU the host waits for that step."""
         return self.program.norms.read()
+
+    def chunk_products(self) -> list[ChunkProducts]:
+        """Of the latest step, once, on rank 0; none if no norms were taken, or for too much. A collective call."""
+        return chunk_products(self.schedule, self.program.norms.take())
 
     def broadcast_buffers(self) -> None:
         """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call."""

@@ -27,6 +27,7 @@ class NormRecords:
 
     Attributes:
         is_on: Whether norms are taken. Nothing is done otherwise.
+        keeps: Whether what is given in the latest micro-batch is copied, too.
     """
 
     def __init__(self, parameters: int) -> None:
@@ -35,7 +36,8 @@ class NormRecords:
         Args:
             parameters: Of the model.
         """
-        self.is_on = False
+        self.is_on = self.keeps = False
+        self._copies: dict[int, Tensor] | None = None
         self._parameters, self._micro_batch = parameters, 0
         self._given: list[tuple[int, Sequence[int], Tensor]] = []
         self._late: set[tuple[int, int]] = set()
@@ -44,6 +46,7 @@ class NormRecords:
     def begin(self, micro_batch: int) -> None:
         """A backward begins; with the first of a step what there is of others is dropped."""
         self._micro_batch = micro_batch
+        self._copies = {} if self.is_on and self.keeps else None
         if micro_batch == 0:
             self._given, self._held = [], []
             self._late.clear()
@@ -51,15 +54,25 @@ class NormRecords:
     def give(self, gradients: dict[int, Tensor]) -> None:
         """These are about to be reduced."""
         self._given += [(self._micro_batch, indices, norms) for indices, norms in _norms(gradients)]
+        if self._copies is not None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._copies |= {index: gradient.clone() for index, gradient in gradients.items()}
 
     def came_late(self, indices: Collection[int]) -> None:
         """Of these parameters more came than was given in this micro-batch, so what was is not told."""
         if self.is_on:
             self._late.update((self._micro_batch, index) for index in indices)
+            self._copies = None if indices else self._copies
 
     def hold(self, gradients: dict[int, Tensor]) -> None:
         """These were reduced."""
         self._held = _norms(gradients)
+
+    def take(self) -> dict[int, Tensor] | None:
+        """By slot, copies of what was given in the step's last micro-batch, once; None if more came than was given."""
+        copies, self._copies = self._copies, None
+        # Complex numbers' products are none of what a norm consists of.
+        return None if copies is None or any(map(torch.is_complex, copies.values())) else copies
 
     def read(self) -> GradientNorms | None:
         """Of the latest step; None if none were taken to its end. On a GPU the host waits for them."""

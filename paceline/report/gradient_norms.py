@@ -83,8 +83,13 @@ def _is_sound(norms: Norms) -> bool:
     return alike and set(words) <= {"inf", "nan"} and all(0 <= number < math.inf for number in numbers)
 
 
-def sums(norms: Sequence[Norms]) -> Sums:
-    """What they say together."""
+def sums(norms: Sequence[Norms], divided: int = 1) -> Sums:
+    """What they say together.
+
+    Args:
+        norms: Of a step.
+        divided: By how much the sum was divided to become the reduced gradient.
+    """
     ranks = range(len(norms[0].held))
     by_rank = tuple(_together([each.given[-1][rank] for each in norms]) for rank in ranks)
     parts = [
@@ -92,7 +97,7 @@ def sums(norms: Sequence[Norms]) -> Sums:
         for number in range(min(len(each.given) for each in norms))
         for rank in ranks
     ]
-    given, whole = sum(parts), _together([each.whole for each in norms])
+    given, whole = sum(parts), divided * _together([each.whole for each in norms])
     kept = whole / given if 0 < given < math.inf else math.inf
     ratios = [(_ratio(each.given[-1]), each.parameter) for each in norms]
     widest, name = max(ratios)
@@ -112,9 +117,9 @@ def _ratio(values: Sequence[float | str | None]) -> float:
     return max(known) / min(known)
 
 
-def sentence(norms: Sequence[Norms]) -> str:
-    """What the table shows, in words."""
-    found = sums(norms)
+def sentence(norms: Sequence[Norms], divided: int = 1) -> str:
+    """What the table shows, in words; see `sums`."""
+    found = sums(norms, divided)
     step = f"In step {norms[0].step:,}"
     if not all(map(math.isfinite, found.by_rank)):
         ranks = [str(rank) for rank, norm in enumerate(found.by_rank) if not math.isfinite(norm)]
@@ -138,16 +143,18 @@ def sentence(norms: Sequence[Norms]) -> str:
     )
 
 
-def norms_by_rank(norms: Sequence[Norms], program: Program | None) -> Html:
+def norms_by_rank(norms: Sequence[Norms], program: Program | None, is_own_loop: bool = False) -> Html:
     """The part of the page about them.
 
     Args:
         norms: Of a step; there may be none.
         program: What the run's steps executed; None if that is not known.
+        is_own_loop: Whether they are of a loop of the user's own.
     """
     title = tag("h3", "Gradients by parameter and rank")
     if not norms:
-        told = "Norms of gradients are not written down unless it is asked for: --log.gradient-norms."
+        how = "pl.record(model, norms=True)" if is_own_loop else "--log.gradient-norms"
+        told = f"Norms of gradients are not written down unless it is asked for: {how}."
         return join([title, tag("p", told, class_="note")])
     ranks = range(min(len(norms[0].held), MOST_RANKS))
     # The largest matter most; they stay in the order of the file, that in which they are reduced.
@@ -165,26 +172,34 @@ def norms_by_rank(norms: Sequence[Norms], program: Program | None) -> Html:
         longest = max((_finite(value) for value in (*before, *after, each.whole)), default=0.0)
         cells = [_cell(value, longest) for part in (before, after) for value in part[: len(ranks)]]
         rows.append(tag("tr", tag("th", each.parameter, scope="row"), *cells, _cell(each.whole, longest)))
+    told = sentence(norms, len(norms[0].held) if _is_mean(program) else 1)
     caption = f"Norms of gradients in step {norms[0].step:,}, before and after they are reduced"
     whole = tag("table", tag("caption", caption), tag("thead", tag("tr", *heads)), tag("tbody", *rows), id="norms")
     return join(
         [
             title,
-            tag("p", sentence(norms), class_="sentence", id="norms-told"),
-            tag("p", _explained(norms, len(shown), len(ranks), program), class_="note"),
+            tag("p", told, class_="sentence", id="norms-told"),
+            tag("p", _explained(norms, len(shown), len(ranks), program, is_own_loop), class_="note"),
             tag("div", whole, class_="wide norms", tabindex=0, role="region", aria_label=caption),
         ]
     )
 
 
-def _explained(norms: Sequence[Norms], parameters: int, ranks: int, program: Program | None) -> str:
+def _is_mean(program: Program | None) -> bool:
+    return program is not None and program.schedule.strategy.gradients == "mean"
+
+
+def _explained(norms: Sequence[Norms], parameters: int, ranks: int, program: Program | None, is_own_loop: bool) -> str:
     parts = len(norms[0].given)
+    of = "Of the loss that the loop has" if is_own_loop else "Of the loss summed over the batch's tokens"
     told = (
-        "Of the loss summed over the batch's tokens, before clipping. The darker a cell, the closer to the largest of "
-        "its row. After: what a rank has of the sum, be that all of it or its shard; – is nothing."
+        f"{of}, before clipping. The darker a cell, the closer to the largest of its row. After: what a rank has of "
+        f"the {'mean' if _is_mean(program) else 'sum'}, be that all of it or its shard; – is nothing."
     )
     micro_batches = 0 if program is None else program.micro_batches
-    if program is not None and program.schedule.strategy.precision == "float16":
+    if is_own_loop:
+        told += " If it multiplies its loss by a scale, so are they."
+    elif program is not None and program.schedule.strategy.precision == "float16":
         told += " They are multiplied by the step's loss scale."
     if parts > 1:
         told += f" Each of the {parts} micro-batches is reduced; before is of the last."

@@ -82,6 +82,11 @@ class Holdings:
             "".join("".join(chunks) for chunks in self._parameters[name]),
         )
 
+    def summed(self, name: str) -> list[tuple[frozenset[int], ...]]:
+        """Of each rank: whose gradients are in each chunk of a bucket, and in what it has apart."""
+        apart = [(each,) if self._buffers.has_reduced else () for each in self._reduced[name]]
+        return [(*chunks, *more) for chunks, more in zip(self._gradients[name], apart, strict=True)]
+
     # ---- what ops change: each says which buckets
 
     def copy_in(self, unit: str) -> list[str]:

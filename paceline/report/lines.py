@@ -52,13 +52,15 @@ def read_lines(
         path: The file; none is an empty one.
         decoder: Knows what is expected.
         damage: Counts what is not.
-        start: The first byte to read, at which a line begins.
+        start: The first byte to read; in the middle of a line, the rest of that is left out.
         stop: The first byte not to read.
     """
     if not path.is_file():
         return
     with path.open("rb") as file:
         end = file.seek(start)
+        if start and file.seek(start - 1) is not None and file.read(1) != b"\n":
+            end += len(file.readline())
         while (stop is None or end < stop) and (data := file.readline(_LONGEST)):
             start, end = end, end + len(data)
             try:

@@ -11,6 +11,8 @@ from paceline.core.collectives.algorithms import find_algorithm
 from paceline.core.collectives.rounds import Round
 from paceline.core.ops import Key, Op
 from paceline.report import quantities as said
+from paceline.report.chunk_norms import ChunkNorms
+from paceline.report.chunk_sums import Summed, Sums
 from paceline.report.holdings import Held, Holdings
 from paceline.report.program import Program
 
@@ -44,19 +46,23 @@ class Moment:
         told: What.
         at: Seconds into the step; None where that is not known.
         held: The buckets that are held otherwise than before.
+        sums: Chunks that have other gradients than before, where their norms are known.
     """
 
     told: str
     at: float | None
     held: tuple[Held, ...]
+    sums: tuple[Summed, ...] = ()
 
     def to_list(self) -> list[Any]:
         """JSON-ready values."""
         changes = [[h.bucket, h.filled, h.gradients, h.reduced, h.parameters] for h in self.held]
-        return [self.told, None if self.at is None else round(self.at * 1e6, 1), changes]
+        return [self.told, None if self.at is None else round(self.at * 1e6, 1), changes, [list(s) for s in self.sums]]
 
 
-def moments(program: Program, way: str = "ring", times: Times | None = None) -> list[Moment] | None:
+def moments(
+    program: Program, way: str = "ring", times: Times | None = None, norms: ChunkNorms | None = None
+) -> list[Moment] | None:
     """The step of all ranks, in the order in which things happen.
 
     Collectives go round by round, or all rounds at once where that would be too much.
@@ -65,6 +71,7 @@ def moments(program: Program, way: str = "ring", times: Times | None = None) -> 
         program: What each of them executes.
         way: How collectives from all to all go: "ring", or "tree" where there are but all-reduces.
         times: When ops run; without them, what runs beside something else comes in the order of the schedule.
+        norms: Of what ranks' gradients add up to, of the last micro-batch.
 
     Returns:
         None if there would be too many to be put on a page.
@@ -82,9 +89,13 @@ def moments(program: Program, way: str = "ring", times: Times | None = None) -> 
         ends, order = [], list(range(len(listed)))
     begin = tuple(holdings.held(bucket.name) for bucket in holdings.buckets)
     found = [Moment("Before the step.", None if times is None else 0.0, begin)]
+    sums = None if norms is None else Sums(holdings, norms)
     for i in order:
         touched = dict.fromkeys(listed[i].change())
-        found.append(Moment(listed[i].told, ends[i] if ends else None, tuple(holdings.held(name) for name in touched)))
+        held = tuple(holdings.held(name) for name in touched)
+        is_known = norms is not None and listed[i].key.micro_batch == program.micro_batches - 1
+        summed = () if sums is None else sums.changed(touched, is_known)
+        found.append(Moment(listed[i].told, ends[i] if ends else None, held, summed))
     return found
 
 

@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from paceline.comm.control import all_gather_json
 from paceline.comm.world import World, current_world
 from paceline.core.errors import UserError
 from paceline.core.events import Event, exposed_in_step
+from paceline.executor.chunk_products import ChunkProducts, chunk_products
 from paceline.report.history import RESUMED, Row
 from paceline.report.html import escape
 from paceline.report.page import page, write_page
@@ -24,8 +25,9 @@ from paceline.report.program import Program
 from paceline.report.recording import Recorded
 from paceline.report.run import Facts, Run, read_own_loop
 from paceline.train.environment import environment_facts
+from paceline.train.gradient_norms import norm_lines, product_lines
 from paceline.train.metrics import peak_memory
-from paceline.train.run_folder import EVENTS
+from paceline.train.run_folder import CHUNK_PRODUCTS, EVENTS, GRADIENT_NORMS
 
 _HEIGHT = 900
 """Of a page inside another one, in pixels."""
@@ -81,12 +83,19 @@ def report(events: Recorded, out: str | Path = "report.html") -> Report:
             f"report: expected the events of `with pl.record(model) as events:`, got {type(events).__name__}"
         )
     world, path = current_world(), Path(out).expanduser()
-    own = {"events": [event.to_dict() for event in events], "peak": peak_memory(world.device)}
+    own = {
+        "events": [event.to_dict() for event in events],
+        "peak": peak_memory(world.device),
+        "norms": None if events.norms is None else asdict(events.norms),
+    }
     rows = all_gather_json(own, "pl.report")
+    products = []
+    if events.schedule is not None and all(row["norms"] is not None for row in rows):
+        products = chunk_products(events.schedule, events.given)
     html, failure = "", ""
     if world.rank == 0:
         try:
-            html = page(_run(events, rows, world))
+            html = page(_run(events, rows, products, world))
             write_page(html, path)
         except Exception as error:
             # The others wait for what becomes of it.
@@ -99,7 +108,7 @@ def report(events: Recorded, out: str | Path = "report.html") -> Report:
     return Report(path, html)
 
 
-def _run(recorded: Recorded, rows: Sequence[dict[str, Any]], world: World) -> Run:
+def _run(recorded: Recorded, rows: Sequence[dict[str, Any]], products: Sequence[ChunkProducts], world: World) -> Run:
     by_rank = [[Event.from_dict(values) for values in row["events"]] for row in rows]
     ran = [event for events in by_rank for event in events]
     if recorded.schedule is None or not ran:
@@ -113,6 +122,7 @@ def _run(recorded: Recorded, rows: Sequence[dict[str, Any]], world: World) -> Ru
         path = Path(folder, recorded.name)
         path.mkdir()
         _write(by_rank, path / EVENTS)
+        _write_norms(recorded, rows, products, path)
         return read_own_loop(path, program, facts, _figures(by_rank, max(row["peak"] for row in rows)))
 
 
@@ -124,6 +134,24 @@ def _write(by_rank: Sequence[Sequence[Event]], path: Path) -> None:
     listed = [event for events in by_rank for event in events if event.phase != "update" or event.stream == "compute"]
     listed.sort(key=lambda event: (event.step, event.rank))
     path.write_text("".join(f"{json.dumps(event.to_dict())}\n" for event in listed), encoding="utf-8")
+
+
+def _write_norms(
+    recorded: Recorded, rows: Sequence[dict[str, Any]], products: Sequence[ChunkProducts], path: Path
+) -> None:
+    """Writes norms of the last step's gradients as a run does."""
+    schedule, norms = recorded.schedule, [row["norms"] for row in rows]
+    if schedule is None or not all(norms):
+        return
+    step = 1 + max((event.step for event in recorded if event.kind == "backward"), default=0)
+    names = [slot.spec.name for slot in schedule.layout.slots]
+    copies = 1 if schedule.has_server else schedule.replicas
+    lines = {
+        GRADIENT_NORMS: norm_lines(step, norms, names, copies),
+        CHUNK_PRODUCTS: product_lines(step, products, len(norms[0]["given"])),
+    }
+    for name, each in lines.items():
+        (path / name).write_text("".join(f"{json.dumps(line)}\n" for line in each), encoding="utf-8")
 
 
 def _figures(by_rank: Sequence[Sequence[Event]], peak: int) -> list[Row]:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from paceline.core.events import Event
 from paceline.core.ops import STREAMS, Key
+from paceline.report import quantities as said
 from paceline.report.lines import Damage, Line, read_lines
 
 _DECODER = msgspec.json.Decoder(Event)
+LARGE = 64 << 20
+"""Bytes of an events.jsonl that are read from end to end: about 300,000 events."""
+_SPREAD = 64
+"""Steps that are looked at in a larger one, as far as they have no more bytes together."""
 
 
 @dataclass
@@ -75,19 +81,60 @@ class Recording:
         return tuple(sorted({event.rank for event in self.events}))
 
 
-def find_recordings(path: Path, damage: Damage) -> list[Place]:
-    """Where the steps lie in an events.jsonl, in the order of steps; of one that was done again, the last time counts.
+class Found(NamedTuple):
+    """What was found in an events.jsonl.
 
-    Reads line by line, so that a file may be larger than memory.
+    Attributes:
+        places: Of steps, in order; of one that was done again, the last time counts.
+        is_whole: Whether the file was read from end to end.
+    """
+
+    places: list[Place]
+    is_whole: bool
+
+
+def find_recordings(path: Path, damage: Damage, most_bytes: int = LARGE) -> Found:
+    """Where the steps lie in an events.jsonl.
+
+    Reads line by line, so that a file may be larger than memory. Of a large one it reads steps that are spread over it,
+    and the last ones, so that it takes no longer for a larger one.
 
     Args:
         path: The file; none is an empty one.
         damage: Counts lines that are no event.
+        most_bytes: A file with more is large.
     """
-    found: dict[int, Place] = {}
+    size = path.stat().st_size if path.is_file() else 0
+    if size <= most_bytes:
+        return Found(_by_step(_places(path, damage)), True)
+    first = next(_places(path, damage), None)
+    if first is None:
+        # There is no event up to the end of it.
+        return Found([], True)
+    found, length = [first], first.stop - first.start
+    places, left = max(1, min(_SPREAD, most_bytes // (2 * length))), most_bytes
+    for part in range(1, places):
+        # Where it begins to read may be in the middle of a step.
+        begin = max(found[-1].stop, size * part // places)
+        found += islice(_places(path, damage, begin), 1, 2)
+        left -= found[-1].stop - begin
+        if left < 0:
+            break
+    behind, begin = found[-1].stop, max(found[-1].stop, size - 3 * length)
+    found += islice(_places(path, damage, begin), 0 if begin == behind else 1, None)
+    return Found(_by_step(found), begin == first.stop)
+
+
+def _by_step(places: Iterable[Place]) -> list[Place]:
+    found = {place.step: place for place in places}
+    return [found[step] for step in sorted(found)]
+
+
+def _places(path: Path, damage: Damage, start: int = 0) -> Iterator[Place]:
+    """Each step's, from some byte of the file on; the first is in part where that is not its first."""
     place: Place | None = None
     last, seen = -1, set[Key]()
-    for line in _events(path, damage):
+    for line in _events(path, damage, start):
         event = line.value
         key = Key(event.kind, event.target, event.micro_batch, event.phase)
         # A step's events are written rank by rank, and a planned op is done once.
@@ -95,7 +142,9 @@ def find_recordings(path: Path, damage: Damage) -> list[Place]:
         if goes_on and event.rank == last and event.planned and key in seen:
             goes_on = False
         if place is None or not goes_on:
-            place = found[event.step] = Place(event.step, line.start, line.stop)
+            if place is not None:
+                yield place
+            place = Place(event.step, line.start, line.stop)
             seen.clear()
         elif event.rank != last:
             seen.clear()
@@ -104,9 +153,10 @@ def find_recordings(path: Path, damage: Damage) -> list[Place]:
         place.stop = line.stop
         place.events[event.rank] += 1
         if event.stream == "compute":
-            start, end = place.spans.get(event.rank, (math.inf, -math.inf))
-            place.spans[event.rank] = min(start, event.start), max(end, event.end)
-    return [found[step] for step in sorted(found)]
+            begin, end = place.spans.get(event.rank, (math.inf, -math.inf))
+            place.spans[event.rank] = min(begin, event.start), max(end, event.end)
+    if place is not None:
+        yield place
 
 
 def typical(places: Sequence[Place]) -> Place:
@@ -134,6 +184,34 @@ def choose(places: Sequence[Place], most: int) -> list[Place]:
             chosen[place.step] = place
             left -= place.count
     return [chosen[step] for step in sorted(chosen)]
+
+
+def read_recordings(path: Path, found: Found, most: int, problems: list[str]) -> list[Recording]:
+    """The events of some steps: of all, unless these have too many.
+
+    Args:
+        path: The file.
+        found: What is in it.
+        most: How many events to read, about.
+        problems: Says there what is left out.
+    """
+    places, chosen = found.places, choose(found.places, most)
+    count = sum(place.count for place in places)
+    if not found.is_whole:
+        size = path.stat().st_size
+        about = float(f"{size * count / sum(place.stop - place.start for place in places):.2g}")
+        problems.append(
+            f"{path.name} has {said.size(size)}, about {about:,.0f} events: of its steps {len(places):,} were looked "
+            f"at, spread over the run, and {len(chosen)} of these are shown. What the page says of events, and which "
+            "steps are the typical one and the slowest, is about those."
+        )
+    elif len(chosen) < len(places):
+        problems.append(
+            f"The run recorded {count:,} events of {len(places):,} steps. To keep the page small, it shows "
+            f"{len(chosen)} of these steps: the typical one, the slowest, and others spread over the run. What it says "
+            "of events is about those."
+        )
+    return [read_recording(path, place, most) for place in chosen]
 
 
 def read_recording(path: Path, place: Place, most: int) -> Recording:

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.core.errors import UserError
+from paceline.report.chunk_norms import ChunkNorms, chunk_norms, read_gradients
 from paceline.report.forecast import Forecast, read_forecast
-from paceline.report.gradient_norms import Norms, read_norms
+from paceline.report.gradient_norms import Norms
 from paceline.report.history import History, Row
 from paceline.report.lines import Damage, read_lines
 from paceline.report.link import Link, fitted_link
 from paceline.report.meetings import groups_of
 from paceline.report.prediction import Prediction
 from paceline.report.program import Program, program_of
-from paceline.report.recordings import Place, Recording, choose, find_recordings, read_recording
+from paceline.report.recordings import Place, Recording, find_recordings, read_recordings
 from paceline.report.single_changes import Single, single_changes
 from paceline.report.steps import Step
 from paceline.report.variants import choices
@@ -64,6 +65,7 @@ class Run:
         problems: Sentences that say what is missing, damaged or left out.
         norms: Of gradients in the latest step that has some.
         forecast: What was predicted of it; None where it has not ended, or nothing was.
+        chunk_norms: Of what ranks' gradients add up to, chunk by chunk, in the same step; None if that is not known.
         is_own_loop: Whether it is a recording of a loop of the user's own, of which ops alone are known.
     """
 
@@ -78,6 +80,7 @@ class Run:
     problems: tuple[str, ...]
     norms: tuple[Norms, ...] = ()
     forecast: Forecast | None = None
+    chunk_norms: ChunkNorms | None = None
     is_own_loop: bool = False
 
     @property
@@ -143,7 +146,7 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
         most: How many events to read, about.
     """
     from paceline.checkpoint.folder import CHECKPOINTS, complete_steps
-    from paceline.train.run_folder import ENVIRONMENT, EVENTS, GRADIENT_NORMS, METRICS, PLAN
+    from paceline.train.run_folder import ENVIRONMENT, EVENTS, METRICS, PLAN
 
     problems: list[str] = []
     config = _config(path, problems)
@@ -157,17 +160,15 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
     if not history.rows:
         problems.append(f"{METRICS} holds no figures: the run has not written any yet, or it is another program's.")
     damage = Damage()
-    places = find_recordings(path / EVENTS, damage)
+    found = find_recordings(path / EVENTS, damage)
     problems += damage.describe(EVENTS)
-    if not places:
+    if not found.places:
         problems.append(
             f"{EVENTS} holds no events, so there is no timeline: log.events-every says in which steps they are "
             "recorded; 0 is in none."
         )
-    damage = Damage()
-    norms = read_norms(path / GRADIENT_NORMS, damage)
-    problems += damage.describe(GRADIENT_NORMS)
-    recordings = _recordings(path / EVENTS, places, most, problems)
+    norms, products = read_gradients(path, problems)
+    recordings = read_recordings(path / EVENTS, found, most, problems)
     worlds = [_world(recording, history, facts) for recording in recordings]
     program = _program(path, config, worlds, recordings)
     strategy = None if config is None else config.strategy
@@ -177,13 +178,14 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
         config=config,
         facts=facts,
         history=history,
-        places=tuple(places),
+        places=tuple(found.places),
         steps=tuple(steps),
         program=program,
         checkpoints=tuple(complete_steps(path / CHECKPOINTS)),
         problems=tuple(problems),
         norms=norms,
         forecast=read_forecast(path / PLAN, problems),
+        chunk_norms=None if program is None else chunk_norms(products, program.schedule),
     )
 
 
@@ -201,26 +203,27 @@ def read_own_loop(path: Path, program: Program, facts: Facts, metrics: Sequence[
 
     problems: list[str] = []
     damage = Damage()
-    places = find_recordings(path / EVENTS, damage)
+    found = find_recordings(path / EVENTS, damage)
     problems += damage.describe(EVENTS)
-    recordings = _recordings(path / EVENTS, places, most, problems)
+    recordings = read_recordings(path / EVENTS, found, most, problems)
     known = program if any(map(program.suits, recordings)) else None
     world = max([facts.ranks, *(recording.world_size for recording in recordings)])
     steps = [_step(recording, program.schedule.strategy, world, known, problems) for recording in recordings]
-    history = History(tuple(metrics))
-    return Run(path, None, facts, history, tuple(places), tuple(steps), known, (), tuple(problems), is_own_loop=True)
-
-
-def _recordings(path: Path, places: Sequence[Place], most: int, problems: list[str]) -> list[Recording]:
-    chosen = choose(places, most)
-    count = sum(place.count for place in places)
-    if len(chosen) < len(places):
-        problems.append(
-            f"The run recorded {count:,} events of {len(places):,} steps. To keep the page small, it shows "
-            f"{len(chosen)} of these steps: the typical one, the slowest, and others spread over the run. What it says "
-            "of events is about those."
-        )
-    return [read_recording(path, place, most) for place in chosen]
+    norms, products = read_gradients(path, problems)
+    return Run(
+        path=path,
+        config=None,
+        facts=facts,
+        history=History(tuple(metrics)),
+        places=tuple(found.places),
+        steps=tuple(steps),
+        program=known,
+        checkpoints=(),
+        problems=tuple(problems),
+        norms=norms,
+        chunk_norms=chunk_norms(products, program.schedule),
+        is_own_loop=True,
+    )
 
 
 def _world(recording: Recording, history: History, facts: Facts) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.report import quantities as said
+from paceline.report.chunk_norms import ChunkNorms
 from paceline.report.gradient_norms import norms_by_rank
 from paceline.report.holdings import Holdings
 from paceline.report.html import Html, Section, data, join, tag
@@ -35,8 +36,8 @@ def synchronisation(run: Run) -> Section:
         ]
     elif run.program is not None:
         sentence = "One rank has nobody to synchronise gradients with; below is a step of two ranks in numbers."
-    if run.world_size > 1 and not run.is_own_loop:
-        body.append(norms_by_rank(run.norms, run.program))
+    if run.world_size > 1:
+        body.append(norms_by_rank(run.norms, run.program, run.is_own_loop))
     return Section("synchronisation", "Gradient synchronisation", sentence, join([*body, _in_numbers()]))
 
 
@@ -78,7 +79,7 @@ def _of_the_run(run: Run, program: Program) -> Html:
     """The run's own step, with what it needs to be stepped through."""
     times = None if run.what_if is None else run.what_if.times()
     ways = ["ring"] if program.schedule.shards > 1 or program.schedule.has_server else ["ring", "tree"]
-    found = {way: moments(program, way, times) for way in ways} if run.world_size <= MOST_RANKS else {}
+    found = {way: moments(program, way, times, run.chunk_norms) for way in ways} if run.world_size <= MOST_RANKS else {}
     drawn = {way: each for way, each in found.items() if each is not None}
     if not drawn:
         why = "its ranks or its ops are too many to be drawn"
@@ -122,8 +123,30 @@ def _of_the_run(run: Run, program: Program) -> Html:
         player("holdings", "This run's step"),
         tag("canvas", id="holdings-drawn", role="img", aria_label="What each rank holds of each bucket"),
         tag("ul", *keys, class_="keys"),
+        _chunk_norms(run.chunk_norms, program.micro_batches),
         data("holdings-data", values),
     )
+
+
+def _chunk_norms(norms: ChunkNorms | None, micro_batches: int) -> Html:
+    """Where the page has what a bucket's chunks hold in numbers, and what these are."""
+    if norms is None:
+        told = (
+            "What chunks hold in numbers, while it goes from rank to rank, is known where norms of gradients were "
+            "asked for, of up to 16 ranks with 67 million gradients together."
+        )
+        return tag("p", told, class_="note")
+    told = (
+        f"In numbers: the norm of what is in each chunk, from the ranks' gradients in step {norms.step:,}. Every "
+        "partial sum's follows from the products of each two ranks' gradients, taken before they were reduced. "
+        f"A sum of all ranks is {'their mean' if norms.is_mean else 'not divided by their number'}."
+    )
+    if norms.parts > 1:
+        told += f" Each of the {norms.parts} micro-batches is reduced: norms are of the last one's rounds."
+    elif micro_batches > 1:
+        told += f" A rank's {micro_batches} micro-batches are added up before."
+    held = tag("div", id="holdings-norms", class_="wide", tabindex=0, role="region", aria_label="Norms of chunks")
+    return join([held, tag("p", told, class_="note", id="holdings-norms-told")])
 
 
 def _named(units: Sequence[str]) -> str:

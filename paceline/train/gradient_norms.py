@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.engine.engine import Engine
+from paceline.executor.chunk_products import ChunkProducts
 
 Norm = float | str | None
 """A norm; "inf" or "nan", which JSON has no numbers for; None where there is no gradient."""
@@ -53,6 +54,31 @@ def norm_lines(
                 }
             )
     return lines
+
+
+def product_lines(step: int, found: Sequence[ChunkProducts], parts: int) -> list[dict[str, Any]]:
+    """A line of chunk_products.jsonl for each bucket.
+
+    Args:
+        step: Number of the step, from 1.
+        found: Of the step's last micro-batch.
+        parts: How many of its micro-batches were reduced.
+
+    Returns:
+        Of each bucket "step", "bucket", "parts", and "products": by chunk, as in `ChunkProducts`; null is not finite.
+    """
+    return [
+        {
+            "step": step,
+            "bucket": each.bucket,
+            "parts": parts,
+            "products": [
+                [float(f"{value:.12g}") if math.isfinite(value) else None for value in values]
+                for values in each.products
+            ],
+        }
+        for each in found
+    ]
 
 
 def _plain(norm: float | None) -> Norm:

@@ -33,7 +33,7 @@ from paceline.train.outputs import Outputs
 from paceline.train.progress import Progress, ValidationProgress
 from paceline.train.resume import Resume, as_planned, find_resume
 from paceline.train.rewind import run_and_go_back
-from paceline.train.run_folder import EVENTS, GRADIENT_NORMS, RunFolder, check_run_folder, create_run_folder
+from paceline.train.run_folder import RunFolder, check_run_folder, create_run_folder
 from paceline.train.samples import write_samples
 from paceline.train.skipped import require_progress, tell_skipped
 from paceline.train.summary import (
@@ -251,7 +251,7 @@ def _steps(training: Training) -> tuple[int, int]:
         last = step == config.steps or bool(status)
         if _is_read(config, step, first) or last:
             rate = learning_rate(step - 1, config.steps, config.optim)
-            interval, events, norms = meter.read(step, norm, rate, skipped)
+            interval, of_step = meter.read(step, norm, rate, skipped)
             outputs.say(interval.line(outputs.columns))
             if step > first + 1:
                 training.forecast.steps.append(interval.step_seconds)
@@ -264,8 +264,8 @@ def _steps(training: Training) -> tuple[int, int]:
             if log.events_every and (step >= events_due or last):
                 events_due = step + log.events_every
                 if outputs.folder is not None:
-                    outputs.folder.append(EVENTS, events)
-                    outputs.folder.append(GRADIENT_NORMS, norms)
+                    for name, lines in of_step.items():
+                        outputs.folder.append(name, lines)
         if training.seat is not None:
             training.seat.has_stepped(str(checkpoints.path.parent))
         if last:

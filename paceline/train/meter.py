@@ -15,8 +15,9 @@ from paceline.comm.read_later import ReadLater
 from paceline.core.events import Event, exposed_fraction, exposed_in_step
 from paceline.engine.engine import Engine
 from paceline.launch.cores import waited_for_a_core
-from paceline.train.gradient_norms import norm_lines, norms_of_rank
+from paceline.train.gradient_norms import norm_lines, norms_of_rank, product_lines
 from paceline.train.metrics import Interval, peak_memory
+from paceline.train.run_folder import CHUNK_PRODUCTS, EVENTS, GRADIENT_NORMS
 from paceline.train.slow_rank import SlowRank
 
 
@@ -87,7 +88,7 @@ class Meter:
 
     def read(
         self, step: int, norm: Tensor, learning_rate: float, skipped: int
-    ) -> tuple[Interval, list[dict[str, Any]], list[dict[str, Any]]]:
+    ) -> tuple[Interval, dict[str, list[dict[str, Any]]]]:
         """Ends the interval. A collective call.
 
         Args:
@@ -97,8 +98,8 @@ class Meter:
             skipped: Steps left out so far.
 
         Returns:
-            The interval's figures, the same on all ranks but for clocks, and every rank's events of its last step,
-            and the lines of norms of its gradients, if they were taken.
+            The interval's figures, the same on all ranks but for clocks, and what is known of its last step alone, as
+            lines by the file that has them: every rank's events, and norms of its gradients, if they were taken.
         """
         tokens, loss = self._tokens_and_loss.tolist()
         seconds = time.perf_counter() - self._began
@@ -134,12 +135,16 @@ class Meter:
             skipped=skipped,
             slow_rank=self._slow_rank.found([row["arrivals"] for row in rows], seconds / self._count),
         )
+        norms = [row["norms"] for row in rows]
+        lines = {
+            EVENTS: [event for row in rows for event in row["events"]],
+            GRADIENT_NORMS: norm_lines(step, norms, self._names, self._copies),
+            CHUNK_PRODUCTS: [],
+        }
+        if all(norms):
+            lines[CHUNK_PRODUCTS] = product_lines(step, self._engine.chunk_products(), len(norms[0]["given"]))
         self.restart()
-        return (
-            interval,
-            [event for row in rows for event in row["events"]],
-            norm_lines(step, [row["norms"] for row in rows], self._names, self._copies),
-        )
+        return interval, lines
 
     def _exposed_share(self, events: list[Event], seconds: float) -> float:
         if self._world.device.type == "cpu":

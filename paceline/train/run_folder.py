@@ -22,8 +22,9 @@ EVENTS = "events.jsonl"
 SKIPPED = "skipped.jsonl"
 SAMPLES = "samples.jsonl"
 GRADIENT_NORMS = "gradient_norms.jsonl"
+CHUNK_PRODUCTS = "chunk_products.jsonl"
 PLAN = "plan.json"
-LINES = (METRICS, EVENTS, SKIPPED, SAMPLES, GRADIENT_NORMS)
+LINES = (METRICS, EVENTS, SKIPPED, SAMPLES, GRADIENT_NORMS, CHUNK_PRODUCTS)
 """Files that grow by a line at a time: those up to a checkpoint's step are on the disk when it counts."""
 WEIGHTS = "model.safetensors"
 RUNS = "runs"

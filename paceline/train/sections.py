@@ -114,7 +114,8 @@ class LogConfig:
     """Steps between two steps whose events go to events.jsonl. 0: none."""
     gradient_norms: bool = False
     """Also write the norm of each parameter's gradient on each rank, before and after it is reduced, to
-    gradient_norms.jsonl, of the steps whose events are written."""
+    gradient_norms.jsonl, of the steps whose events are written; and, for small models, what norms of partial sums
+    follow from to chunk_products.jsonl."""
     samples: bool = False
     """Also write the numbers of each step's samples, by rank, to samples.jsonl in the run's folder."""
     tensorboard: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.core.events import Event
 from paceline.report.lines import Damage, read_lines
-from paceline.report.recordings import choose, find_recordings, read_recording, slowest, typical
+from paceline.report.recordings import choose, find_recordings, read_recording, read_recordings, slowest, typical
 from paceline.report.run import Run, read_run
 from tests.report.events import SLOW, compute, figures, lines, write_run
 
@@ -102,7 +103,7 @@ def test_settings_that_do_not_suit_the_ranks_are_not_believed(tmp_path: Path) ->
 def test_of_a_step_that_was_done_again_the_last_time_counts(tmp_path: Path) -> None:
     for again in (shifted(9, 50), shifted(9, 0)):
         (tmp_path / "events").write_text(lines([*shifted(9), *shifted(19, 10), *again]))
-        places = find_recordings(tmp_path / "events", Damage())
+        places = find_recordings(tmp_path / "events", Damage()).places
         assert [(place.step, place.count) for place in places] == [(9, 8), (19, 8)]
         assert read_recording(tmp_path / "events", places[0], 100).events == tuple(again)
 
@@ -110,7 +111,7 @@ def test_of_a_step_that_was_done_again_the_last_time_counts(tmp_path: Path) -> N
 def test_a_step_of_one_rank_that_was_done_again_at_once(tmp_path: Path) -> None:
     alone = [compute("forward", 0, 0, 1), compute("forward", 0, 1, 2, planned=False), compute("update", 0, 2, 3)]
     (tmp_path / "events").write_text(lines([*alone, *(replace(event, end=event.end + 5) for event in alone)]))
-    (place,) = find_recordings(tmp_path / "events", Damage())
+    (place,) = find_recordings(tmp_path / "events", Damage()).places
     assert place.count == 3 and place.seconds == 8
 
 
@@ -193,3 +194,34 @@ def test_a_part_of_a_file_can_be_read(tmp_path: Path) -> None:
     decoder = msgspec.json.Decoder(int)
     found = [(line.value, line.start, line.stop) for line in read_lines(tmp_path / "numbers", decoder, Damage(), 2, 4)]
     assert found == [(2, 2, 4)]
+
+
+@pytest.mark.parametrize("most", [2000, 10_000, 30_000])
+def test_of_a_large_file_steps_that_are_spread_over_it_are_looked_at(tmp_path: Path, most: int) -> None:
+    path = tmp_path / "events"
+    path.write_text(lines(event for number in range(200) for event in shifted(number, 100 * number)) + '{"kind": "for')
+    size = path.stat().st_size
+    found = find_recordings(path, damage := Damage(), most)
+    assert not found.is_whole and damage.is_cut and damage.lines == 0
+    steps = [place.step for place in found.places]
+    assert steps[0] == 0 and steps[-1] == 199 and steps == sorted(set(steps))
+    # All of them are whole, and no more is read than was asked for, but for the first and the last steps.
+    assert {place.count for place in found.places} == {8}
+    length = found.places[0].stop
+    assert sum(place.stop - place.start for place in found.places) < most + 4 * length < size
+    assert max(b - a for a, b in pairwise(steps)) < 200 * 4 * length / most + 4
+    for place in found.places:
+        assert read_recording(path, place, 100).events == tuple(shifted(place.step, 100 * place.step))
+    problems: list[str] = []
+    assert len(read_recordings(path, found, 24, problems)) == 3
+    assert f"about {float(f'{1600:.2g}'):,.0f} events" in problems[0] and f"{len(steps)} were looked at" in problems[0]
+
+
+def test_a_large_file_of_few_steps_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for count in (1, 2, 3):
+        path.write_text(lines(event for number in range(count) for event in shifted(number)))
+        found = find_recordings(path, Damage(), 100)
+        assert [place.step for place in found.places] == list(range(count)) and found.is_whole
+    path.write_text("no event\n" * 100)
+    assert find_recordings(path, damage := Damage(), 100) == ([], True) and damage.lines == 100

@@ -62,3 +62,20 @@ def test_shards_are_put_together_and_what_is_not_finite_is_said() -> None:
     assert first == {"step": 7, "parameter": "a", "given": [[1.0, 2.0]], "held": [3.0, 4.0], "whole": 5.0}
     assert second == {"step": 7, "parameter": "c", "given": [["inf", 1.0]], "held": ["nan", None], "whole": "nan"}
     assert norm_lines(7, [*rows, None], ["a", "b", "c"], copies=1) == []
+
+
+def test_products_of_ranks_gradients_agree_with_their_norms(ranks: RankPool, nano: list[str], tmp_path: Path) -> None:
+    flags = ["--steps", "4", "--log.every", "2", "--log.events-every", "2", "--log.gradient-norms", "--folder", "run"]
+    status, _, errors = trained(ranks, 2, tmp_path, [*nano, *flags])
+    assert (status, errors) == (0, "")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "chunk_products.jsonl").read_text().splitlines()]
+    norms = [json.loads(line) for line in (tmp_path / "run" / "gradient_norms.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {line["step"] for line in norms} == {2, 4}
+    for step in (2, 4):
+        chunks = [chunk for line in lines if line["step"] == step for chunk in line["products"]]
+        of_step = [line for line in norms if line["step"] == step]
+        first, both, second = (sum(chunk[i] for chunk in chunks) for i in range(3))
+        given = [sum(line["given"][-1][rank] ** 2 for line in of_step) for rank in range(2)]
+        assert [first, second] == pytest.approx(given, rel=1e-5)
+        whole = sum(line["whole"] ** 2 for line in of_step)
+        assert first + 2 * both + second == pytest.approx(whole, rel=1e-5)

@@ -21,6 +21,47 @@ const holdings = (() => {
     return held;
   }
 
+  // Of one bucket, after so many moments: by rank and chunk, whose gradients are added up, their norm, and whether
+  // that has just changed.
+  function summedAt(index, bucket) {
+    const summed = Array.from({ length: data.ranks }, () => []);
+    moments().slice(0, index + 1).forEach(([, , , sums], i) => {
+      for (const [of, rank, chunk, ranks, norm] of sums) if (of === bucket) summed[rank][chunk] = [ranks, norm, i === index];
+    });
+    return summed;
+  }
+
+  function element(name, text, more = {}) {
+    const made = document.createElement(name);
+    if (text !== undefined) made.textContent = text;
+    for (const [key, value] of Object.entries(more)) made.setAttribute(key, value);
+    return made;
+  }
+
+  function showNorms(index, bucket) {
+    const place = document.getElementById("holdings-norms");
+    if (!place) return;
+    const summed = summedAt(index, bucket), name = data.buckets[bucket][0], heads = element("tr"), rows = element("tbody");
+    const columns = Array.from({ length: data.chunks }, (_, c) => `chunk ${c}`);
+    if (shown.now[bucket][2]) columns.push("sums of its shard");
+    heads.append(element("th", "", { scope: "col" }), ...columns.map((text) => element("th", text, { scope: "col" })));
+    summed.forEach((chunks, rank) => {
+      const row = element("tr");
+      row.append(element("th", `rank ${rank}`, { scope: "row" }));
+      columns.forEach((_, c) => {
+        const [ranks, norm, isNew] = chunks[c] || ["", null, false];
+        const cell = element("td", ranks === "" ? "–" : norm === null ? "not known" : norm.toPrecision(4), isNew && ranks !== "" ? { class: "changed" } : {});
+        if (ranks !== "") cell.append(element("small", ` of ${ranks}`));
+        row.append(cell);
+      });
+      rows.append(row);
+    });
+    const table = element("table"), top = element("thead");
+    top.append(heads);
+    table.append(element("caption", `Norms of the gradients in each chunk of ${name}, and of which ranks they are; what has just changed is in a frame`), top, rows);
+    place.replaceChildren(table);
+  }
+
   function show(index) {
     const [told, at, changes] = moments()[index];
     const before = shown && index > 0 ? heldAt(index - 1) : heldAt(index);
@@ -28,6 +69,7 @@ const holdings = (() => {
     shown = { now: heldAt(index), before, busy };
     canvas.setAttribute("aria-label", `${told} ${inWords(busy)}`);
     draw();
+    showNorms(index, busy);
     return told + (at === null || index === 0 ? "" : ` By the prediction this is ${drawing.microseconds(at)} into the step.`);
   }
 
