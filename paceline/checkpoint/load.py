@@ -29,6 +29,7 @@ from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
 from paceline.engine.api import engine_of
 from paceline.engine.engine import Engine
+from paceline.engine.recovery import require_between_steps, weights_replaced
 
 _NAMED = 5
 """Names of a difference that are told."""
@@ -91,7 +92,7 @@ def load(
         See `save`.
     """
     engine = engine_of(model)
-    engine.require_between_steps("pl.load", replaces=True)
+    require_between_steps(engine, "pl.load", replaces=True)
     optimizers, schedulers, generators = as_sequence(optimizer), as_sequence(scheduler), as_sequence(rng)
     # A checkpoint that is being written in the background may be the one that is meant.
     finish_earlier(engine.world)
@@ -143,7 +144,7 @@ def _load(
     reader = Reader(folder, manifest.tensors)
     held, error = _attempt(partial(_read, reader, manifest, engine, ranges, states, optimizers, place))
     _agree(None, error, f"pl.load: what {folder} holds")
-    engine.weights_replaced()
+    weights_replaced(engine)
     if engine.program.collectives is not None:
         engine.program.collectives.owe(held["owed"])
     same_random = manifest.world_size == engine.world.world_size and held["random"] is not None

@@ -31,6 +31,7 @@ from paceline.comm.control import all_gather_json
 from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.engine.api import engine_of
+from paceline.engine.recovery import require_between_steps
 
 PATIENCE_SECONDS = 600.0
 """How long rank 0 waits for a part of which nothing is heard."""
@@ -197,7 +198,7 @@ def save_beside(
     finish_earlier(world)
     refused: Exception | None = None
     try:
-        engine.require_between_steps("pl.save")
+        require_between_steps(engine, "pl.save")
         step = _whole(step)
         ranges = Ranges(engine)
         states = OptimizerStates(ranges, engine.program.parameters.all, as_sequence(optimizer))

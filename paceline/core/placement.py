@@ -105,6 +105,12 @@ class Placement:
         return self.world_size > 1 or self.strategy.low
 
     @property
+    def replaces_earlier_gradients(self) -> bool:
+        """Whether what `p.grad` holds must be made another tensor before autograd adds to it."""
+        is_scaled = self.has_server or self.strategy.gradients == "sum"
+        return self.shards > 1 or self.strategy.low or self.strategy.reduces_each or is_scaled
+
+    @property
     def has_server(self) -> bool:
         """Whether rank 0 alone updates, and sends the others what it updated."""
         return self.strategy.has_server(self.world_size)

@@ -149,7 +149,7 @@ def accumulate(model: nn.Module, batches: Iterable[T], uneven: bool = False) -> 
                     if index < len(batches):
                         yield batches[index]
                     else:
-                        engine.idle_micro_batch()
+                        engine.backward.idle()
         finally:
             engine.forward.lacks_ranks(False)
         return

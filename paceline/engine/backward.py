@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from paceline.core.errors import EngineError
 from paceline.core.layout import ROOT
-from paceline.core.ops import GRADIENTS, STATISTICS, Key, Op
+from paceline.core.ops import Key
 from paceline.core.step_state import StepState
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.engine.shared_graph import SharedGraph
+from paceline.engine.step_end import StepEnd
 from paceline.engine.unit_order import UnitOrder
 from paceline.hooks.structure import accumulator, is_accumulated, will_accumulate
 
@@ -27,15 +28,15 @@ class BackwardPass:
 
     Attributes:
         order: In which units run.
-        reduced_late: Whether gradients came after their unit was copied in, in the latest synchronised one.
+        step_end: What follows the last of a step.
         when_over: Is called at the end of each.
     """
 
     def __init__(self, program: Program, state: StepState, forward: ForwardPass) -> None:
         """Takes the forward order from `forward`, which also unshards parameters."""
         self._program, self._state, self._forward = program, state, forward
-        self.reduced_late = False
         self.order = UnitOrder(program, forward)
+        self.step_end = StepEnd(program, state, self.order)
         self._outstanding: Counter[str] = Counter()
         self._uncopied: list[str] = []
         self._over: set[str] = set()
@@ -86,12 +87,8 @@ class BackwardPass:
             self._begin_unit(unit)
 
     def _begin_unit(self, unit: str) -> None:
-        key = Key("backward", unit, self._state.micro_batch, "backward")
-        if not self._program.executor.knows(key):
-            self._program.executor.admit(
-                Op("backward", unit, self._state.micro_batch, "backward", "compute", planned=False)
-            )
-        self._program.executor.begin(key)
+        executor = self._program.executor
+        executor.begin(executor.admit("backward", unit, self._state.micro_batch))
 
     def accumulates(self, parameter: nn.Parameter) -> None:
         """Autograd is about to add to a parameter's gradient, or to hand it to `torch.autograd.grad`."""
@@ -234,16 +231,18 @@ class BackwardPass:
         if gradients is not None:
             for unit in list(self._uncopied):
                 self._copy_in(unit)
-            self._reduce(gradients.late())
+            late = gradients.late()
+            gradients.came_late(late)
+            if program.collectives is None:
+                gradients.copy_in(late)
+            if state.synchronises:
+                self.step_end.run(gradients, late, self._slow)
         executor.launch_all() if not state.synchronises else executor.complete()
         if state.synchronises:
             program.statistics.close()
         self._rest()
         if gradients is not None and not state.synchronises:
-            if program.strategy.reduces_each and program.collectives is not None:
-                gradients.publish_sums()
-            else:
-                gradients.end_local()
+            gradients.end_local()
         self._outstanding.clear()
         state.end_backward()
         self.when_over()
@@ -254,49 +253,3 @@ class BackwardPass:
         if program.schedule.reshards_after_forward:
             # Units that ran several times, or in another order. What is kept for the step stays until the update.
             parameters.reshard(program.schedule.gathered_units)
-
-    def _reduce(self, late: Sequence[int]) -> None:
-        """Lets the ranks agree on a synchronised step, waits for its reductions and publishes them."""
-        program, state = self._program, self._state
-        executor, gradients, schedule = program.executor, program.gradients, self._program.schedule
-        assert gradients is not None
-        gradients.came_late(late)
-        if program.collectives is None:
-            gradients.copy_in(late)
-        if not state.synchronises:
-            if program.strategy.reduces_each and program.collectives is not None:
-                gradients.earlier.keep_late(gradients.late())
-            return
-        used: Collection[int] = gradients.used_in_step
-        if program.collectives is not None:
-            executor.begin(Key("statistics", STATISTICS, state.micro_batch, "backward"))
-            squares = gradients.square_sum() if schedule.shards > 1 else None
-            slow = sorted(self._slow.union(late))
-            checks = (state.micro_batch, executor.take_hash())
-            unknown = program.module_buffers.unknown()
-            program.statistics.fill(used, slow, squares, gradients.carries, checks, unknown)
-            executor.end()
-            executor.done(Key("statistics", STATISTICS, state.micro_batch, "backward"))
-        executor.begin(Key("publish", GRADIENTS, state.micro_batch, "backward"))
-        if program.collectives is not None:
-            program.statistics.require_alike()
-            self._reduce_late(late, program.statistics.late(slow, first=state.step == 0))
-            if program.statistics.changes_buffers(first=state.step == 0):
-                program.module_buffers.agree()
-            program.module_buffers.step_over()
-            used = used if gradients.complete else program.statistics.used()
-        gradients.publish(used, keep=program.world.rank == 0 or not schedule.has_server)
-        executor.end()
-        executor.done(Key("publish", GRADIENTS, state.micro_batch, "backward"))
-
-    def _reduce_late(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
-        """Reduces what came after its unit was copied in; from now on these units wait for the whole backward."""
-        program = self._program
-        self.reduced_late = bool(anyones)
-        if not anyones or program.gradients is None:
-            return
-        for bucket in program.schedule.reduced_buckets:
-            if not set(anyones).isdisjoint(bucket.slots):
-                program.reduce_late(bucket, mine, self._state.micro_batch)
-        program.defer(program.parameters.flat.units_of(anyones))
-        self.order.slots_changed = program.schedule.reuses_gradient_slots

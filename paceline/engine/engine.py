@@ -21,9 +21,8 @@ from paceline.core.strategy import Strategy
 from paceline.engine.backward import BackwardPass
 from paceline.engine.forward import ForwardPass
 from paceline.engine.gradient_norm import GradientNorm
-from paceline.engine.gradients import Gradients
 from paceline.engine.program import Program
-from paceline.engine.recovery import close, gives_up, require_between_steps, reset, weights_replaced
+from paceline.engine.recovery import close, gives_up, reset
 from paceline.engine.unit_outputs import UnitOutputs
 from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
@@ -88,7 +87,7 @@ class Engine:
         self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
         self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]
         if self.schedule.copies_gradients:
-            before = self._accumulates if Gradients.looks_before(self.schedule) else None
+            before = self._accumulates if self.schedule.replaces_earlier_gradients else None
             trained = [p for p in module.parameters() if p.requires_grad]
             after = self._accumulated if world.backend == "gloo" else self._accumulated_on_a_stream
             self._handles += watch_parameters(trained, before, after)
@@ -119,10 +118,6 @@ class Engine:
         """Backward passes inside accumulate gradients; the next one outside completes the step's."""
         return self.state.deferring()
 
-    def idle_micro_batch(self) -> None:
-        """Takes part in the communication of a micro-batch that other ranks have and this one has not."""
-        self.backward.idle()
-
     def count(self, *values: float | Tensor) -> None:
         """Adds numbers to be summed over micro-batches and ranks, called before `backward`; see `counts`."""
         self.program.statistics.add(values)
@@ -141,7 +136,7 @@ class Engine:
 
     def reduced_norm(self) -> Tensor:
         """See `GradientNorm.as_reduced`."""
-        return self.norm.as_reduced(self.backward.reduced_late)
+        return self.norm.as_reduced(self.backward.step_end.reduced_late)
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Inside, every parameter is whole, in its own shape and dtype; what is written to it is kept.
@@ -154,24 +149,16 @@ class Engine:
         """Waits for collectives under way, such as those that send what was updated behind the next forward."""
         self.forward.wait_for_updates()
 
-    def require_between_steps(self, what: str, replaces: bool = False) -> None:
-        """See `recovery.require_between_steps`."""
-        require_between_steps(self, what, replaces)
-
-    def weights_replaced(self) -> None:
-        """This rank's shards, as they are updated, were written to from outside. A collective call."""
-        weights_replaced(self)
-
     def record_events(self, on: bool = True) -> None:
         """Whether ops are recorded from now on, to be read with `drain_events`.
 
         On CPUs they are from the start. On a GPU each takes some microseconds of the host, so it is asked for there.
         """
-        self.program.record(on)
+        self.program.recorder.record(on)
 
     def drain_events(self) -> list[Event]:
         """The events of every op executed since the last call, while they were recorded: see `record_events`."""
-        return self.program.drain()
+        return self.program.recorder.drain()
 
     def record_gradient_norms(self, on: bool = True) -> None:
         """Whether norms of each parameter's gradients are taken from the next step on; see `gradient_norms`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.errors import EngineError
 from paceline.core.layout import ROOT, Bucket
-from paceline.core.ops import EXTRA, WRITTEN, Key, Op, Phase
+from paceline.core.ops import EXTRA, WRITTEN, Key, Phase
 from paceline.core.step_state import StepState
 from paceline.engine.full_parameters import FullParameters
 from paceline.engine.program import Program
@@ -80,11 +80,9 @@ class ForwardPass:
         self._begin_unit(unit)
 
     def _begin_unit(self, unit: str) -> None:
-        key = Key("forward", unit, self._index, "forward")
         executor = self._program.executor
         executor.end()
-        if not executor.knows(key):
-            executor.admit(Op("forward", unit, self._index, "forward", "compute", planned=False))
+        key = executor.admit("forward", unit, self._index)
         executor.require(executor.after(key))
         self.unshard(unit)
         executor.begin(key)

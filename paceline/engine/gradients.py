@@ -74,13 +74,6 @@ class Gradients:
         self.flat = FlatGradients(schedule, tensors, 2 if self.flat.sums else 1)
         self.earlier.replace(self.flat, parameters)
 
-    @staticmethod
-    def looks_before(schedule: Schedule) -> bool:
-        """Whether what `p.grad` holds must be taken out of autograd's way before it adds to it."""
-        strategy = schedule.strategy
-        by_others = schedule.has_server or strategy.gradients == "sum"
-        return schedule.shards > 1 or strategy.low or strategy.reduces_each or by_others
-
     # ---- one backward
 
     def begin(self, micro_batch: int, synchronises: bool, reduced: bool) -> None:
@@ -207,7 +200,7 @@ class Gradients:
         self.earlier.carried.clear()
         self.earlier.used = chosen if self.flat.each else set()
 
-    def publish_sums(self) -> None:
+    def _publish_sums(self) -> None:
         """Makes the sums so far the parameters' `grad`, which waits for their reductions when it is looked at."""
         self.earlier.used |= self.used
         for index in self.flat.trainable:
@@ -231,7 +224,11 @@ class Gradients:
                 self.published[index] = gradient.data_ptr()
 
     def end_local(self) -> None:
-        """Ends a backward whose gradients stay on this rank: each is where the next one adds to it."""
+        """Ends a backward that is not its step's last: each gradient is where the next one adds to it."""
+        if self.flat.each:
+            self.earlier.keep_late(self.late())
+            self._publish_sums()
+            return
         if self._low:
             with torch.no_grad():
                 for index in self.late():

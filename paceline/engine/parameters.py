@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from paceline.buffers.edits import Edits
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import Tensors, parameter_in, placeholder
+from paceline.buffers.unsharded import Unsharded
 from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
-from paceline.engine.unsharded import Unsharded
 from paceline.tensors.sharded_parameter import Owner, guard, own, unguard
 
 

@@ -16,8 +16,6 @@ from paceline.comm.world import World
 from paceline.core.buffers import statistics_numel
 from paceline.core.build_layout import build_layout
 from paceline.core.collectives.rounds import Traffic
-from paceline.core.errors import EngineError
-from paceline.core.events import Event, without_cut_step
 from paceline.core.layout import ROOT, Bucket, Layout
 from paceline.core.ops import STATISTICS, Op
 from paceline.core.schedule import Schedule
@@ -29,7 +27,7 @@ from paceline.executor.collectives import Collectives
 from paceline.executor.executor import Executor
 from paceline.executor.gradient_norms import NormRecords
 from paceline.executor.memory_meter import reader
-from paceline.executor.records import MOST_OPS
+from paceline.executor.recorder import Recorder
 from paceline.executor.statistics import Statistics
 from paceline.hooks.structure import Structure
 from paceline.materialise.materialiser import Materialiser
@@ -51,6 +49,7 @@ class Program:
         structure: What the model was made of.
         specs: The model's parameters, in registration order.
         executor: Launches and records ops.
+        recorder: Reads what the executor keeps.
         norms: Takes norms of gradients where it is asked to.
     """
 
@@ -75,8 +74,7 @@ class Program:
         """
         self.world = world
         # On the host's clock that costs next to nothing; on a GPU each op takes two events and more.
-        self._records = world.device.type == "cpu"
-        self._recorded: list[Event] | None = None
+        self.recorder = Recorder(is_on=world.device.type == "cpu")
         self._module, self._units, self._owner = module, tuple(units), owner
         self.specs = parameter_specs(module, self._units)
         self.norms = NormRecords(len(self.specs))
@@ -179,60 +177,10 @@ class Program:
     def start(self) -> None:
         """Starts executing, with nothing under way."""
         streams = self.collectives.streams if self.collectives else {}
-        if self._recorded is not None:
-            # The step under way is given up.
-            self._recorded += without_cut_step(self.executor.drain())
         self.executor: Executor = Executor(
-            self.world.rank, open_clock(self.world), streams, self.work, self._records, reader(self.world.device)
+            self.world.rank, open_clock(self.world), streams, self.work, self.recorder.is_on, reader(self.world.device)
         )
-        if self._recorded is not None:
-            self.executor.keep(MOST_OPS)
-
-    def record(self, on: bool) -> None:
-        """Whether ops are recorded from now on; see `Engine.record_events`."""
-        self.require_not_recorded("Engine.record_events")
-        self._records = on
-        self.executor.record(on)
-
-    def drain(self) -> list[Event]:
-        """The events of every op executed since the last call, while they were recorded."""
-        self.require_not_recorded("Engine.drain_events")
-        return self.executor.drain()
-
-    def begin_recording(self) -> bool:
-        """Records all ops until `end_recording`, for nobody else; whether they were recorded before."""
-        self.require_not_recorded("pl.record")
-        was_on = self._records
-        self.drain()
-        self.record(True)
-        self.executor.keep(MOST_OPS)
-        self._recorded = []
-        return was_on
-
-    def end_recording(self, was_on: bool) -> list[Event]:
-        """The events since `begin_recording`, of whole steps where the first were too many; records as before it."""
-        assert self._recorded is not None
-        overflowed = self.executor.keep(MOST_OPS) == MOST_OPS
-        events = [*self._recorded, *self.executor.drain()]
-        self._recorded = None
-        self.executor.keep()
-        self.record(was_on)
-        if overflowed:
-            # The first step that is left lacks those of its ops that were forgotten.
-            events = [event for event in events if event.step != events[0].step]
-        return events
-
-    def require_not_recorded(self, what: str) -> None:
-        """Refuses what would take events from a recording.
-
-        Raises:
-            EngineError: There is one.
-        """
-        if self._recorded is not None:
-            raise EngineError(
-                f"{what} inside `with pl.record(model):`: the model is recorded already. Call it after the block, "
-                "which alone is given events"
-            )
+        self.recorder.attach(self.executor)
 
     def _wait_for_reduction(self, bucket: Bucket) -> None:
         self.executor.require_reduced(bucket.name)
@@ -281,25 +229,3 @@ class Program:
         return self.collectives.carry_out(
             op, memory, self.parameters.flat.contents[bucket.name], shard=self.parameters.flat.shard(bucket)
         )
-
-    def reduce_late(self, bucket: Bucket, late: Collection[int], micro_batch: int) -> None:
-        """Reduces gradients that came after their bucket was, and adds them to it. A collective call.
-
-        Args:
-            bucket: Holds a parameter that some rank has such a gradient for.
-            late: Parameters whose gradient came late on this rank.
-            micro_batch: Number within the step.
-        """
-        collectives, gradients = self.collectives, self.gradients
-        assert collectives is not None and gradients is not None
-        whole = gradients.flat.whole(bucket)
-        spare = collectives.transports["reduce"].allocate(bucket.numel, whole.dtype)
-        gradients.write_late(bucket, late, spare)
-        own = gradients.flat.own(bucket, spare)
-        first, *between = self.schedule.reduce_late(bucket, micro_batch)
-        contents = self.parameters.flat.contents[bucket.name]
-        self.executor.run([first], collectives.carry_out(first, spare, contents, scale=self.schedule.scale))
-        for op in between:
-            self.executor.run([op], collectives.carry_out(op, own, contents))
-        with torch.no_grad():
-            gradients.flat.reduced(bucket).add_(own)

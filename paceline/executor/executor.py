@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from zlib import crc32
+from typing import Literal
 
 from paceline.comm import whereabouts
 from paceline.comm.gpu_streams import CudaClock
@@ -13,9 +13,8 @@ from paceline.comm.streams import CommStream, HostClock
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.events import Event
 from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
+from paceline.executor.launch_hash import LaunchHash
 from paceline.executor.records import KEPT, Record, Records
-
-_HASHES = 1 << 20
 
 
 class Executor:
@@ -28,6 +27,7 @@ class Executor:
     Attributes:
         step: Number of the step that was loaded last.
         records: Whether ops are kept to be drained; see `record`.
+        launched: Tells the collectives that were launched, for ranks to compare.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Executor:
         self._known: dict[Key, Op] = {}
         self._done: set[Key] = set()
         self._outstanding: dict[Key, Record] = {}
-        self._launched: dict[str, int] = {}
+        self.launched = LaunchHash()
         self.step = 0
         self.record(records)
 
@@ -103,9 +103,12 @@ class Executor:
 
     # ---- compute ops
 
-    def admit(self, op: Op) -> None:
-        """Takes a compute op that no schedule foresees, such as of a unit that ran for the first time."""
-        self._known[op.key] = op
+    def admit(self, kind: Literal["forward", "backward"], unit: str, micro_batch: int) -> Key:
+        """The name of a unit's computing, which no schedule need foresee: the unit may run for the first time."""
+        key = Key(kind, unit, micro_batch, kind)
+        if key not in self._known:
+            self._known[key] = Op(kind, unit, micro_batch, kind, "compute", planned=False)
+        return key
 
     def begin(self, key: Key) -> None:
         """A compute op begins, once what it waits for is complete; the one that was running ends.
@@ -175,7 +178,7 @@ class Executor:
                     raise RuntimeError(f"{key} is waited for, but in no schedule that was loaded")
                 if op.kind in COMPUTE:
                     raise RuntimeError(f"{key} is waited for, but has not run")
-                self._launch_queued(op.stream, key)
+                self.launch_left(op.stream, key)
                 record = self._outstanding.get(key)
             if record is not None:
                 del self._outstanding[key]
@@ -211,9 +214,19 @@ class Executor:
 
     # ---- launching
 
-    def launch_left(self, stream: str) -> None:
-        """Launches what is left on a stream: what it waits for this rank skipped, but others may not have."""
-        self._launch_queued(stream)
+    def launch_left(self, stream: str, last: Key | None = None) -> None:
+        """Launches what is left on a stream: what it waits for this rank skipped, but others may not have.
+
+        Args:
+            stream: Its name.
+            last: With which to stop; None: everything.
+        """
+        queue = self._queues.get(stream)
+        while queue:
+            op = queue.popleft()
+            self._launch_op(op)
+            if op.key == last:
+                return
 
     def drop(self, stream: str) -> None:
         """Forgets what is left on a stream: the model runs its units in an order that the schedule did not foresee."""
@@ -266,14 +279,6 @@ class Executor:
                     self._launch_op(queue.popleft())
                     progressed = True
 
-    def _launch_queued(self, stream: str, last: Key | None = None) -> None:
-        queue = self._queues.get(stream)
-        while queue:
-            op = queue.popleft()
-            self._launch_op(op)
-            if op.key == last:
-                return
-
     def _launch_op(self, op: Op) -> None:
         self._launch(op, self._work(op), [self._outstanding[key] for key in op.after if key in self._outstanding])
 
@@ -286,13 +291,7 @@ class Executor:
         if self.records:
             self._remember(record)
         self._done.add(op.key)
-        self._launched[op.stream] = (self._launched.get(op.stream, 0) * 31 + crc32(op.target.encode())) % _HASHES
-
-    def take_hash(self) -> int:
-        """A number below 2**20 that tells the collectives launched on each stream since the last call, in order."""
-        found = sum(self._launched.values()) % _HASHES
-        self._launched.clear()
-        return found
+        self.launched.add(op.stream, op.target)
 
     def _wait(self, record: Record) -> None:
         assert record.pending is not None

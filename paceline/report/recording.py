@@ -94,7 +94,7 @@ def record(model: nn.Module, norms: bool = False) -> Iterator[Recorded]:
             "pl.record inside a step: what came before in it would be missing. Begin it before forward, or after "
             "optimizer.step(); gradients of no more use are dropped by optimizer.zero_grad()"
         )
-    was_on = program.begin_recording()
+    was_on = program.recorder.begin()
     engine.record_gradient_norms(norms)
     recorded = Recorded(type(model).__name__)
     raised = True
@@ -102,7 +102,7 @@ def record(model: nn.Module, norms: bool = False) -> Iterator[Recorded]:
         yield recorded
         raised = False
     finally:
-        events = program.end_recording(was_on)
+        events = program.recorder.end(was_on)
         if norms and not raised:
             recorded.norms, recorded.given = engine.gradient_norms(), program.norms.take()
         engine.record_gradient_norms(False)

@@ -15,6 +15,7 @@ from paceline.comm.control import all_gather_json
 from paceline.core.errors import EngineError
 from paceline.engine.api import engine_of
 from paceline.engine.engine import Engine
+from paceline.engine.recovery import require_between_steps
 
 _NAMED = 3
 """Tensors of a difference that are told."""
@@ -54,7 +55,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
         0
     """
     engine = engine_of(model)
-    engine.require_between_steps("pl.check_replicas")
+    require_between_steps(engine, "pl.check_replicas")
     engine.settle()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     sums = {

@@ -51,7 +51,7 @@ def ungated(stack: ExitStack) -> None:
 
     def advanced(self: Executor) -> None:
         for name in self._queues:
-            self._launch_queued(name)
+            self.launch_left(name)
         advance(self)
 
     stack.enter_context(patch.object(Executor, "_advance", advanced))
