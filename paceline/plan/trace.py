@@ -11,12 +11,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.core.errors import UserError
 from paceline.models.units import find_units
@@ -25,6 +25,7 @@ from paceline.plan.example_inputs import Inputs, example_inputs
 from paceline.plan.fused import FusedKernels
 from paceline.plan.observed_pass import ObservedPass
 from paceline.plan.rough_work import rough_work
+from paceline.plan.stand_in import Result, result_of, stand_in
 from paceline.plan.without_memory import cast, fake, without_memory
 from paceline.plan.work import Operation, UnitWork, Work
 
@@ -103,12 +104,6 @@ class _Unalike(Exception):
     """Blocks that seemed alike are not."""
 
 
-class _Result(NamedTuple):
-    spec: TreeSpec
-    leaves: tuple[Any, ...]
-    """Tensors of shapes alone, and what else the block returned."""
-
-
 class _Trace:
     def __init__(
         self, model: nn.Module, given: Any, precision: str, device: str, patterns: Sequence[str], skips: bool
@@ -120,7 +115,7 @@ class _Trace:
         self.signature = {name: alike.module(name, unit) for name, unit in self.units.items()} if skips else {}
         self.last = {signature: name for name, signature in self.signature.items()}
         self.ran: dict[Hashable, list[str]] = defaultdict(list)
-        self.results: dict[Hashable, _Result] = {}
+        self.results: dict[Hashable, Result] = {}
         self.skipped: dict[str, Hashable] = {}
 
     def run(self) -> Work:
@@ -171,27 +166,16 @@ class _Trace:
             with self.seen.inside(name, inputs):
                 if key in self.results and len(self.ran[key]) >= enough and self.last[self.signature[name]] != name:
                     self.skipped[name] = key
-                    return self._stand_in(self.results[key], unit, inputs)
+                    return stand_in(self.results[key], self.seen, (*inputs, *unit.parameters()))
                 result = own(*args, **kwargs)
             self.ran[key].append(name)
-            leaves, spec = tree_flatten(result)
             storages = {each.untyped_storage()._cdata for each in inputs}
-            aliases = any(each.untyped_storage()._cdata in storages for each in leaves if isinstance(each, Tensor))
+            aliases = any(each.untyped_storage()._cdata in storages for each in _tensors(result))
             if self.skips and not self.seen.changed and not aliases:
-                self.results[key] = _Result(spec, tuple(map(_shape, leaves)))
+                self.results[key] = result_of(result)
             return result
 
         return forward
-
-    def _stand_in(self, result: _Result, unit: nn.Module, inputs: Sequence[Tensor]) -> Any:
-        """Tensors as the block would return them, and gradients as it would pass on, computed by nothing."""
-        self.seen.paused = True
-        try:
-            needs = [each for each in (*inputs, *unit.parameters()) if each.requires_grad]
-            made = iter(_StandIn.apply(self.seen, [each for each in result.leaves if type(each) is _Shape], *needs))
-            return tree_unflatten([next(made) if type(each) is _Shape else each for each in result.leaves], result.spec)
-        finally:
-            self.seen.paused = False
 
     # ---- what was seen
 
@@ -233,36 +217,6 @@ class _Trace:
             seen.wide(self.given.vocabulary) if self.given.vocabulary else 0,
             warnings,
         )
-
-
-class _Shape(NamedTuple):
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-def _shape(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return _Shape(tuple(value.shape), tuple(value.stride()), value.dtype, value.requires_grad)
-
-
-class _StandIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, seen: ObservedPass, shapes: Sequence[_Shape], *needs: Tensor) -> tuple[Tensor, ...]:
-        ctx.seen = seen
-        ctx.shapes = [None if each.is_leaf else _shape(each) for each in needs]
-        made = tuple(torch.empty_strided(each.shape, each.stride, dtype=each.dtype) for each in shapes)
-        ctx.mark_non_differentiable(*(t for t, each in zip(made, shapes, strict=True) if not each.requires_grad))
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.seen.paused = True
-        made = [each and torch.empty_strided(each.shape, each.stride, dtype=each.dtype) for each in ctx.shapes]
-        ctx.seen.paused = False
-        return None, None, *made
 
 
 def _grouped(operations: Sequence[Operation]) -> tuple[Operation, ...]:
