@@ -6,20 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-import torch
-from torch import Tensor
-
-from paceline.buffers.flat_parameters import FlatParameters
-from paceline.buffers.memory import parameter_in
-from paceline.core.buffers import has_master
-from paceline.core.layout import Bucket
+from paceline.buffers.whole_parameters import Gather, WholeParameters, gathered, is_gathered
 from paceline.core.ops import READ, WRITTEN
 from paceline.engine.parameters import Parameters
 from paceline.engine.program import Program
-from paceline.tensors.sharded_parameter import disown, unguard
-
-Gather = Callable[[Tensor, Tensor, str], None]
-"""(buffer, this rank's shard, label): fills the buffer from all shards; a collective call."""
+from paceline.tensors.sharded_parameter import disown
 
 _STATE_DICT = "model.state_dict()"
 
@@ -45,7 +36,7 @@ class FullParameters:
     @property
     def takes_memory(self) -> bool:
         """Whether all parameters whole take memory beside what a rank holds of them."""
-        return any(_is_gathered(self._program.parameters.flat, bucket) for bucket in self._program.layout.buckets)
+        return any(is_gathered(self._program.parameters.flat, bucket) for bucket in self._program.layout.buckets)
 
     @contextmanager
     def full(self, call: str, edits: bool = True) -> Iterator[None]:
@@ -86,7 +77,7 @@ class FullParameters:
         program.parameters.require_unedited()
         program.parameters.take_given()
         if program.collectives is not None:
-            for _ in _gathered(program.parameters.flat, partial(program.collectives.gather, _STATE_DICT)):
+            for _ in gathered(program.parameters.flat, partial(program.collectives.gather, _STATE_DICT)):
                 pass
 
     def open_states(self, edits: bool) -> None:
@@ -115,15 +106,14 @@ def full(parameters: Parameters, gather: Gather | None, edits: bool = True) -> I
     """
     flat = parameters.flat
     parameters.take_given()
-    wholes = _gather_all(flat, gather, edits)
+    whole = WholeParameters(flat, gather, edits)
     parameters.unpin()
-    _show(flat, wholes)
+    whole.show()
     try:
         yield
     finally:
         if edits:
-            _take_assigned(flat, wholes)
-            _keep_edits(flat, wholes)
+            whole.keep()
             if flat.is_sharded or flat.has_masters:
                 parameters.updated()
         parameters.rest()
@@ -139,67 +129,3 @@ def leave(parameters: Parameters, gather: Gather | None) -> None:
         flat.all[index].grad = None
         disown(flat.all[index])
         flat.all[index].data = kept[index]
-
-
-def _gather_all(flat: FlatParameters, gather: Gather | None, edits: bool) -> dict[str, Tensor]:
-    """Whole parameters by bucket, where what is computed with is not what they are."""
-    wholes: dict[str, Tensor] = {}
-    with torch.no_grad():
-        if gather is not None:
-            for bucket, whole in _gathered(flat, gather):
-                # One bucket at a time on the device.
-                wholes[bucket.name] = whole if edits else whole.cpu()
-        for bucket in flat.layout.buckets:
-            if bucket.name in wholes:
-                continue
-            if has_master(flat.layout.flats[bucket.flat]):
-                wholes[bucket.name] = flat.master(bucket)
-            elif flat.shares_memory and edits:
-                wholes[bucket.name] = flat.whole(bucket).clone()
-    return wholes
-
-
-def _gathered(flat: FlatParameters, gather: Gather) -> Iterator[tuple[Bucket, Tensor]]:
-    """Each bucket that no rank has whole as it is updated, on every rank. Collective calls."""
-    for bucket in flat.layout.buckets:
-        if _is_gathered(flat, bucket):
-            master = flat.master(bucket)
-            whole = torch.empty(bucket.numel, dtype=master.dtype, device=flat.device)
-            gather(whole, master, bucket.name)
-            yield bucket, whole
-
-
-def _is_gathered(flat: FlatParameters, bucket: Bucket) -> bool:
-    return flat.is_sharded or (has_master(flat.layout.flats[bucket.flat]) and flat.shards > 1)
-
-
-def _view(flat: FlatParameters, wholes: dict[str, Tensor], index: int) -> Tensor:
-    bucket = flat.bucket_of[index]
-    whole = wholes.get(bucket.name)
-    return flat.views[index] if whole is None else parameter_in(whole, flat.layout.slots[index], bucket.start)
-
-
-def _show(flat: FlatParameters, wholes: dict[str, Tensor]) -> None:
-    for index in flat.managed:
-        unguard(flat.all[index])
-        flat.all[index].data = _view(flat, wholes, index)
-
-
-def _take_assigned(flat: FlatParameters, wholes: dict[str, Tensor]) -> None:
-    """Takes values of parameters that were given other data."""
-    with torch.no_grad():
-        for index in flat.managed:
-            view = _view(flat, wholes, index)
-            if flat.all[index].data_ptr() != view.data_ptr():
-                view.copy_(flat.all[index].data)
-
-
-def _keep_edits(flat: FlatParameters, wholes: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for bucket in flat.layout.buckets:
-            if (whole := wholes.get(bucket.name)) is not None:
-                size = bucket.numel // flat.shards
-                if flat.shards > 1:
-                    flat.master(bucket).copy_(whole[flat.shard_index * size : (flat.shard_index + 1) * size])
-                if not flat.is_sharded and not flat.shares_memory:
-                    flat.whole(bucket).copy_(whole)

@@ -1,0 +1,86 @@
+"""Whole parameters as they are updated, gathered from flat buffers for a while, and written back to these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from paceline.buffers.flat_parameters import FlatParameters
+from paceline.buffers.memory import parameter_in
+from paceline.core.buffers import has_master
+from paceline.core.layout import Bucket
+from paceline.tensors.sharded_parameter import unguard
+
+Gather = Callable[[Tensor, Tensor, str], None]
+"""(buffer, this rank's shard, label): fills the buffer from all shards; a collective call."""
+
+
+class WholeParameters:
+    """All parameters of a model whole, in memory of their own where the flat buffers have them otherwise."""
+
+    def __init__(self, flat: FlatParameters, gather: Gather | None, edits: bool) -> None:
+        """Gathers them. A collective call where they are sharded.
+
+        Args:
+            flat: The model's.
+            gather: Performs an all-gather; None with one rank.
+            edits: Whether they may be written to, so that this rank needs a copy of what others share with it.
+        """
+        self._flat = flat
+        self._buckets: dict[str, Tensor] = {}
+        with torch.no_grad():
+            if gather is not None:
+                for bucket, whole in gathered(flat, gather):
+                    # One bucket at a time on the device.
+                    self._buckets[bucket.name] = whole if edits else whole.cpu()
+            for bucket in flat.layout.buckets:
+                if bucket.name in self._buckets:
+                    continue
+                if has_master(flat.layout.flats[bucket.flat]):
+                    self._buckets[bucket.name] = flat.master(bucket)
+                elif flat.shares_memory and edits:
+                    self._buckets[bucket.name] = flat.whole(bucket).clone()
+
+    def _view(self, index: int) -> Tensor:
+        flat, bucket = self._flat, self._flat.bucket_of[index]
+        whole = self._buckets.get(bucket.name)
+        return flat.views[index] if whole is None else parameter_in(whole, flat.layout.slots[index], bucket.start)
+
+    def show(self) -> None:
+        """Makes them the data of the user's parameters."""
+        for index in self._flat.managed:
+            unguard(self._flat.all[index])
+            self._flat.all[index].data = self._view(index)
+
+    def keep(self) -> None:
+        """Writes what the user's parameters have become to the flat buffers, also where they were given other data."""
+        flat = self._flat
+        with torch.no_grad():
+            for index in flat.managed:
+                view = self._view(index)
+                if flat.all[index].data_ptr() != view.data_ptr():
+                    view.copy_(flat.all[index].data)
+            for bucket in flat.layout.buckets:
+                if (whole := self._buckets.get(bucket.name)) is not None:
+                    size = bucket.numel // flat.shards
+                    if flat.shards > 1:
+                        flat.master(bucket).copy_(whole[flat.shard_index * size : (flat.shard_index + 1) * size])
+                    if not flat.is_sharded and not flat.shares_memory:
+                        flat.whole(bucket).copy_(whole)
+
+
+def gathered(flat: FlatParameters, gather: Gather) -> Iterator[tuple[Bucket, Tensor]]:
+    """Each bucket that no rank has whole as it is updated, on every rank. Collective calls."""
+    for bucket in flat.layout.buckets:
+        if is_gathered(flat, bucket):
+            master = flat.master(bucket)
+            whole = torch.empty(bucket.numel, dtype=master.dtype, device=flat.device)
+            gather(whole, master, bucket.name)
+            yield bucket, whole
+
+
+def is_gathered(flat: FlatParameters, bucket: Bucket) -> bool:
+    """Whether no rank has a bucket whole as it is updated."""
+    return flat.is_sharded or (has_master(flat.layout.flats[bucket.flat]) and flat.shards > 1)
