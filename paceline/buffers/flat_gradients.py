@@ -42,7 +42,7 @@ class FlatGradients:
         self._layout = schedule.layout
         self._shards, self._index = schedule.shards, schedule.shard_index
         # One rank has nothing to reduce: what its micro-batches give adds up as it is copied in.
-        self.each = schedule.strategy.reduces_each and schedule.world_size > 1
+        self.each = schedule.strategy.reduces_every_micro_batch and schedule.world_size > 1
         self.buckets = schedule.reduced_buckets
         self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.slots}
         self.trainable = sorted(self.bucket_of)

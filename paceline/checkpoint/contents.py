@@ -62,11 +62,11 @@ def add_values(
         }
 
 
-def add_owed(part: OwnPart, engine: Engine) -> None:
-    """Adds what this rank's codecs still owe of the gradients that it has sent."""
+def add_residuals(part: OwnPart, engine: Engine) -> None:
+    """Adds the residuals of the gradients that this rank has sent encoded."""
     collectives = engine.program.collectives
-    owed = {} if collectives is None else collectives.owed()
-    part.values["owed"] = encode(owed, partial(_put, part), "what is owed of gradients")
+    residuals = {} if collectives is None else collectives.saved_residuals()
+    part.values["owed"] = encode(residuals, partial(_put, part), "residuals of gradients")
 
 
 def add_tensors(

@@ -146,7 +146,7 @@ def _load(
     _agree(None, error, f"pl.load: what {folder} holds")
     weights_replaced(engine)
     if engine.program.collectives is not None:
-        engine.program.collectives.owe(held["owed"])
+        engine.program.collectives.load_residuals(held["owed"])
     same_random = manifest.world_size == engine.world.world_size and held["random"] is not None
     if not same_random:
         held["random"] = None
@@ -175,8 +175,8 @@ def _read(
     # What other ranks, or these in another way, have sent is not what this one will send.
     mine = (engine.world.world_size, json.loads(json.dumps(asdict(engine.strategy))))
     is_same = (manifest.world_size, manifest.strategy) == mine
-    owed = own.get("owed", {}) if is_same else {}
-    held = {**manifest.values, "random": own["random"], "place": place, "owed": owed}
+    residuals = own.get("owed", {}) if is_same else {}
+    held = {**manifest.values, "random": own["random"], "place": place, "owed": residuals}
     wanted = ("extra", "modules", "schedulers", "random", "place", "owed")
     return {key: decode(held[key], reader.read) for key in wanted}
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.contents import Stateful, add_owed, add_tensors, add_values
+from paceline.checkpoint.contents import Stateful, add_residuals, add_tensors, add_values
 from paceline.checkpoint.folder import discard, make_folder
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.random_states import Generator
@@ -209,7 +209,7 @@ def save_beside(
         refused = error
     part.token = _raise_first(refused, f"pl.save of step {step} to {path}", "", secrets.token_hex(8))
     engine.settle()
-    add_owed(part, engine)
+    add_residuals(part, engine)
     add_tensors(part, engine, ranges, states, keeps_copies=background)
     saving = Saving(path, step)
     saving._began = began

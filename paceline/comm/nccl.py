@@ -117,12 +117,12 @@ class NcclTransport:
     def inherit(self, other: Transport) -> None:
         """See `Transport.inherit`: buffers belong to this process alone."""
 
-    def owed(self) -> list[tuple[Any, Tensor]]:
+    def saved_residuals(self) -> list[tuple[Any, Tensor]]:
         """Nothing: messages are sent as they are."""
         return []
 
-    def owe(self, owed: list[tuple[Any, Tensor]]) -> None:
-        """See `owed`."""
+    def load_residuals(self, saved: list[tuple[Any, Tensor]]) -> None:
+        """See `saved_residuals`."""
 
     def abort(self, reason: str = "") -> None:
         """Not possible: a wait for a peer ends with the group's time limit."""

@@ -63,7 +63,7 @@ class RollCall:
         self._thread = threading.Thread(target=self._run, name="paceline roll call", daemon=True)
         self._thread.start()
 
-    def let_go(self) -> None:
+    def close_in_child(self) -> None:
         """Closes this process's ends, as a child of it that has no thread of them."""
         for member in self._members.values():
             member.connection.close()

@@ -107,12 +107,12 @@ class Transport(Protocol):
         """Takes over the buffers that a transport between the same ranks, which is closed, allocated."""
         ...
 
-    def owed(self) -> list[tuple[Any, Tensor]]:
+    def saved_residuals(self) -> list[tuple[Any, Tensor]]:
         """What rounding took off the messages sent so far, which is added to the next: by message."""
         ...
 
-    def owe(self, owed: list[tuple[Any, Tensor]]) -> None:
-        """Goes on as after the messages of which `owed` was returned, in whatever job of the same ranks; [] as anew."""
+    def load_residuals(self, saved: list[tuple[Any, Tensor]]) -> None:
+        """Goes on with what `saved_residuals` returned, in whatever job of the same ranks; [] as anew."""
         ...
 
     def abort(self, reason: str = "") -> None:

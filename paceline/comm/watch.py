@@ -117,11 +117,11 @@ class Watch:
         self._messages.close()
         self._mates.close()
 
-    def let_go(self) -> None:
+    def close_in_child(self) -> None:
         """Closes this process's ends, as a child of it that has no thread of them."""
         self._messages.connection.close()
         if self._hub is not None:
-            self._hub.let_go()
+            self._hub.close_in_child()
 
     def _run(self) -> None:
         pause = max(SIGN_SECONDS, self._world_size / _RANKS_A_SECOND)
@@ -201,7 +201,7 @@ def _told(found: dict[str, Any]) -> str:
 def _after_fork() -> None:
     global _watch
     if _watch is not None:
-        _watch.let_go()
+        _watch.close_in_child()
         _watch = None
 
 

@@ -108,7 +108,7 @@ class Placement:
     def replaces_earlier_gradients(self) -> bool:
         """Whether what `p.grad` holds must be made another tensor before autograd adds to it."""
         is_scaled = self.has_server or self.strategy.gradients == "sum"
-        return self.shards > 1 or self.strategy.low or self.strategy.reduces_each or is_scaled
+        return self.shards > 1 or self.strategy.low or self.strategy.reduces_every_micro_batch or is_scaled
 
     @property
     def has_server(self) -> bool:
@@ -204,12 +204,14 @@ class Placement:
     def copied_units(self) -> tuple[str, ...]:
         """Units with trainable parameters, in the order in which their gradients are copied in."""
         trained = {unit for bucket in self.layout.buckets if bucket.trainable for unit in bucket.units}
-        return tuple(unit for unit in (*reversed(self.copied_in_backward), *self.copied_at_end) if unit in trained)
+        return tuple(
+            unit for unit in (*reversed(self.copied_in_backward), *self.copied_after_backward) if unit in trained
+        )
 
     @cached_property
     def reuses_gradient_slots(self) -> bool:
         """Whether whole gradients live only from copy-in to reduction, in slots that buckets take in turn."""
-        return self.strategy.stage >= 2 and self.shards > 1 and self.strategy.reduces_each
+        return self.strategy.stage >= 2 and self.shards > 1 and self.strategy.reduces_every_micro_batch
 
     @cached_property
     def copied_in_backward(self) -> tuple[str, ...]:
@@ -227,7 +229,7 @@ class Placement:
         return {unit: index for index, unit in enumerate(self.order)}
 
     @cached_property
-    def copied_at_end(self) -> tuple[str, ...]:
+    def copied_after_backward(self) -> tuple[str, ...]:
         """Units that are copied in after the whole backward, in the order in which they are."""
         early = set(self.copied_in_backward)
         return tuple(unit for unit in reversed(self.layout.units) if unit not in early)

@@ -137,12 +137,12 @@ class Schedule(Transfers):
 
     def _backward(self, index: int, synchronise: bool) -> list[Op]:
         ops: list[Op] = []
-        communicates = self.world_size > 1 and (synchronise or self.strategy.reduces_each)
+        communicates = self.world_size > 1 and (synchronise or self.strategy.reduces_every_micro_batch)
         reduces = list(self.reduced_buckets) if communicates else []
         copied: set[str] = set()
         # What must be reduced before gradients are copied to where it lies.
         lent: dict[int | str, Key] = {}
-        if index > 0 and self.world_size > 1 and self.strategy.reduces_each:
+        if index > 0 and self.world_size > 1 and self.strategy.reduces_every_micro_batch:
             lent = {self.copied_to(b): self.reduce(b, index - 1, False)[0].key for b in self.reduced_buckets}
 
         def copy_in(unit: str) -> None:
@@ -169,7 +169,7 @@ class Schedule(Transfers):
             walk.ran(unit)
             if unit in self.copied_in_backward:
                 copy_in(unit)
-        for unit in self.copied_at_end:
+        for unit in self.copied_after_backward:
             copy_in(unit)
         if synchronise and self.copies_gradients:
             ops += self._agree(index, tuple(op.key for op in ops if op.stream in ("reduce", "replicate")))
@@ -185,7 +185,7 @@ class Schedule(Transfers):
             if self.layout.slots[slot].spec.unit == unit
         )
         # Gradients that nothing reduced since the micro-batch before are added to.
-        adds = index > 0 and not (self.world_size > 1 and self.strategy.reduces_each)
+        adds = index > 0 and not (self.world_size > 1 and self.strategy.reduces_every_micro_batch)
         return Op("copy_in", unit, index, "backward", "compute", after, reads=spans if adds else (), writes=spans)
 
     def _agree(self, index: int, reductions: tuple[Key, ...]) -> list[Op]:

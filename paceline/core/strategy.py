@@ -222,7 +222,7 @@ class Strategy:
         return self.precision in ("bfloat16", "float16")
 
     @property
-    def reduces_each(self) -> bool:
+    def reduces_every_micro_batch(self) -> bool:
         """Whether gradients are reduced in every micro-batch, not only in a step's last."""
         if self.accumulation == "auto":
             return self.stage >= 2 or not self.reduce_in_float32

@@ -24,7 +24,7 @@ class Transfers(Placement):
 
     def buffers(self, micro_batches: int = 1) -> Buffers:
         """Every buffer that a step of so many micro-batches needs."""
-        return self._summing if self.strategy.reduces_each and micro_batches > 1 else self._plain
+        return self._summing if self.strategy.reduces_every_micro_batch and micro_batches > 1 else self._plain
 
     def buffers_in(self, index: int, synchronise: bool) -> Buffers:
         """Every buffer of the steps that have such a micro-batch."""
@@ -95,7 +95,7 @@ class Transfers(Placement):
         after = tuple(Key("copy_in", unit, index, "backward") for unit in bucket.units)
         first: Kind = "reduce" if self.has_server else "reduce_scatter" if self.shards > 1 else "all_reduce"
         whole, result = buffers.gradient(bucket), buffers.reduced(bucket)
-        reads = (whole, result) if index and self.strategy.reduces_each else (whole,)
+        reads = (whole, result) if index and self.strategy.reduces_every_micro_batch else (whole,)
         writes = (whole, result) if buffers.has_reduced else (whole,)
         ops = [
             self._communicate(

@@ -144,14 +144,14 @@ def accumulate(model: nn.Module, batches: Iterable[T], uneven: bool = False) -> 
         counts = all_gather_json(len(batches), "number of micro-batches")
         try:
             for index in range(max(counts)):
-                engine.forward.lacks_ranks(index >= min(counts))
+                engine.forward.set_idle_ranks(index >= min(counts))
                 with engine.no_sync() if index < max(counts) - 1 else nullcontext():
                     if index < len(batches):
                         yield batches[index]
                     else:
                         engine.backward.idle()
         finally:
-            engine.forward.lacks_ranks(False)
+            engine.forward.set_idle_ranks(False)
         return
     iterator = iter(batches)
     try:

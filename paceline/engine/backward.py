@@ -49,7 +49,7 @@ class BackwardPass:
 
     # ---- what the hooks tell
 
-    def forward_ended(self, unit: str) -> None:
+    def post_forward(self, unit: str) -> None:
         """A unit has run forward, and its backward is to follow."""
         self._outstanding[unit] += 1
 
@@ -60,12 +60,12 @@ class BackwardPass:
             return True
         return unit in self._uncopied and unit not in self._begun and self._outstanding[unit] == 0
 
-    def unit_nears(self, unit: str, generation: int) -> None:
+    def first_output_gradient(self, unit: str, generation: int) -> None:
         """The first gradient of a unit with several outputs is there."""
         if self._follows(unit, generation) or self._program.schedule.shards_parameters:
             self._forward.unshard(unit)
 
-    def unit_begins(self, unit: str | None, generation: int) -> None:
+    def pre_backward(self, unit: str | None, generation: int) -> None:
         """The backward of a unit begins, or (None) that of the whole model."""
         follows = self._follows(unit, generation)
         if unit is None:
@@ -90,18 +90,18 @@ class BackwardPass:
         executor = self._program.executor
         executor.begin(executor.admit("backward", unit, self._state.micro_batch))
 
-    def accumulates(self, parameter: nn.Parameter) -> None:
+    def pre_accumulate(self, parameter: nn.Parameter) -> None:
         """Autograd is about to add to a parameter's gradient, or to hand it to `torch.autograd.grad`."""
         if self._state.phase != "backward" and is_accumulated(parameter):
             self._begin_in_autograd()
 
-    def accumulated(self, parameter: nn.Parameter) -> None:
+    def post_accumulate(self, parameter: nn.Parameter) -> None:
         """Autograd has added to a parameter's gradient."""
         if self._state.phase != "backward":
             self._begin_in_autograd()
         gradients = self._program.gradients
         if gradients is not None:
-            gradients.accumulated(self._program.parameters.flat.index_of[id(parameter)])
+            gradients.post_accumulate(self._program.parameters.flat.index_of[id(parameter)])
 
     def _follows(self, unit: str | None, generation: int) -> bool:
         """Whether the backward under way is this model's; begins it where it is new."""
@@ -184,11 +184,11 @@ class BackwardPass:
             self._program.parameters.reshard((unit,))
             self._program.executor.mark(key)
 
-    def _copy_in_order(self, at_end: bool = False) -> None:
+    def _copy_in_order(self, all_complete: bool = False) -> None:
         """Copies units in, in the order of the schedule, as far as their gradients are complete: all are at the end."""
         early = self._program.schedule.copied_early
         while self._uncopied and (unit := self._uncopied[0]) in early:
-            if unit not in self._over or not (at_end or self._is_complete(unit)):
+            if unit not in self._over or not (all_complete or self._is_complete(unit)):
                 break
             self._copy_in(unit)
 
@@ -225,7 +225,7 @@ class BackwardPass:
                 self._over.add(unit)
                 self._reshard(unit)
             # In turn, so that a rank without this micro-batch launches in the order of those that have it.
-            self._copy_in_order(at_end=True)
+            self._copy_in_order(all_complete=True)
         # For units that this rank did not run and others may still have to, before it waits for their gradients.
         executor.launch_left("gather")
         if gradients is not None:

@@ -87,9 +87,9 @@ class Engine:
         self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
         self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]
         if self.schedule.copies_gradients:
-            before = self._accumulates if self.schedule.replaces_earlier_gradients else None
+            before = self._pre_accumulate if self.schedule.replaces_earlier_gradients else None
             trained = [p for p in module.parameters() if p.requires_grad]
-            after = self._accumulated if world.backend == "gloo" else self._accumulated_on_a_stream
+            after = self._post_accumulate if world.backend == "gloo" else self._post_accumulate_on_a_stream
             self._handles += watch_parameters(trained, before, after)
         watch_optimizers(self)
         if strategy.recompute != "none":
@@ -201,84 +201,84 @@ class Engine:
         """A copy of a parallel model is a plain model: it has no engine."""
         return (_no_engine, ())
 
-    # ---- what the hooks tell (hooks.Listener)
+    # ---- what the hooks tell (Listener)
 
     @gives_up
-    def model_begins(self, records: bool) -> None:
-        """See `hooks.Listener`."""
+    def root_pre_forward(self, records: bool) -> None:
+        """See `Listener`."""
         if self.update.under_way:
             self.update.suspend()
-        self.forward.model_begins(records)
+        self.forward.root_pre_forward(records)
 
-    def model_ends(self, records: bool) -> int:
-        """See `hooks.Listener`."""
-        self.forward.model_ends()
+    def root_post_forward(self, records: bool) -> int:
+        """See `Listener`."""
+        self.forward.root_post_forward()
         return self.state.generation
 
     @gives_up
-    def forward_begins(self, unit: str, records: bool) -> None:
-        """See `hooks.Listener`."""
+    def pre_forward(self, unit: str, records: bool) -> None:
+        """See `Listener`."""
         if self.update.under_way:
             self.update.suspend()
-        self.forward.unit_begins(unit, records)
+        self.forward.pre_forward(unit, records)
 
     def in_forward(self) -> bool:
-        """See `hooks.Listener`."""
+        """See `Listener`."""
         return self.state.phase == "forward"
 
     @gives_up
-    def forward_ends(self, unit: str, records: bool, backward_follows: bool) -> int:
-        """See `hooks.Listener`."""
+    def post_forward(self, unit: str, records: bool, backward_follows: bool) -> int:
+        """See `Listener`."""
         if backward_follows:
-            self.backward.forward_ended(unit)
-        self.forward.unit_ends(unit)
+            self.backward.post_forward(unit)
+        self.forward.post_forward(unit)
         return self.state.generation
 
     @gives_up
     def own_outputs(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
-        """See `hooks.Listener`."""
+        """See `Listener`."""
         return self._outputs.own(unit, output, backward_follows)
 
     def wants_backward(self, unit: str) -> bool:
-        """See `hooks.Listener`."""
+        """See `Listener`."""
         return self.backward.wants(unit)
 
     @gives_up
-    def backward_nears(self, unit: str, generation: int) -> None:
-        """See `hooks.Listener`."""
-        self.backward.unit_nears(unit, generation)
+    def first_output_gradient(self, unit: str, generation: int) -> None:
+        """See `Listener`."""
+        self.backward.first_output_gradient(unit, generation)
 
     @gives_up
-    def backward_begins(self, unit: str | None, generation: int) -> None:
-        """See `hooks.Listener`."""
-        self.backward.unit_begins(unit, generation)
+    def pre_backward(self, unit: str | None, generation: int) -> None:
+        """See `Listener`."""
+        self.backward.pre_backward(unit, generation)
 
     @gives_up
-    def _accumulates(self, parameter: nn.Parameter) -> None:
-        self.backward.accumulates(parameter)
+    def _pre_accumulate(self, parameter: nn.Parameter) -> None:
+        self.backward.pre_accumulate(parameter)
 
     @gives_up
-    def _accumulated(self, parameter: nn.Parameter) -> None:
-        self.backward.accumulated(parameter)
+    def _post_accumulate(self, parameter: nn.Parameter) -> None:
+        self.backward.post_accumulate(parameter)
 
     @gives_up
-    def _accumulated_on_a_stream(self, parameter: nn.Parameter) -> None:
+    def _post_accumulate_on_a_stream(self, parameter: nn.Parameter) -> None:
         # Autograd adds on the stream of the forward that first used the parameter in a graph that still lives, which
         # need not be that of the backward that copies the gradient.
         self.program.executor.follow()
-        self.backward.accumulated(parameter)
+        self.backward.post_accumulate(parameter)
 
-    # ---- what a sharded parameter asks (sharded_parameter.Owner)
+    # ---- what a sharded parameter asks (Owner)
 
     def parameter_used(self, index: int, function: str, edits: bool) -> None:
-        """See `sharded_parameter.Owner`."""
+        """See `Owner`."""
         self.forward.parameter_used(index, function, edits)
 
     def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
-        """See `sharded_parameter.Owner`."""
+        """See `Owner`."""
         return self.forward.dtype_seen(index, computed)
 
-    # ---- what the optimizer's hooks tell (optimizers.Watcher)
+    # ---- what the optimizer's hooks tell (Watcher)
 
     def holds_parameter(self, identity: int) -> bool:
         """Whether the parameter with this `id()` belongs to the model."""

@@ -16,7 +16,7 @@ from paceline.engine.full_parameters import FullParameters
 from paceline.engine.program import Program
 from paceline.hooks.modules import in_backward, in_transform
 
-_lacking: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+_with_idle_ranks: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
 """Passes of models that some rank only follows the schedule of in this micro-batch, as it has none."""
 
 
@@ -38,7 +38,7 @@ class ForwardPass:
 
     # ---- a pass
 
-    def model_begins(self, records: bool) -> None:
+    def root_pre_forward(self, records: bool) -> None:
         """The whole model's forward begins."""
         self._depth += 1
         if self.whole.is_full:
@@ -54,14 +54,14 @@ class ForwardPass:
                 self._load_extra()
             self._unshard_idle()
 
-    def model_ends(self) -> None:
+    def root_post_forward(self) -> None:
         """The whole model's forward has ended."""
         self._depth = max(0, self._depth - 1)
         if not in_backward() and not self.whole.is_full:
             self._program.executor.end()
             self._program.executor.launch_left("gather")
 
-    def unit_begins(self, unit: str, records: bool) -> None:
+    def pre_forward(self, unit: str, records: bool) -> None:
         """A unit's forward begins."""
         if in_transform() and self._program.schedule.reshards_after_forward:
             raise EngineError(
@@ -87,7 +87,7 @@ class ForwardPass:
         self.unshard(unit)
         executor.begin(key)
 
-    def unit_ends(self, unit: str) -> None:
+    def post_forward(self, unit: str) -> None:
         """A unit's forward has ended."""
         program = self._program
         if in_backward() or self.whole.is_full:
@@ -144,7 +144,7 @@ class ForwardPass:
             self._wait_for_update(unit)
             parameters.unshard((unit,))
             return
-        self._require_own_company(unit)
+        self._require_shared_idle_ranks(unit)
         if not parameters.unsharded.holds_kept():
             self._gather_kept()
         if unit not in schedule.slot:
@@ -159,7 +159,7 @@ class ForwardPass:
             return
         if not parameters.unsharded.holds(unit):
             # Not what the schedule foresaw, such as a second forward before backward.
-            self._require_company(f"{unit} is gathered in another order than planned")
+            self._require_no_idle_rank(f"{unit} is gathered in another order than planned")
             executor.drop("gather")
             executor.settle_stream("gather")
             executor.run(schedule.gather_again(unit, index, phase))
@@ -219,7 +219,7 @@ class ForwardPass:
                 "inside `with pl.full_parameters(model):`, on every rank"
             )
 
-        self._require_company(f"{slot.spec.name} is used outside of its unit")
+        self._require_no_idle_rank(f"{slot.spec.name} is used outside of its unit")
 
         def gather(bucket: Bucket, memory: Tensor) -> None:
             phase: Phase = "backward" if in_backward() else "forward"
@@ -229,40 +229,40 @@ class ForwardPass:
         parameters.pin(index, gather)
 
     def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
-        """See `sharded_parameter.Owner`."""
+        """See `Owner`."""
         local = self._program.parameters.flat.local.get(index)
         computing = self._depth or self._state.phase != "idle" or in_backward()
         return computed if computing or local is None else local.dtype
 
-    def lacks_ranks(self, lacks: bool) -> None:
+    def set_idle_ranks(self, idle: bool) -> None:
         """Takes note whether some rank has no micro-batch now, so that it only follows this model's schedule."""
-        (_lacking.add if lacks else _lacking.discard)(self)
+        (_with_idle_ranks.add if idle else _with_idle_ranks.discard)(self)
 
-    def _require_company(self, what: str) -> None:
+    def _require_no_idle_rank(self, what: str) -> None:
         """Refuses what ranks without a micro-batch do not take part in.
 
         Raises:
             EngineError: There is one.
         """
-        if self in _lacking:
-            self._refuse_alone(
+        if self in _with_idle_ranks:
+            self._refuse_idle_rank(
                 f"{what} while a rank has no micro-batch, which with zero=3 follows the plan alone: give every rank as "
                 "many micro-batches, or set strategy.zero to 2 or less"
             )
 
-    def _require_own_company(self, unit: str) -> None:
+    def _require_shared_idle_ranks(self, unit: str) -> None:
         """Refuses to gather a unit in a micro-batch of another model's that some rank has not.
 
         Raises:
             EngineError: There is such a model, and this is none.
         """
-        if _lacking and self not in _lacking:
-            self._refuse_alone(
+        if _with_idle_ranks and self not in _with_idle_ranks:
+            self._refuse_idle_rank(
                 f"{unit} is gathered in a micro-batch that pl.accumulate gives to another model and not to every rank, "
                 "so some will not take part: set strategy.zero to 2 or less for this model, or give every rank as many"
             )
 
-    def _refuse_alone(self, message: str) -> None:
+    def _refuse_idle_rank(self, message: str) -> None:
         error = EngineError(message)
         if self._program.collectives is not None:
             self._program.collectives.give_up(error)
@@ -279,7 +279,7 @@ class ForwardPass:
     def reset(self) -> None:
         """Forgets the pass under way."""
         self._depth = 0
-        self.lacks_ranks(False)
+        self.set_idle_ranks(False)
         self.whole.close_states()
 
     def _refuse_graph(self, records: bool) -> None:

@@ -90,11 +90,11 @@ class Gradients:
         self._copied.clear()
         self._norms.begin(micro_batch)
         alone = micro_batch == 0 and synchronises
-        if self.flat.schedule.strategy.reduces_each and not self.flat.sums and not alone:
+        if self.flat.schedule.strategy.reduces_every_micro_batch and not self.flat.sums and not alone:
             self.flat.sum_over_micro_batches()
         self.earlier.begin(alone, reduced)
 
-    def accumulated(self, index: int) -> None:
+    def post_accumulate(self, index: int) -> None:
         """Autograd has added to a parameter's gradient, which is dense from now on: flat buffers hold no other."""
         self.fired.add(index)
         parameter = self._all[index]

@@ -216,7 +216,9 @@ class Program:
             gradients.flat.whole(bucket),
             contents,
             # So that ranks with different numbers of micro-batches find out.
-            label=f"{op.target}, last micro-batch" if self.strategy.reduces_each and gradients.synchronises else "",
+            label=f"{op.target}, last micro-batch"
+            if self.strategy.reduces_every_micro_batch and gradients.synchronises
+            else "",
             scale=self.schedule.scale,
             shard=gradients.flat.destination(bucket),
             then=gradients.flat.after_reduction(bucket),

@@ -111,14 +111,14 @@ class Collectives:
         if error is not None and self._world.backend == "nccl":
             self.give_up(error)
 
-    def owed(self) -> dict[str, list[tuple[Any, Tensor]]]:
-        """See `Transport.owed`, by stream."""
-        return {name: owed for name, transport in self.transports.items() if (owed := transport.owed())}
+    def saved_residuals(self) -> dict[str, list[tuple[Any, Tensor]]]:
+        """See `Transport.saved_residuals`, by stream."""
+        return {name: saved for name, transport in self.transports.items() if (saved := transport.saved_residuals())}
 
-    def owe(self, owed: Mapping[str, list[tuple[Any, Tensor]]]) -> None:
-        """See `Transport.owe`: what `owed` returned."""
+    def load_residuals(self, saved: Mapping[str, list[tuple[Any, Tensor]]]) -> None:
+        """See `Transport.load_residuals`: what `saved_residuals` returned."""
         for name, transport in self.transports.items():
-            transport.owe(owed.get(name, []))
+            transport.load_residuals(saved.get(name, []))
 
     # ---- outside the schedule, with nothing under way
 

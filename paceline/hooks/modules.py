@@ -25,19 +25,19 @@ class Listener(Protocol):
     (evaluation, activations computed again inside backward) are told because parameters are needed whole there too.
     """
 
-    def model_begins(self, records: bool) -> None:
+    def root_pre_forward(self, records: bool) -> None:
         """The whole model's forward begins."""
         ...
 
-    def model_ends(self, records: bool) -> int:
+    def root_post_forward(self, records: bool) -> int:
         """The whole model's forward has ended; returns the generation of the weights it used."""
         ...
 
-    def forward_begins(self, unit: str, records: bool) -> None:
+    def pre_forward(self, unit: str, records: bool) -> None:
         """A unit's forward begins."""
         ...
 
-    def forward_ends(self, unit: str, records: bool, backward_follows: bool) -> int:
+    def post_forward(self, unit: str, records: bool, backward_follows: bool) -> int:
         """A unit's forward has ended, with or without a graph; returns the generation of the weights it used."""
         ...
 
@@ -49,11 +49,11 @@ class Listener(Protocol):
         """Whether a forward of the whole model is under way, of which this may be a part."""
         ...
 
-    def backward_nears(self, unit: str, generation: int) -> None:
+    def first_output_gradient(self, unit: str, generation: int) -> None:
         """The first gradient of a unit with several outputs is there."""
         ...
 
-    def backward_begins(self, unit: str | None, generation: int) -> None:
+    def pre_backward(self, unit: str | None, generation: int) -> None:
         """The backward of a unit begins, or (None) that of the whole model."""
         ...
 
@@ -101,16 +101,16 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
     """
     handles = [handle for name, module in units.items() for handle in _listen(module, name, listener)]
 
-    def model_begins(module: nn.Module, args: Any) -> None:
-        listener.model_begins(_records())
+    def root_pre_forward(module: nn.Module, args: Any) -> None:
+        listener.root_pre_forward(_records())
 
-    def model_ends(module: nn.Module, args: Any, output: Any) -> None:
-        generation = listener.model_ends(_records())
+    def root_post_forward(module: nn.Module, args: Any, output: Any) -> None:
+        generation = listener.root_post_forward(_records())
         if _records():
-            _on_gradients(tensors_in(output), "any", lambda: listener.backward_begins(None, generation))
+            _on_gradients(tensors_in(output), "any", lambda: listener.pre_backward(None, generation))
 
-    handles.append(model.register_forward_pre_hook(ModuleHook(_untraced(model_begins)), prepend=True))
-    handles.append(model.register_forward_hook(ModuleHook(_untraced(model_ends))))
+    handles.append(model.register_forward_pre_hook(ModuleHook(_untraced(root_pre_forward)), prepend=True))
+    handles.append(model.register_forward_hook(ModuleHook(_untraced(root_post_forward))))
     return handles
 
 
@@ -239,16 +239,16 @@ def _listen(unit: nn.Module, name: str, listener: Listener) -> list[RemovableHan
     def records() -> bool:
         return not in_backward() and (torch.is_grad_enabled() or listener.in_forward())
 
-    def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         given.clear()
         given.update(tensor.grad_fn for tensor in tensors_in((args, kwargs)))
-        listener.forward_begins(name, records())
+        listener.pre_forward(name, records())
 
-    def ends(module: nn.Module, args: Any, output: Any) -> Any:
+    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
         graph = torch.is_grad_enabled()
         follows = graph and (not in_backward() or listener.wants_backward(name))
         kept, more = listener.own_outputs(name, output, follows)
-        generation = listener.forward_ends(name, records(), follows)
+        generation = listener.post_forward(name, records(), follows)
         if follows:
             # What it only hands on is not its own: that tensor's gradient comes when earlier units have theirs.
             own = [tensor for tensor in (*tensors_in(kept), *more) if tensor.grad_fn not in given]
@@ -256,14 +256,14 @@ def _listen(unit: nn.Module, name: str, listener: Listener) -> list[RemovableHan
             _on_gradients(
                 own,
                 "all",
-                lambda: listener.backward_begins(name, generation),
-                lambda: listener.backward_nears(name, generation),
+                lambda: listener.pre_backward(name, generation),
+                lambda: listener.first_output_gradient(name, generation),
             )
         return None if kept is output else kept
 
     # First of all hooks: others, such as weight normalisation's, compute with the parameters.
-    before = unit.register_forward_pre_hook(ModuleHook(_untraced(begins)), prepend=True, with_kwargs=True)
-    return [before, unit.register_forward_hook(ModuleHook(_untraced(ends)))]
+    before = unit.register_forward_pre_hook(ModuleHook(_untraced(pre_forward)), prepend=True, with_kwargs=True)
+    return [before, unit.register_forward_hook(ModuleHook(_untraced(post_forward)))]
 
 
 def _on_gradients(

@@ -153,7 +153,7 @@ class _Gradients:
     def __init__(self, schedule: Schedule) -> None:
         self._flats, self._early = schedule.layout.flats, schedule.copied_early
         self._copies, self._low = schedule.copies_gradients, schedule.strategy.low
-        self._defers = not schedule.strategy.reduces_each or schedule.world_size == 1
+        self._defers = not schedule.strategy.reduces_every_micro_batch or schedule.world_size == 1
         self._of, self._largest = _computed_bytes(schedule)
         self._seen_shared = False
         self.held, self._index = 0, 0

@@ -44,7 +44,7 @@ class Least:
 
     def _communicating(self, strategy: Strategy, count: int) -> float:
         gather, reduce, between = self._moved(strategy)
-        reductions = count if strategy.reduces_each else 1
+        reductions = count if strategy.reduces_every_micro_batch else 1
         if strategy.gathers:
             # Units that lie in slots at a turn are not gathered again.
             most = 3 * max(2, strategy.prefetch + 1)

@@ -126,7 +126,7 @@ class Inspection:
         buckets = {bucket.name: bucket for bucket in self._engine.layout.buckets}
         count = self._recipe.micro_batches
         for (stream, target), buffers in self._sent.items():
-            each = stream == "reduce" and self._engine.strategy.reduces_each
+            each = stream == "reduce" and self._engine.strategy.reduces_every_micro_batch
             spans = [range(index, index + 1) for index in range(count)] if each else [range(count)]
             for late in buffers[len(spans) :]:
                 # A second reduction in the last backward, of gradients that came late.

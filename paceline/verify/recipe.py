@@ -51,7 +51,7 @@ def recipe_for(strategy: Strategy, ranks: int, micro_batches: int, steps: int) -
         return Recipe(ranks, micro_batches, steps)
     shards = strategy.shards(ranks)
     group = shards if 1 < shards < ranks else 0
-    return Recipe(ranks, micro_batches, steps, strategy.precision, strategy.reduces_each, group)
+    return Recipe(ranks, micro_batches, steps, strategy.precision, strategy.reduces_every_micro_batch, group)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -168,7 +168,7 @@ def test_deferred_micro_batches_are_added_to_those_before() -> None:
     for strategy in (ONE_BUCKET_EACH, replace(ONE_BUCKET_EACH, accumulation="each")):
         for op in schedule(strategy, 2).step(3):
             if op.kind == "copy_in":
-                assert op.reads == (op.writes if op.micro_batch and not strategy.reduces_each else ())
+                assert op.reads == (op.writes if op.micro_batch and not strategy.reduces_every_micro_batch else ())
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_bytes_sent_are_those_of_the_formulas(plan: Schedule, micro_batches: int
     buckets = plan.layout.buckets
     trainable = [bucket for bucket in buckets if bucket.trainable]
     gradients = sum(bucket.numel * bucket.gradient_itemsize for bucket in trainable)
-    reductions = micro_batches if strategy.reduces_each else 1
+    reductions = micro_batches if strategy.reduces_every_micro_batch else 1
     group = 1 if strategy.stage == 0 else strategy.shard or ranks
     of_group = Fraction(group - 1, group)
     if group == 1:

@@ -72,7 +72,7 @@ def test_buckets_are_reduced_once_where_the_policy_says_and_after_all_their_unit
         last = index == micro_batches - 1
         ops = plan.backward(index, synchronise=last)
         reduces = [op for op in ops if op.stream == "reduce"]
-        reduces_now = plan.world_size > 1 and (last or plan.strategy.reduces_each)
+        reduces_now = plan.world_size > 1 and (last or plan.strategy.reduces_every_micro_batch)
         trainable = [bucket for bucket in plan.layout.buckets if bucket.trainable]
         assert Counter(op.target for op in reduces) == Counter(b.name for b in trainable if reduces_now)
         by_name = {bucket.name: bucket for bucket in trainable}
@@ -156,7 +156,7 @@ def test_gradients_are_not_copied_in_where_others_still_wait_to_be_reduced(plan,
             index
             for index, when, copy in run.select("copy_in")
             if when == step and copy.target in bucket.units
-            if copy.micro_batch == op.micro_batch or not plan.strategy.reduces_each
+            if copy.micro_batch == op.micro_batch or not plan.strategy.reduces_every_micro_batch
         ]
         assert all(run.over(index, reduction) for index in copied)
         place = plan.gradient_slot[bucket.name] if plan.reuses_gradient_slots else bucket.name

@@ -80,7 +80,7 @@ def test_a_choice_that_does_not_go_together_says_what_to_change(settings: dict, 
     ],
 )
 def test_auto_defers_only_where_full_gradients_of_enough_precision_are_held_anyway(settings: dict, each: bool) -> None:
-    assert Strategy(**settings).reduces_each is each
+    assert Strategy(**settings).reduces_every_micro_batch is each
 
 
 def test_shards_are_all_ranks_unless_groups_are_asked_for() -> None:
@@ -97,7 +97,7 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(shard: int, ranks: int)
 
 
 def test_the_historical_systems_reduce_once_a_step_and_shard_nothing() -> None:
-    assert all(strategy.stage == 0 and not strategy.reduces_each for strategy in SYSTEMS.values())
+    assert all(strategy.stage == 0 and not strategy.reduces_every_micro_batch for strategy in SYSTEMS.values())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.core.events import Event, exposed_in_step
-from paceline.engine import program
+from paceline.executor import recorder
 from paceline.executor.records import KEPT
 from tests.ranks import RankPool
 from tests.report.browser import Browser
@@ -155,14 +155,14 @@ def test_a_step_that_was_given_up_does_not_end_it(ranks: RankPool) -> None:
 
 def record_much(most: int) -> None:
     model, optimizer = made(0)
-    whole = program.MOST_OPS
-    program.MOST_OPS = most
+    whole = recorder.MOST_OPS
+    recorder.MOST_OPS = most
     try:
         with pl.record(model) as events:
             for _ in range(8):
                 step(model, optimizer)
     finally:
-        program.MOST_OPS = whole
+        recorder.MOST_OPS = whole
     counts = [sum(event.step == number for event in events) for number in sorted({event.step for event in events})]
     assert 1 <= len(counts) < 8 and events[-1].step == 7
     assert all(before == after for before, after in pairwise(counts))

@@ -1,4 +1,4 @@
-"""What a codec still owes of the messages that were sent from one buffer."""
+"""Residuals of error feedback: what encoding left out of the messages that were sent from one buffer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Key = tuple[str, str, float, int, int, int]
 """A message: collective, label, scale, stage, where in the memory it begins, in bytes, and its elements. It is the same
 in every job of the same ranks and program."""
 
-Owed = list[tuple[Key, Tensor]]
-"""What is owed of each message."""
+SavedResiduals = list[tuple[Key, Tensor]]
+"""The residual of each message."""
 
 
 class Residuals:
@@ -26,13 +26,13 @@ class Residuals:
 
         Args:
             start: Address of the memory that the buffer lies in.
-            before: What another job owed, to be taken over when a message is first sent.
+            before: Residuals of another job, to be taken over when a message is first sent.
         """
         self._start, self._before = start, before
         self.kept: dict[Key, Tensor] = {}
 
     def of(self, name: str, label: str, scale: float, stage: int, source: Tensor, codec: Codec) -> Tensor | None:
-        """What is owed of a message that is sent from `source`; None where the codec keeps nothing."""
+        """The residual of a message that is sent from `source`; None where the codec keeps nothing."""
         key = (name, label, scale, stage, source.data_ptr() - self._start, source.numel())
         if key not in self.kept and (residual := codec.residual(source.numel())) is not None:
             self.kept[key] = residual
@@ -40,7 +40,7 @@ class Residuals:
         return self.kept.get(key)
 
     def take_over(self, key: Key) -> None:
-        """What is owed of a message becomes what another job owed, or nothing."""
+        """The residual of a message becomes that of another job, or zero."""
         residual, before = self.kept[key], self._before.pop(key, None)
         if before is None or before.shape != residual.shape:
             residual.zero_()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm.cpu.residuals import Key, Owed, Residuals
+from paceline.comm.cpu.residuals import Key, Residuals, SavedResiduals
 from paceline.comm.transport import CommunicationError
 
 
@@ -114,22 +114,22 @@ class SharedBuffers:
         return {**views, self._rank: buffer}
 
     def residuals(self, buffer: Tensor) -> Residuals:
-        """What codecs still owe of the messages sent from a buffer, for as long as it lives.
+        """Residuals of the messages sent from a buffer, for as long as it lives.
 
         Of a tensor that was not allocated here nothing is remembered.
         """
         region = self._region(buffer)
         return Residuals(buffer.data_ptr(), {}) if region is None else region.residuals
 
-    def owed(self) -> Owed:
-        """What codecs still owe of all messages."""
+    def saved_residuals(self) -> SavedResiduals:
+        """Residuals of all messages."""
         kept = [item for region in list(self._regions.values()) for item in region.residuals.kept.items()]
         return [*kept, *self._before.items()]
 
-    def owe(self, owed: Owed) -> None:
-        """Makes that what codecs owe of all messages, those that are still to be sent for the first time, too."""
+    def load_residuals(self, saved: SavedResiduals) -> None:
+        """Makes these the residuals of all messages, those that are still to be sent for the first time, too."""
         self._before.clear()
-        self._before.update(owed)
+        self._before.update(saved)
         for region in list(self._regions.values()):
             for key in region.residuals.kept:
                 region.residuals.take_over(key)
@@ -140,7 +140,7 @@ class SharedBuffers:
         Residuals are those of a step that came to nothing, and start anew.
         """
         self._regions, self._before = other._regions, other._before
-        self.owe([])
+        self.load_residuals([])
 
     def _region(self, buffer: Tensor) -> _Region | None:
         address = buffer.data_ptr()

@@ -15,7 +15,7 @@ from paceline.comm.cpu.execute import execute
 from paceline.comm.cpu.link_costs import measure_links
 from paceline.comm.cpu.prepared import PreparedCollective, copy_kernel, prepare_direct_gather, prepare_handshake
 from paceline.comm.cpu.registry import register
-from paceline.comm.cpu.residuals import Owed
+from paceline.comm.cpu.residuals import SavedResiduals
 from paceline.comm.cpu.scratch import Scratch
 from paceline.comm.cpu.shared_memory import SharedBuffers
 from paceline.comm.cpu.signals import Signals, plain
@@ -153,13 +153,13 @@ class CpuTransport:
         self._buffers.inherit(other._buffers)
         self._staging = other._staging
 
-    def owed(self) -> Owed:
-        """See `Transport.owed`."""
-        return self._buffers.owed()
+    def saved_residuals(self) -> SavedResiduals:
+        """See `Transport.saved_residuals`."""
+        return self._buffers.saved_residuals()
 
-    def owe(self, owed: Owed) -> None:
-        """See `Transport.owe`."""
-        self._buffers.owe(owed)
+    def load_residuals(self, saved: SavedResiduals) -> None:
+        """See `Transport.load_residuals`."""
+        self._buffers.load_residuals(saved)
 
     def why(self, collective: str, size: int, bandwidth_optimal: bool = False) -> Choice:
         """Which algorithm takes least time for a buffer of `size` bytes, and what each would. A collective call.
@@ -285,7 +285,7 @@ class CpuTransport:
         for number, piece in enumerate(buffer.split(size // buffer.itemsize)):
             staged = self._staging[: piece.nbytes].view(buffer.dtype)
             staged.copy_(piece)
-            # What a codec owes is owed to one piece, not to the memory that all pass through.
+            # A residual is one piece's, not that of the memory that all pass through.
             traffic = self.run(collective, staged, f"{label}, part {number}" if encodes else label, scale, shard)
             piece.copy_(staged)
             sent, received = sent + traffic.sent, received + traffic.received
