@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
 
-from paceline.core.errors import EngineError
 from paceline.core.layout import ROOT
-from paceline.core.ops import Key
+from paceline.core.ops import GRADIENTS, STATISTICS, Key
 from paceline.core.step_state import StepState
+from paceline.engine.autograd_pass import AutogradPass
 from paceline.engine.forward import ForwardPass
+from paceline.engine.give_up import gives_up
+from paceline.engine.gradients import Gradients
 from paceline.engine.program import Program
-from paceline.engine.shared_graph import SharedGraph
-from paceline.engine.step_end import StepEnd
 from paceline.engine.unit_order import UnitOrder
-from paceline.hooks.structure import accumulator, is_accumulated, will_accumulate
+from paceline.hooks.structure import accumulator, is_accumulated
 
 
 class BackwardPass:
@@ -27,25 +27,27 @@ class BackwardPass:
     backward of the unit before them tells.
 
     Attributes:
+        program: The model's.
+        state: Which step and micro-batch the training loop is in.
         order: In which units run.
-        step_end: What follows the last of a step.
+        reduced_late: Whether gradients came after their unit was copied in, in the latest step.
         when_over: Is called at the end of each.
     """
 
     def __init__(self, program: Program, state: StepState, forward: ForwardPass) -> None:
         """Takes the forward order from `forward`, which also unshards parameters."""
-        self._program, self._state, self._forward = program, state, forward
+        self.program, self.state, self._forward = program, state, forward
         self.order = UnitOrder(program, forward)
-        self.step_end = StepEnd(program, state, self.order)
+        self.reduced_late = False
+        self._has_streams = program.world.backend != "gloo"
         self._outstanding: Counter[str] = Counter()
         self._uncopied: list[str] = []
         self._over: set[str] = set()
         self._over_from = 0
         self._begun: set[str] = set()
         self._slow: set[int] = set()
-        self._ignored_pass = -1
         self.when_over: Callable[[], None] = lambda: None
-        self._graphs = SharedGraph(program, self.order, self._end)
+        self._autograd = AutogradPass(program, self.order, self._end)
 
     # ---- what the hooks tell
 
@@ -55,26 +57,26 @@ class BackwardPass:
 
     def wants(self, unit: str) -> bool:
         """Whether a unit whose first forward ran inside a reentrant checkpoint has yet to be followed."""
-        if self._state.phase != "backward":
+        if self.state.phase != "backward":
             # Nothing has told of this pass yet: the checkpoint is around the whole model.
             return True
         return unit in self._uncopied and unit not in self._begun and self._outstanding[unit] == 0
 
     def first_output_gradient(self, unit: str, generation: int) -> None:
         """The first gradient of a unit with several outputs is there."""
-        if self._follows(unit, generation) or self._program.schedule.shards_parameters:
+        if self._follows(unit, generation) or self.program.schedule.shards_parameters:
             self._forward.unshard(unit)
 
     def pre_backward(self, unit: str | None, generation: int) -> None:
         """The backward of a unit begins, or (None) that of the whole model."""
         follows = self._follows(unit, generation)
         if unit is None:
-            if follows and not self._program.schedule.order:
+            if follows and not self.program.schedule.order:
                 self._begin_unit(ROOT)
             return
-        schedule, executor = self._program.schedule, self._program.executor
+        schedule, executor = self.program.schedule, self.program.executor
         if schedule.reshards_after_forward:
-            self._refuse_graph(unit)
+            self._autograd.require_no_graph(unit)
             if not follows:
                 # torch.autograd.grad computes with the parameters too.
                 self._forward.unshard(unit)
@@ -87,53 +89,43 @@ class BackwardPass:
             self._begin_unit(unit)
 
     def _begin_unit(self, unit: str) -> None:
-        executor = self._program.executor
-        executor.begin(executor.admit("backward", unit, self._state.micro_batch))
+        executor = self.program.executor
+        executor.begin(executor.admit("backward", unit, self.state.micro_batch))
 
+    @gives_up
     def pre_accumulate(self, parameter: nn.Parameter) -> None:
         """Autograd is about to add to a parameter's gradient, or to hand it to `torch.autograd.grad`."""
-        if self._state.phase != "backward" and is_accumulated(parameter):
+        if self.state.phase != "backward" and is_accumulated(parameter):
             self._begin_in_autograd()
 
+    @gives_up
     def post_accumulate(self, parameter: nn.Parameter) -> None:
         """Autograd has added to a parameter's gradient."""
-        if self._state.phase != "backward":
+        if self._has_streams:
+            # Autograd adds on the stream of the forward that first used the parameter in a graph that still lives,
+            # which need not be that of the backward that copies the gradient.
+            self.program.executor.follow()
+        if self.state.phase != "backward":
             self._begin_in_autograd()
-        gradients = self._program.gradients
+        gradients = self.program.gradients
         if gradients is not None:
-            gradients.post_accumulate(self._program.parameters.flat.index_of[id(parameter)])
+            gradients.post_accumulate(self.program.parameters.flat.index_of[id(parameter)])
 
     def _follows(self, unit: str | None, generation: int) -> bool:
         """Whether the backward under way is this model's; begins it where it is new."""
-        state, program = self._state, self._program
-        if state.phase != "backward":
-            own = [program.parameters.all[i] for i in program.slots_of(unit)] if unit is not None else []
-            if not (self._is_ours(own) or self._is_ours(program.parameters.all)):
-                program.structure.require_unchanged()
-                self._ignored_pass = torch._C._current_graph_task_id()
-                return False
-        state.require_current(generation)
-        if state.phase != "backward":
+        if self.state.phase != "backward" and not self._autograd.is_ours(unit):
+            return False
+        self.state.require_current(generation)
+        if self.state.phase != "backward":
             self._begin_in_autograd()
         return True
-
-    def _is_ours(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the pass that begins leaves gradients in parameters; if not, all of its hooks are passed over."""
-        return torch._C._current_graph_task_id() != self._ignored_pass and will_accumulate(parameters)
-
-    def _refuse_graph(self, unit: str) -> None:
-        if torch.is_grad_enabled():
-            raise EngineError(
-                f"backward with create_graph=True: the graph of the gradients uses {unit}'s parameters when they "
-                "may have been let go again. Set strategy.zero to 2 or less, or strategy.accumulation to hold"
-            )
 
     # ---- the pass
 
     def idle(self) -> None:
         """Takes part in the communication of a micro-batch that other ranks have and this one has not."""
         self._forward.enter()
-        self._program.executor.launch_left("gather")
+        self.program.executor.launch_left("gather")
         self._begin()
         self._end()
 
@@ -141,21 +133,21 @@ class BackwardPass:
         """Forgets the pass under way. A collective call."""
         self._outstanding.clear()
         self._uncopied.clear()
-        self._graphs.forget()
+        self._autograd.forget()
         self.order.reset()
 
     def _begin_in_autograd(self) -> None:
         self._begin()
-        self._graphs.begin()
+        self._autograd.begin()
 
     def _begin(self) -> None:
-        program, state = self._program, self._state
+        program, state = self.program, self.state
         program.structure.require_unchanged()
         reduced = state.gradients == "reduced"
         state.begin_backward()
         if state.micro_batch == 0:
             # Not in the middle of a step, whose gradients lie as the order so far has it.
-            self._graphs.adopt_orders()
+            self._autograd.adopt_orders()
         self._begun.clear()
         self._over.clear()
         self._over_from = len(program.schedule.order)
@@ -167,7 +159,7 @@ class BackwardPass:
 
     def _end_units_after(self, unit: str) -> None:
         """The backward of every unit that runs after this one is over: it is resharded, and copied in if complete."""
-        schedule = self._program.schedule
+        schedule = self.program.schedule
         if unit not in schedule.position:
             return
         after = schedule.position[unit] + 1
@@ -179,14 +171,14 @@ class BackwardPass:
         self._copy_in_order()
 
     def _reshard(self, unit: str) -> None:
-        key = Key("reshard", unit, self._state.micro_batch, "backward")
-        if self._program.executor.knows(key):
-            self._program.parameters.reshard((unit,))
-            self._program.executor.mark(key)
+        key = Key("reshard", unit, self.state.micro_batch, "backward")
+        if self.program.executor.knows(key):
+            self.program.parameters.reshard((unit,))
+            self.program.executor.mark(key)
 
     def _copy_in_order(self, all_complete: bool = False) -> None:
         """Copies units in, in the order of the schedule, as far as their gradients are complete: all are at the end."""
-        early = self._program.schedule.copied_early
+        early = self.program.schedule.copied_early
         while self._uncopied and (unit := self._uncopied[0]) in early:
             if unit not in self._over or not (all_complete or self._is_complete(unit)):
                 break
@@ -194,9 +186,9 @@ class BackwardPass:
 
     def _is_complete(self, unit: str) -> bool:
         """Whether autograd will add nothing more to the gradients of a unit's parameters."""
-        gradients, parameters = self._program.gradients, self._program.parameters.all
+        gradients, parameters = self.program.gradients, self.program.parameters.all
         assert gradients is not None
-        for index in self._program.slots_of(unit):
+        for index in self.program.slots_of(unit):
             parameter = parameters[index]
             if index in gradients.fired or not parameter.requires_grad:
                 continue
@@ -207,9 +199,9 @@ class BackwardPass:
 
     def _copy_in(self, unit: str) -> None:
         """Takes the gradients of a unit into their buckets, which launches the reductions that waited for them."""
-        program = self._program
+        program = self.program
         assert program.gradients is not None
-        key = Key("copy_in", unit, self._state.micro_batch, "backward")
+        key = Key("copy_in", unit, self.state.micro_batch, "backward")
         program.executor.begin(key)
         program.gradients.copy_in(program.slots_of(unit))
         program.executor.end()
@@ -217,7 +209,7 @@ class BackwardPass:
         program.executor.done(key)
 
     def _end(self) -> None:
-        program, state = self._program, self._state
+        program, state = self.program, self.state
         executor, gradients = program.executor, program.gradients
         executor.end()
         for unit in reversed(program.schedule.order):
@@ -236,7 +228,7 @@ class BackwardPass:
             if program.collectives is None:
                 gradients.copy_in(late)
             if state.synchronises:
-                self.step_end.run(gradients, late, self._slow)
+                self._synchronise(gradients, late)
         executor.launch_all() if not state.synchronises else executor.complete()
         if state.synchronises:
             program.statistics.close()
@@ -249,7 +241,54 @@ class BackwardPass:
 
     def _rest(self) -> None:
         """Lets parameters be what they are outside of forward and backward."""
-        program, parameters = self._program, self._program.parameters
+        program, parameters = self.program, self.program.parameters
         if program.schedule.reshards_after_forward:
             # Units that ran several times, or in another order. What is kept for the step stays until the update.
             parameters.reshard(program.schedule.gathered_units)
+
+    def _synchronise(self, gradients: Gradients, late: Sequence[int]) -> None:
+        """Lets the ranks agree on a step, waits for its reductions and publishes them. A collective call.
+
+        Args:
+            gradients: The model's, all copied in.
+            late: Indices of parameters of which more came after they were copied in.
+
+        Raises:
+            EngineError: Ranks saw the step differently.
+        """
+        program, executor, micro_batch = self.program, self.program.executor, self.state.micro_batch
+        statistics, buffers, first = program.statistics, program.module_buffers, self.state.step == 0
+        used: Collection[int] = gradients.used_in_step
+        slow = sorted(self._slow.union(late))
+        if program.collectives is not None:
+            key = Key("statistics", STATISTICS, micro_batch, "backward")
+            executor.begin(key)
+            squares = gradients.square_sum() if program.schedule.shards > 1 else None
+            checks = (micro_batch, executor.launched.take())
+            statistics.fill(used, slow, squares, gradients.carries, checks, buffers.unknown())
+            executor.end()
+            executor.done(key)
+        key = Key("publish", GRADIENTS, micro_batch, "backward")
+        executor.begin(key)
+        if program.collectives is not None:
+            statistics.require_alike()
+            self._reduce_late(late, statistics.late(slow, first))
+            if statistics.changes_buffers(first):
+                buffers.agree()
+            buffers.step_over()
+            used = used if gradients.complete else statistics.used()
+        gradients.publish(used, keep=program.world.rank == 0 or not program.schedule.has_server)
+        executor.end()
+        executor.done(key)
+
+    def _reduce_late(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
+        """Reduces what came after its unit was copied in; from now on these units wait for the whole backward."""
+        program = self.program
+        self.reduced_late = bool(anyones)
+        if not anyones:
+            return
+        for bucket in program.schedule.reduced_buckets:
+            if not set(anyones).isdisjoint(bucket.slots):
+                program.reduce_late(bucket, mine, self.state.micro_batch)
+        program.defer(program.parameters.flat.units_of(anyones))
+        self.order.slots_changed = program.schedule.reuses_gradient_slots

@@ -20,9 +20,10 @@ from paceline.core.step_state import StepState
 from paceline.core.strategy import Strategy
 from paceline.engine.backward import BackwardPass
 from paceline.engine.forward import ForwardPass
+from paceline.engine.give_up import gives_up
 from paceline.engine.gradient_norm import GradientNorm
 from paceline.engine.program import Program
-from paceline.engine.recovery import close, gives_up, reset
+from paceline.engine.recovery import close, reset
 from paceline.engine.unit_outputs import UnitOutputs
 from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
@@ -87,10 +88,9 @@ class Engine:
         self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
         self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]
         if self.schedule.copies_gradients:
-            before = self._pre_accumulate if self.schedule.replaces_earlier_gradients else None
+            before = self.backward.pre_accumulate if self.schedule.replaces_earlier_gradients else None
             trained = [p for p in module.parameters() if p.requires_grad]
-            after = self._post_accumulate if world.backend == "gloo" else self._post_accumulate_on_a_stream
-            self._handles += watch_parameters(trained, before, after)
+            self._handles += watch_parameters(trained, before, self.backward.post_accumulate)
         watch_optimizers(self)
         if strategy.recompute != "none":
             blocks = [module.get_submodule(name) for name in find_blocks(module, strategy.units)]
@@ -136,7 +136,7 @@ class Engine:
 
     def reduced_norm(self) -> Tensor:
         """See `GradientNorm.as_reduced`."""
-        return self.norm.as_reduced(self.backward.step_end.reduced_late)
+        return self.norm.as_reduced(self.backward.reduced_late)
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Inside, every parameter is whole, in its own shape and dtype; what is written to it is kept.
@@ -252,21 +252,6 @@ class Engine:
     def pre_backward(self, unit: str | None, generation: int) -> None:
         """See `Listener`."""
         self.backward.pre_backward(unit, generation)
-
-    @gives_up
-    def _pre_accumulate(self, parameter: nn.Parameter) -> None:
-        self.backward.pre_accumulate(parameter)
-
-    @gives_up
-    def _post_accumulate(self, parameter: nn.Parameter) -> None:
-        self.backward.post_accumulate(parameter)
-
-    @gives_up
-    def _post_accumulate_on_a_stream(self, parameter: nn.Parameter) -> None:
-        # Autograd adds on the stream of the forward that first used the parameter in a graph that still lives, which
-        # need not be that of the backward that copies the gradient.
-        self.program.executor.follow()
-        self.backward.post_accumulate(parameter)
 
     # ---- what a sharded parameter asks (Owner)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,25 +15,6 @@ from paceline.optimizers.watch import leave_optimizers
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def gives_up(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """Lets peers that wait for this rank know when it raises in a hook, unless all do so alike before they begin."""
-
-    @functools.wraps(method)
-    def told(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
-        self.state.require_whole_weights("forward, backward or optimizer.step()")
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            if self.program.collectives is not None:
-                self.program.collectives.give_up(error)
-            raise
-
-    return told  # type: ignore[return-value]
 
 
 def reset(engine: Engine) -> None:

@@ -1,0 +1,99 @@
+"""A backward pass as autograd runs it: whether it is this model's, alone or with others in one graph, and its end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from paceline.core.errors import EngineError
+from paceline.engine.program import Program
+from paceline.engine.unit_order import UnitOrder
+from paceline.hooks.structure import will_accumulate
+
+
+class AutogradPass:
+    """The pass of one model, which may be a part of one that others are in, too.
+
+    Autograd begins with the one model or the other, on each rank as its graph goes; what ranks wait for each other in,
+    they do in one order of models.
+    """
+
+    def __init__(self, program: Program, order: UnitOrder, end: Callable[[], None]) -> None:
+        """No pass is under way.
+
+        Args:
+            program: The model's.
+            order: In which its units run.
+            end: Ends its pass.
+        """
+        self._program, self._order, self._end = program, order, weakref.WeakMethod(end)
+        self._task = self._ignored = -1
+        _PASSES[self] = None
+
+    # ---- what it is
+
+    def is_ours(self, unit: str | None) -> bool:
+        """Whether the pass that begins leaves gradients in the model's parameters; if not, its hooks are passed over.
+
+        Args:
+            unit: Whose hook was called, so that its parameters are asked about first; None: the model's.
+
+        Raises:
+            EngineError: It does not, and parameters are not those that were laid out.
+        """
+        program = self._program
+        own = [program.parameters.all[index] for index in program.slots_of(unit)] if unit is not None else []
+        if self._leaves_gradients(own) or self._leaves_gradients(program.parameters.all):
+            return True
+        program.structure.require_unchanged()
+        self._ignored = torch._C._current_graph_task_id()
+        return False
+
+    def _leaves_gradients(self, parameters: Sequence[nn.Parameter]) -> bool:
+        return torch._C._current_graph_task_id() != self._ignored and will_accumulate(parameters)
+
+    @staticmethod
+    def require_no_graph(unit: str) -> None:
+        """Refuses a pass that makes a graph of the gradients, where parameters are resharded.
+
+        Raises:
+            EngineError: It does.
+        """
+        if torch.is_grad_enabled():
+            raise EngineError(
+                f"backward with create_graph=True: the graph of the gradients uses {unit}'s parameters when they "
+                "may have been let go again. Set strategy.zero to 2 or less, or strategy.accumulation to hold"
+            )
+
+    # ---- begin and end
+
+    def adopt_orders(self) -> None:
+        """Adopts the order of units of this model, and of all others that the pass leaves gradients in."""
+        for other in list(_PASSES):
+            if other is self or (other._order.is_open and will_accumulate(other._program.parameters.all)):
+                other._order.adopt()
+
+    def begin(self) -> None:
+        """The pass begins inside autograd, and is ended when that is through."""
+        # Queued from the outermost graph: from inside a reentrant checkpoint it would run when that one ends.
+        Variable._execution_engine.queue_callback(self._end_all)
+        self._task = torch._C._current_graph_task_id()
+
+    def _end_all(self) -> None:
+        """Ends this pass, if another model's did not, and those of the other models in the same graph."""
+        for other in [other for other in _PASSES if other._task == self._task and other._task != -1]:
+            other.forget()
+            if (end := other._end()) is not None:
+                end()
+
+    def forget(self) -> None:
+        """The pass is over, or given up."""
+        self._task = -1
+
+
+_PASSES: weakref.WeakKeyDictionary[AutogradPass, None] = weakref.WeakKeyDictionary()
+"""In the order in which models were made parallel, the same on every rank."""
