@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from paceline.comm.cpu.algorithm_choice import AlgorithmChoice, ranks_per_host
 from paceline.comm.cpu.codecs import CODECS, Wire
 from paceline.comm.cpu.compile import prepare
 from paceline.comm.cpu.execute import execute
-from paceline.comm.cpu.link_costs import measure_links
 from paceline.comm.cpu.prepared import PreparedCollective, copy_kernel, prepare_direct_gather, prepare_handshake
 from paceline.comm.cpu.registry import register
 from paceline.comm.cpu.residuals import SavedResiduals
 from paceline.comm.cpu.scratch import Scratch
 from paceline.comm.cpu.shared_memory import SharedBuffers
 from paceline.comm.cpu.signals import Signals, plain
-from paceline.comm.cpu.sums import accumulation_dtype
 from paceline.comm.cpu.tcp import TcpConnections
 from paceline.comm.transport import CommunicationError, SilenceError, Transport, explain
 from paceline.comm.watch import missing
-from paceline.core.collectives.algorithms import BANDWIDTH_OPTIMAL, REDUCTIONS, find_algorithm
-from paceline.core.collectives.choice import Choice, Topology, choose
+from paceline.core.collectives.algorithms import find_algorithm
+from paceline.core.collectives.choice import Choice
 from paceline.core.collectives.rounds import Algorithm, Traffic, chunk
 from paceline.core.errors import UserError
 
@@ -66,7 +64,7 @@ class CpuTransport:
         self._rank = rank
         self._world_size = len(hosts)
         self.hosts = tuple(hosts)
-        self.ranks_per_host = _ranks_per_host(hosts)
+        self.ranks_per_host = ranks_per_host(hosts)
         # Where any do, all cut what must be staged into the same pieces.
         self._some_share = len(set(hosts)) < len(hosts)
         self._channels = channels
@@ -82,11 +80,11 @@ class CpuTransport:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._failure: str | None = None
         self._running: PreparedCollective | None = None
-        self._topology: Topology | None = None
         register(self)
-        if self._connections is not None:
+        self._choice = AlgorithmChoice(bool(sockets), self._codec is not None)
+        if sockets:
             # Here, where every rank is, rather than in the first collective that needs it.
-            self._topology = measure_links(self)
+            self._choice.measure(self)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed flat buffer that ranks of this host can read. A collective call."""
@@ -169,9 +167,7 @@ class CpuTransport:
             size: Bytes.
             bandwidth_optimal: Only those that move the fewest bytes.
         """
-        if self._topology is None:
-            self._topology = measure_links(self)
-        return choose(collective, size, self._topology, bandwidth_optimal)
+        return self._choice.why(self, collective, size, bandwidth_optimal)
 
     def abort(self, reason: str = "") -> None:
         """Ends all waiting for peers, here and there; see `Transport.abort`."""
@@ -219,26 +215,6 @@ class CpuTransport:
 
     # ---- making ready
 
-    def _algorithm(self, collective: str, buffer: Tensor) -> str:
-        """The collective with the algorithm to run it by.
-
-        Without a name it is the fastest of those that move the fewest bytes. But not inside a host, where the default
-        adds in the order of the ranks and makes a sum the same to the bit wherever a buffer is cut; nor for low
-        precision, where the default rounds a sum only once.
-        """
-        name, _, algorithm = collective.partition("/")
-        algorithm, at, root = algorithm.partition("@")
-        if not algorithm and self._encodes(collective, buffer) and name in BANDWIDTH_OPTIMAL:
-            # In one hop between hosts, so that nothing is rounded twice.
-            return f"{name}/hierarchical" if self.ranks_per_host > 1 else collective
-        if algorithm == "auto":
-            return f"{name}/{self.why(name, buffer.nbytes).algorithm}{at}{root}"
-        if algorithm or self._connections is None or name not in BANDWIDTH_OPTIMAL or buffer.numel() % self._world_size:
-            return collective
-        if name in REDUCTIONS and accumulation_dtype(buffer.dtype) != buffer.dtype:
-            return collective
-        return f"{name}/{self.why(name, buffer.nbytes, bandwidth_optimal=True).algorithm}"
-
     def _prepare(
         self, collective: str, buffer: Tensor, label: str, scale: float, shard: Tensor | None
     ) -> PreparedCollective:
@@ -249,11 +225,11 @@ class CpuTransport:
             if shards is None:
                 raise ValueError(f"{collective} of {label}: the shard, which peers read, was not allocated here")
             return prepare_direct_gather(collective, label, self._rank, buffer, shards)
-        name = self._algorithm(collective, buffer)
+        name = self._choice.of(self, collective, buffer)
         algorithm = find_algorithm(name, self.ranks_per_host)
         local = self._buffers.views(buffer) or {self._rank: buffer}
         out = None if sends_shard else shard
-        codec = self._codec if self._encodes(collective, buffer) else None
+        codec = self._codec if self._choice.encodes(collective, buffer) else None
         residuals = self._buffers.residuals(buffer) if codec is not None else None
         ranks = self._rank, self._world_size
         prepared = prepare(
@@ -264,11 +240,6 @@ class CpuTransport:
             start, stop = chunk(*ranks, buffer.numel())
             prepared.fill = copy_kernel(buffer[start:stop], shard)
         return prepared
-
-    def _encodes(self, collective: str, buffer: Tensor) -> bool:
-        """Whether what a collective sends between hosts is encoded."""
-        sums = collective.partition("/")[0] in REDUCTIONS
-        return self._codec is not None and self._connections is not None and sums and buffer.dtype == torch.float32
 
     def _run_staged(self, collective: str, buffer: Tensor, label: str, scale: float, shard: Tensor | None) -> Traffic:
         """Runs a collective of a buffer that peers cannot read, by way of one that they can."""
@@ -281,7 +252,7 @@ class CpuTransport:
             self._shake_hands(collective, buffer, label)
             self._staging = self.allocate(size, torch.uint8)
         sent = received = 0
-        encodes = self._encodes(collective, buffer)
+        encodes = self._choice.encodes(collective, buffer)
         for number, piece in enumerate(buffer.split(size // buffer.itemsize)):
             staged = self._staging[: piece.nbytes].view(buffer.dtype)
             staged.copy_(piece)
@@ -324,9 +295,3 @@ class CpuTransport:
                 self._signals.abort(reason, inside=self._running is not None)
             if self._connections is not None:
                 self._connections.abort(reason)
-
-
-def _ranks_per_host(hosts: Sequence[str]) -> int:
-    """Ranks on each host, if they are as many on each and neighbours; else 0."""
-    each = [len(list(group)) for _, group in groupby(hosts)]
-    return each[0] if len(set(each)) == 1 and len(each) == len(set(hosts)) else 0
