@@ -40,7 +40,7 @@ class AutogradPass:
         """Whether the pass that begins leaves gradients in the model's parameters; if not, its hooks are passed over.
 
         Args:
-            unit: Whose hook was called, so that its parameters are asked about first; None: the model's.
+            unit: The one that told of it, so that its parameters are asked about first; None: the whole model.
 
         Raises:
             EngineError: It does not, and parameters are not those that were laid out.
