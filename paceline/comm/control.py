@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +21,11 @@ from torch import Tensor
 from paceline.comm import whereabouts
 from paceline.comm.authentication import TAG, is_signed, sign
 from paceline.comm.cpu.registry import find_deadlock
+from paceline.comm.group_work import LOOK_SECONDS, group_kept_after, is_done, lost, started
 from paceline.comm.patience import Silence, limit
 from paceline.comm.transport import CommunicationError, DisagreementError
 from paceline.comm.watch import missing
-from paceline.comm.world import World, current_world, keep_process_group
+from paceline.comm.world import World, current_world
 
 _LENGTHS = struct.Struct("<QQ")
 """Bytes of the subject and of the value that follow it, and the tag."""
@@ -36,8 +35,6 @@ _AT_FIRST = 1024
 """Bytes of a message that are gathered before its length is known; most messages end there."""
 _LABEL = 200
 """Characters of a label that others are told."""
-_LOOK_SECONDS = 0.5
-"""Between looks, while others do not come, at whether they wait for this rank elsewhere."""
 
 
 class _Subject(NamedTuple):
@@ -116,7 +113,7 @@ class _Control:
             own = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
             rows = [torch.empty_like(own) for _ in range(self.world.world_size)]
             whereabouts.messages += 1
-            sent = _Sent(padded, rows, _started(lambda: dist.all_gather(rows, own, async_op=True), label))
+            sent = _Sent(padded, rows, started(lambda: dist.all_gather(rows, own, async_op=True), label))
         whereabouts.message = label
         try:
             self._wait(sent, label, frees)
@@ -126,7 +123,7 @@ class _Control:
 
     def _wait(self, sent: _Sent, label: str, frees: bool) -> None:
         suspicion, silence = "", Silence(self.world.timeout)
-        with _group_kept_after(sent.work):
+        with group_kept_after(sent.work):
             while not self._arrived(sent, label, silence):
                 found = find_deadlock(f"rank {self.world.rank} waits in {label}")
                 if found is not None and found.reason == suspicion:
@@ -142,15 +139,15 @@ class _Control:
     def _arrived(self, sent: _Sent, label: str, silence: Silence) -> bool:
         """Waits a while; whether everything has arrived."""
         try:
-            return _is_done(sent.work)
+            return is_done(sent.work)
         except RuntimeError as error:
             # What Gloo says is about its sockets. It has the same time limit.
-            raise self._silent(label) if silence.left() <= _LOOK_SECONDS else _lost(label) from error
+            raise self._silent(label) if silence.left() <= LOOK_SECONDS else lost(label) from error
 
     def _silent(self, label: str) -> CommunicationError:
         within = f" within {limit(self.world.timeout):g} s"
         ranks = range(self.world.world_size)
-        return _lost(label, within, missing(whereabouts.MESSAGES, whereabouts.messages, ranks))
+        return lost(label, within, missing(whereabouts.MESSAGES, whereabouts.messages, ranks))
 
 
 _control: _Control | None = None
@@ -222,16 +219,16 @@ def broadcast(buffer: Tensor, source: int, label: str) -> None:
     world = current_world()
     if world.world_size == 1:
         return
-    work, silence = _started(lambda: dist.broadcast(buffer, source, async_op=True), label), Silence(world.timeout)
-    with _group_kept_after(work):
+    work, silence = started(lambda: dist.broadcast(buffer, source, async_op=True), label), Silence(world.timeout)
+    with group_kept_after(work):
         try:
-            while not _is_done(work):
+            while not is_done(work):
                 if silence.left() <= 0:
-                    raise _lost(label, f" within {limit(world.timeout):g} s")
+                    raise lost(label, f" within {limit(world.timeout):g} s")
         except CommunicationError:
             raise
         except RuntimeError as error:
-            raise _lost(label) from error
+            raise lost(label) from error
 
 
 def new_generation(label: str = "pl.reset") -> None:
@@ -266,49 +263,6 @@ def _disagreement(subjects: Sequence[_Subject]) -> str:
     return (
         f"ranks disagree on what to exchange; {'; '.join(sides)}. Every rank must make the same calls in the same "
         "order; where a step failed on some ranks, call pl.reset(model) on all of them"
-    )
-
-
-def _started(start: Callable[[], dist.Work | None], label: str) -> dist.Work:
-    try:
-        work = start()
-    except RuntimeError as error:
-        raise _lost(label) from error
-    assert work is not None
-    return work
-
-
-def _is_done(work: dist.Work) -> bool:
-    """Waits a while; whether it is done.
-
-    Raises:
-        RuntimeError: It failed.
-    """
-    try:
-        work.wait(timedelta(seconds=_LOOK_SECONDS))
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        # It may have come to its end since the wait had.
-        work.wait(timedelta(seconds=_LOOK_SECONDS))
-    return True
-
-
-@contextmanager
-def _group_kept_after(work: dist.Work) -> Iterator[None]:
-    """Where the inside gives up before the work is done, the process group cannot be ended without waiting for it."""
-    try:
-        yield
-    except BaseException:
-        if not work.is_completed():
-            keep_process_group()
-        raise
-
-
-def _lost(label: str, within: str = "", told: Sequence[str] = ()) -> CommunicationError:
-    return CommunicationError(
-        "; ".join([f"a rank is gone or did not answer{within} in {label}", *told])
-        + ". Every rank must call it, equally often; if a rank failed, what it raised says more"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import nullcontext
-from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -235,25 +234,3 @@ def test_a_message_that_is_too_long_is_refused_on_every_rank(ranks) -> None:
     for message, after in ranks(2, tell_too_much):
         assert message.startswith("plan: rank 1 tells 20") and "at most 10000 are a control message" in message
         assert after == [0, 1]
-
-
-class EndsMeanwhile:
-    """A message that arrives when a wait for it has just come to its end."""
-
-    def __init__(self, fails: bool) -> None:
-        self._waits, self._fails = 0, fails
-
-    def wait(self, timeout: timedelta) -> bool:
-        self._waits += 1
-        if self._waits == 1 or self._fails:
-            raise RuntimeError("Operation timed out!" if self._waits == 1 else "Connection closed by peer")
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def test_what_arrives_as_a_wait_ends_has_arrived() -> None:
-    assert control._is_done(EndsMeanwhile(fails=False))  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        control._is_done(EndsMeanwhile(fails=True))  # type: ignore[arg-type]
