@@ -57,7 +57,7 @@ def recorded_step(strategy: Strategy, micro_batches: int) -> dict[str, Any]:
 )
 def test_products_are_those_of_what_ranks_gave(ranks: RankPool, strategy: Strategy, n: int, micro_batches: int) -> None:
     found, *others = ranks(n, recorded, strategy, micro_batches)
-    each_is_reduced = strategy.reduces_each
+    each_is_reduced = strategy.reduces_every_micro_batch
     # What was reduced last: with each reduced for itself, the last micro-batch alone.
     batches = range(micro_batches - 1, micro_batches) if each_is_reduced else range(micro_batches)
     own = [alone(rank, batches) for rank in range(n)]
