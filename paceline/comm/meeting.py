@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from paceline.comm.authentication import new_secret
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.001
+"""Between two looks, at first; then as long as a tenth of what was waited."""
+_LONGEST_POLL_SECONDS = 0.02
 
 
 def agree(store: Any, rank: int, world_size: int, seconds: float) -> str:
@@ -29,7 +31,7 @@ def agree(store: Any, rank: int, world_size: int, seconds: float) -> str:
     Raises:
         torch.distributed.DistStoreError: Some did not come.
     """
-    own, deadline = secrets.token_hex(16), time.monotonic() + seconds
+    own, began = secrets.token_hex(16), time.monotonic()
     store.set(f"hello {rank}", own)
     if rank:
         name: str = store.get(f"welcome {own}").decode()
@@ -44,10 +46,10 @@ def agree(store: Any, rank: int, world_size: int, seconds: float) -> str:
                 welcomed.add(word)
         if store.check([f"{own} {other}" for other in others]):
             return own
-        if time.monotonic() > deadline:
+        if (waited := time.monotonic() - began) > seconds:
             missing = [str(other) for other in others if not store.check([f"{own} {other}"])]
             raise dist.DistStoreError(f"rank {', '.join(missing)} did not come within {seconds:g} s")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(min(max(_POLL_SECONDS, waited / 10), _LONGEST_POLL_SECONDS))
 
 
 def tell_all(value: Any, store: Any, rank: int, world_size: int) -> list[Any]:

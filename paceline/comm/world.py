@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from paceline.comm import meeting, watch
 from paceline.comm.devices import choose, index_of, look, tell_all
 from paceline.comm.environment import JOINING, read_environment
+from paceline.comm.folder_store import FolderStore
 from paceline.comm.gpu_streams import let_end
 from paceline.comm.meeting import share_secret
 from paceline.comm.nccl import abort_process_group, is_of_nccl, last_words
@@ -75,6 +78,8 @@ _ENDING_SECONDS = 10.0
 _JOINING_SECONDS = 60.0
 """Ranks start at different times, and are waited for at least so long: none is silent yet."""
 _failed = False
+_folder_store: Any = None
+"""Torch's own code, which calls it, does not keep it."""
 _kept: list[Any] = []
 """Process groups of Gloo's with messages that others will not answer. To end one is to wait for its time limit."""
 
@@ -125,7 +130,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
         with _joining(rank, world_size, method):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo",
-                store=_prefixed("default_pg", store),
+                store=_store_of_group(store, world, method),
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
@@ -139,12 +144,12 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
 
 def _open_store(rank: int, world_size: int, method: str, timeout: timedelta) -> Any:
     """Where the ranks of a job meet, with keys of its own for each time that they do."""
+    global _folder_store
     store: Any
     if method.startswith(_FILE):
         # All ranks are on this host; its name need not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # Opened here, as torch would take the path for an address, which ends at a question mark.
-        store = dist.FileStore(method.removeprefix(_FILE), world_size)  # type: ignore[attr-defined]
+        store = _folder_store = FolderStore(Path(method.removeprefix(_FILE)))
     elif method.startswith(STORE):
         address, _, job = method.removeprefix(STORE).partition("/")
         host, _, port = address.rpartition(":")
@@ -154,6 +159,16 @@ def _open_store(rank: int, world_size: int, method: str, timeout: timedelta) -> 
         store, _, _ = next(rendezvous(method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return _prefixed(meeting.agree(store, rank, world_size, timeout.total_seconds()), store)
+
+
+def _store_of_group(store: Any, world: World, method: str) -> Any:
+    """Where the process group's ranks find each other."""
+    if world.backend == "nccl" and method.startswith(_FILE):
+        # NCCL's own threads use it as long as the job lasts. Opened here, as torch would take the path for an address,
+        # which ends at a question mark.
+        name = hashlib.sha256(world.secret).hexdigest()[:16]
+        store = dist.FileStore(str(Path(method.removeprefix(_FILE)) / name), -1)  # type: ignore[attr-defined]
+    return _prefixed("default_pg", store)
 
 
 def _exchange_in(store: Any, rank: int, world_size: int) -> Exchange:
