@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import shlex
@@ -20,11 +19,13 @@ from pathlib import Path
 from typing import Self
 
 from paceline.bench.progress import progress
+from paceline.bench.recovery_log import LoggedStep, RecoveryLog, read_log
 from paceline.bench.results import half_spread, write_json
 from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
 from paceline.launch.seat import SEAT
 from paceline.launch.temporary_folder import TemporaryFolder
+from paceline.train.interruption import PARTS
 from paceline.train.run_folder import METRICS
 
 _MARK = "PACELINE_BENCH_MARK"
@@ -54,14 +55,21 @@ class Recovery:
     Attributes:
         system: What was done.
         kills: How many workers were killed.
-        median_seconds: Between the last step before a kill and the next that was not done before, less a usual step.
+        median_seconds: Between the last step before a kill and the next that was not done before, less a usual step of
+            as many ranks as did that.
         spread_seconds: Half the distance between the quartiles of that.
         worst_seconds: The most.
+        rejoins: How often ranks left a job between two steps, to form one with more of them.
+        rejoin_seconds: As `median_seconds`, around a rejoin; None without any.
+        rejoin_worst_seconds: The most.
         steps_repeated: Over all kills.
         goodput: Share of the time from the first step to the last in which steps were done for the first time.
         stopped: Share in which none was, from the last before a kill to the next of any kind, less a usual step.
+        joining: The same around a rejoin.
         repeated: Share in which steps were done again.
         slower: Share that the other steps took beyond a usual one, as with fewer ranks or beside one that starts.
+        parts: Median seconds of each part of going on after a kill (`paceline.train.interruption.PARTS`).
+        rejoin_parts: The same of a rejoin.
     """
 
     system: str
@@ -69,11 +77,17 @@ class Recovery:
     median_seconds: float
     spread_seconds: float
     worst_seconds: float
+    rejoins: int
+    rejoin_seconds: float | None
+    rejoin_worst_seconds: float | None
     steps_repeated: int
     goodput: float
     stopped: float
+    joining: float
     repeated: float
     slower: float
+    parts: dict[str, float]
+    rejoin_parts: dict[str, float]
 
 
 def main(options: FaultsBench) -> list[Recovery]:
@@ -86,7 +100,7 @@ def main(options: FaultsBench) -> list[Recovery]:
         for number, (system, arguments) in enumerate(_systems(options).items()):
             run = folder.path / str(number)
             report(f"{system}: starting")
-            with _Training([*arguments, "--folder", str(run)], run) as training:
+            with _Training([*arguments, "--folder", str(run)], run, options.workers) as training:
                 try:
                     training.wait_for_steps(options.every)
                     for kill in range(options.kills):
@@ -98,7 +112,7 @@ def main(options: FaultsBench) -> list[Recovery]:
                     print(f"{system}: after {len(training.kills)} kills {error}")
                     failures.append({"system": system, "kills": len(training.kills), "reason": str(error)})
                 else:
-                    rows.append(recovery(system, training.steps(), training.kills))
+                    rows.append(recovery(system, training.log(), training.kills))
             if options.json:  # each time, so that what one system does costs none of the others' figures
                 write_json(options.json, rows, {"failures": failures} if failures else None)
     if rows:
@@ -106,40 +120,65 @@ def main(options: FaultsBench) -> list[Recovery]:
     return rows
 
 
-def recovery(system: str, steps: Sequence[tuple[int, float]], kills: Sequence[float]) -> Recovery:
+def recovery(system: str, log: RecoveryLog, kills: Sequence[float]) -> Recovery:
     """Figures from a run's log.
 
     Args:
         system: Its name.
-        steps: (number, time) of each step, as they were done, those that were done again among them.
+        log: What the run has written.
         kills: When workers were killed, by the same clock.
     """
-    new, highest = [], 0
-    for step, at in steps:
-        if step > highest:
-            highest = step
-            new.append((step, at))
-    usual = statistics.median(later - at for (_, at), (_, later) in itertools.pairwise(steps))
-    stalls = []
-    for kill in kills:
-        (before, began), (after, ended) = next(pair for pair in itertools.pairwise(new) if pair[1][1] > kill)
-        stalls.append(max(0.0, ended - began - usual * (after - before)))
-    whole, again = steps[-1][1] - steps[0][1], len(steps) - len(new)
-    gaps = {next(pair for pair in itertools.pairwise(steps) if pair[1][1] > kill) for kill in kills}
-    stopped = sum(max(0.0, ended - began - usual) for (_, began), (_, ended) in gaps) / whole
-    goodput, repeated = usual * (new[-1][0] - new[0][0]) / whole, usual * again / whole
+    steps, new, highest = log.steps, [], 0
+    for step in steps:
+        if step.number > highest:
+            highest = step.number
+            new.append(step)
+    usual = _usual(steps)
+    best = usual[max(usual)]
+
+    def stall(at: float) -> float:
+        before, after = next(pair for pair in itertools.pairwise(new) if pair[1].at > at)
+        return max(0.0, after.at - before.at - usual[after.ranks] * (after.number - before.number))
+
+    def share(times: Sequence[float]) -> float:
+        gaps = {next(pair for pair in itertools.pairwise(steps) if pair[1].at > at) for at in times}
+        return sum(max(0.0, after.at - before.at - usual[after.ranks]) for before, after in gaps) / whole
+
+    rejoins = [at for at in log.rejoins if at < new[-1].at]
+    stalls, joins = [stall(kill) for kill in kills], [stall(rejoin) for rejoin in rejoins]
+    whole, again = steps[-1].at - steps[0].at, len(steps) - len(new)
+    stopped, joining = share(kills), share(rejoins)
+    goodput, repeated = best * (new[-1].number - new[0].number) / whole, best * again / whole
     return Recovery(
         system,
         len(kills),
         statistics.median(stalls),
         half_spread(stalls),
         max(stalls),
+        len(joins),
+        statistics.median(joins) if joins else None,
+        max(joins, default=None),
         again,
         goodput,
         stopped,
+        joining,
         repeated,
-        1.0 - goodput - stopped - repeated,
+        1.0 - goodput - stopped - joining - repeated,
+        _medians(log.after_losses),
+        _medians(log.after_rejoins),
     )
+
+
+def _usual(steps: Sequence[LoggedStep]) -> dict[int, float]:
+    """Median seconds of a step, by how many ranks did it."""
+    pairs = [pair for pair in itertools.pairwise(steps) if pair[0].ranks == pair[1].ranks]
+    took = {ranks: [b.at - a.at for a, b in pairs if b.ranks == ranks] for ranks in {step.ranks for step in steps}}
+    every = statistics.median(later.at - step.at for step, later in itertools.pairwise(steps))
+    return {ranks: statistics.median(seconds) if seconds else every for ranks, seconds in took.items()}
+
+
+def _medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {part: statistics.median(each[part] for each in found) for part in PARTS} if found else {}
 
 
 def _systems(options: FaultsBench) -> dict[str, list[str]]:
@@ -163,7 +202,8 @@ def _systems(options: FaultsBench) -> dict[str, list[str]]:
 class _Training:
     """A training whose workers are killed; nothing of it is left when the block ends."""
 
-    def __init__(self, arguments: Sequence[str], run: Path) -> None:
+    def __init__(self, arguments: Sequence[str], run: Path, ranks: int) -> None:
+        self._ranks = ranks
         self._run, self._mark = run, uuid.uuid4().hex
         self._arguments = arguments
         self.kills: list[float] = []
@@ -186,13 +226,9 @@ class _Training:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
-    def steps(self) -> list[tuple[int, float]]:
-        """(number, time) of each step that was logged."""
-        path = self._run / METRICS
-        lines = path.read_text().splitlines() if path.exists() else []
-        # The last line may be half written.
-        found = [json.loads(line) for line in lines if line.endswith("}")]
-        return [(line["step"], line["time"]) for line in found if "train/loss" in line]
+    def log(self) -> RecoveryLog:
+        """What the run has written so far."""
+        return read_log(self._run / METRICS, self._ranks)
 
     def wait_for_steps(self, seconds: float) -> None:
         """Waits for a step that was not done before, and then so many seconds.
@@ -200,8 +236,8 @@ class _Training:
         Raises:
             UserError: There is none.
         """
-        known, deadline = max((step for step, _ in self.steps()), default=0), time.monotonic() + _PATIENCE_SECONDS
-        while max((step for step, _ in self.steps()), default=0) <= known:
+        known, deadline = self.log().latest, time.monotonic() + _PATIENCE_SECONDS
+        while self.log().latest <= known:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 command = shlex.join(self._arguments)
                 raise UserError(f"the training does not go on: python {command}; try it by itself")
@@ -226,10 +262,29 @@ class _Training:
 
 
 def _print(rows: Sequence[Recovery]) -> None:
-    print(f"{'':<36} kills  stall, median        worst  steps repeated  goodput, and lost: stopped  repeated  slower")
+    print(
+        f"{'':<36} kills  stall, median        worst  rejoins  stall, median   worst  steps repeated  "
+        "goodput, and lost: stopped  joining  repeated  slower"
+    )
     for row in rows:
         median = f"{row.median_seconds:6.2f} +- {row.spread_seconds:.2f} s"
-        print(
-            f"{row.system:<36} {row.kills:>5}  {median:>16}  {row.worst_seconds:5.2f} s  {row.steps_repeated:>14}"
-            f"  {row.goodput:7.1%}{row.stopped:20.1%}{row.repeated:10.1%}{row.slower:8.1%}"
+        rejoin, worst = (
+            "" if seconds is None else f"{seconds:.2f} s" for seconds in (row.rejoin_seconds, row.rejoin_worst_seconds)
         )
+        print(
+            f"{row.system:<36} {row.kills:>5}  {median:>16}  {row.worst_seconds:5.2f} s  {row.rejoins:>7}  {rejoin:>13}"
+            f"  {worst:>6}  {row.steps_repeated:>14}"
+            f"  {row.goodput:7.1%}{row.stopped:20.1%}{row.joining:9.1%}{row.repeated:10.1%}{row.slower:8.1%}"
+        )
+    told = [
+        (f"{row.system}: {what}", parts)
+        for row in rows
+        for what, parts in (("kill", row.parts), ("rejoin", row.rejoin_parts))
+        if parts
+    ]
+    if told:
+        names = [part.replace("_", " ") for part in PARTS]
+        print(f"\n{'ms from the last step to the next':<44}" + "".join(f"{name:>11}" for name in (*names, "in all")))
+    for name, parts in told:
+        figures = [*parts.values(), sum(parts.values())]
+        print(f"{name:<44}" + "".join(f"{seconds * 1e3:>11.0f}" for seconds in figures))

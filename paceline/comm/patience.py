@@ -33,6 +33,16 @@ def end_waits_when(why_broken: Callable[[], str]) -> None:
     _why_broken = why_broken
 
 
+def require_unbroken() -> None:
+    """Refuses to compute on what other ranks will not answer to.
+
+    Raises:
+        CommunicationError: They will not; says why.
+    """
+    if why := _why_broken():
+        raise CommunicationError(why)
+
+
 def limit(timeout: float) -> float:
     """Seconds after which a silent peer is given up now, at most `timeout`."""
     return min(timeout, _limit)
@@ -60,8 +70,7 @@ class Silence:
         Raises:
             CommunicationError: It is known that it will not answer.
         """
-        if why := _why_broken():
-            raise CommunicationError(why)
+        require_unbroken()
         now = time.monotonic()
         self._seconds += min(now - self._looked, _FROZEN_SECONDS)
         self._looked = now

@@ -5,7 +5,7 @@ What needs torch, the loader, is in `paceline.data.loader`: the launcher reads c
 
 from paceline.data.config import DataConfig
 from paceline.data.corpus import Corpus, Facts, SplitFacts, TokenFile, open_corpus
-from paceline.data.preparation import prepare
+from paceline.data.preparation import prepare, prepared
 from paceline.data.tokenizer import Tokenizer
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "Tokenizer",
     "open_corpus",
     "prepare",
+    "prepared",
 ]

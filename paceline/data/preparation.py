@@ -47,10 +47,7 @@ def prepare(config: DataConfig, *, report: Report | None = None, threads: int | 
         UserError: the text is missing, too little, or in part not text where `config` refuses that; the tokenizer
             cannot be read; the cache cannot be written.
     """
-    sources = find(config.path)
-    settings = _settings(config)
-    cache = Cache(config.cache_folder)
-    mark = _digest(sources.fingerprint(), config.text_field, *settings)
+    sources, settings, cache, mark = _asked(config)
     known = _recorded(cache, mark)
     if known is None:
         estimate = sum(file.size for file in sources.files)
@@ -59,18 +56,24 @@ def prepare(config: DataConfig, *, report: Report | None = None, threads: int | 
             cache.lock(mark, report),
         ):
             known = _recorded(cache, mark) or _build(config, sources, settings, cache, mark, report, threads)
-    corpus, not_text = known
-    unreadable = {**sources.unreadable, **not_text}
-    refuse_unreadable(config, unreadable)
-    files = len(sources.files) - len(not_text)
-    facts = replace(corpus.facts, source=sources.name, files=files, ignored=sources.ignored)
-    corpus = replace(corpus, facts=facts)
+    corpus, unreadable = _found(config, sources, known)
     if report is not None:
         for line in describe(corpus):
             report(line)
         if unreadable:
             report(describe_unreadable(unreadable))
     return corpus
+
+
+def prepared(config: DataConfig) -> Corpus | None:
+    """The corpus of `config` if it lies in the cache, without waiting for anybody who makes it.
+
+    Raises:
+        UserError: the text is missing, or in part not text where `config` refuses that; the tokenizer cannot be read.
+    """
+    sources, _, cache, mark = _asked(config)
+    known = _recorded(cache, mark)
+    return None if known is None else _found(config, sources, known)[0]
 
 
 def describe(corpus: Corpus) -> list[str]:
@@ -97,6 +100,23 @@ def describe(corpus: Corpus) -> list[str]:
 
 Known = tuple[Corpus, dict[str, str]]
 """A corpus, and the files that were passed over for it."""
+
+
+def _asked(config: DataConfig) -> tuple[Sources, tuple[str, ...], Cache, str]:
+    """Where the text is, all else that an entry depends on, the cache, and the mark of both in it."""
+    sources, settings = find(config.path), _settings(config)
+    return sources, settings, Cache(config.cache_folder), _digest(sources.fingerprint(), config.text_field, *settings)
+
+
+def _found(config: DataConfig, sources: Sources, known: Known) -> Known:
+    """The corpus as it is of these files, and all that could not be read."""
+    corpus, not_text = known
+    unreadable = {**sources.unreadable, **not_text}
+    refuse_unreadable(config, unreadable)
+    files = len(sources.files) - len(not_text)
+    return replace(
+        corpus, facts=replace(corpus.facts, source=sources.name, files=files, ignored=sources.ignored)
+    ), unreadable
 
 
 def _recorded(cache: Cache, mark: str) -> Known | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.devices import strategy_on
+from paceline.comm.patience import require_unbroken
 from paceline.comm.world import World
 from paceline.core.events import Event
 from paceline.core.layout import Layout
@@ -218,6 +219,7 @@ class Engine:
     @gives_up
     def pre_forward(self, unit: str, records: bool) -> None:
         """See `Listener`."""
+        require_unbroken()
         if self.update.under_way:
             self.update.suspend()
         self.forward.pre_forward(unit, records)
@@ -251,6 +253,7 @@ class Engine:
     @gives_up
     def pre_backward(self, unit: str | None, generation: int) -> None:
         """See `Listener`."""
+        require_unbroken()
         self.backward.pre_backward(unit, generation)
 
     # ---- what a sharded parameter asks (Owner)

@@ -34,6 +34,7 @@ def lead(
     spares: int,
     threads: int,
     fits: Callable[[int], bool],
+    planned: Callable[[dict[str, Any]], object],
 ) -> int:
     """Runs `command` on all hosts as `launch_replacing` does on one; the other hosts' launchers `follow`.
 
@@ -48,6 +49,7 @@ def lead(
         spares: On each host.
         threads: See `launch`.
         fits: See `launch_replacing`.
+        planned: See `launch_replacing`.
 
     Raises:
         UserError: Not all hosts come, or processes cannot be started.
@@ -56,7 +58,8 @@ def lead(
         meeting.open_store()
     end = LeadingEnd(meeting)
     with TemporaryFolder("job") as folder:
-        job = _LeadingJob(folder.path, command, workers, threads_each(workers, threads), least, spares, fits, end)
+        threads = threads_each(workers, threads)
+        job = _LeadingJob(folder.path, command, workers, threads, least, spares, fits, planned, end)
         status = 1
         try:
             status = job.run()
@@ -85,11 +88,12 @@ class _LeadingJob(ReplacingJob):
         least: int,
         spares: int,
         fits: Callable[[int], bool],
+        planned: Callable[[dict[str, Any]], object],
         end: LeadingEnd,
     ) -> None:
         self._hosts = 1 + len(end.missing)
         members = Members(workers * self._hosts, least, fits, self._host_of)
-        super().__init__(folder, command, workers, threads, members, spares)
+        super().__init__(folder, command, workers, threads, members, spares, planned)
         self._end = end
         self._where: list[int] = []
         """The host of each worker."""

@@ -43,6 +43,7 @@ class Members:
         self.lost: set[int] = set()
         self.waiting: list[int] = []
         self._holds: dict[int, str] = {}
+        self._steps_done: dict[int, int] = {}
         self._ended: set[int] = set()
         self._done: set[int] = set()
         self._asked = False
@@ -59,6 +60,16 @@ class Members:
         return [number for number in self.ranks if self._is_in(number)] if self.is_broken else []
 
     @property
+    def is_settled(self) -> bool:
+        """Whether the present job has lost nobody and has done a step."""
+        return self._has_stepped and not self.is_broken
+
+    @property
+    def is_short(self) -> bool:
+        """Whether all that are left ask for a place, and are too few."""
+        return self.is_broken and not self.silent and not self._largest(len(self.waiting))
+
+    @property
     def is_over(self) -> bool:
         """Whether the work is done: some rank has ended well, and none is still at it."""
         return bool(self._done.intersection(self.ranks)) and not any(map(self._is_in, self.ranks))
@@ -68,20 +79,21 @@ class Members:
         """Ranks of the present job that ask for a place in another one, in their order."""
         return [number for number in self.ranks if number in self.waiting]
 
-    def wait(self, number: int, epoch: int, holds: str = "") -> None:
+    def wait(self, number: int, epoch: int, holds: str = "", done: int = 0) -> None:
         """A worker asks for a place.
 
         Args:
             number: Which.
             epoch: Of the job that it has left; -1 if it never had a place.
             holds: What it holds in memory of that job's work: others that say the same hold the same.
+            done: How many steps of it.
         """
         if epoch == -1 and number in self.ranks:
             # It was given one before it asked.
             return
         if epoch in (-1, self.epoch) and number not in self.waiting and number not in self._ended:
             self.waiting.append(number)
-            self._holds[number] = holds
+            self._holds[number], self._steps_done[number] = holds, done
 
     def step(self, epoch: int) -> None:
         """The job of `epoch` has done a step."""
@@ -114,8 +126,8 @@ class Members:
     def form(self, coming: int) -> list[int] | None:
         """Forms the next job where all ranks of the present one have left it; its workers by rank.
 
-        Ranks keep their order, so that rank 0 stays the same as long as it lives; others come behind them. Those of a
-        host are next to each other.
+        Ranks keep their order, so that rank 0 stays the same as long as it lives and none has done a step that it has
+        not; others come behind them. Those of a host are next to each other.
 
         Args:
             coming: Workers that have been started and will ask for a place.
@@ -125,7 +137,7 @@ class Members:
         """
         if self.is_over or not self.is_broken or self.silent:
             return None
-        remaining = self.waiting_ranks
+        remaining = sorted(self.waiting_ranks, key=lambda number: -self._steps_done[number])
         candidates = remaining + [number for number in self.waiting if number not in remaining]
         size = self._largest(len(candidates))
         if size == 0:

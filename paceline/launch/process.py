@@ -45,6 +45,13 @@ class LocalProcess(subprocess.Popen[bytes]):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    def end_descriptor(self) -> int | None:
+        """A descriptor that can be read from when the process has ended; None where the kernel has none."""
+        try:
+            return os.pidfd_open(self.pid)
+        except (AttributeError, OSError):
+            return None
+
     def is_stopped(self) -> bool:
         """See `Process`."""
         try:

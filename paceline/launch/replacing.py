@@ -21,6 +21,9 @@ SILENT_SECONDS = 120.0
 """After a loss, how long other ranks may compute before they notice it; those that do not are ended."""
 STOPPED_SECONDS = 1.0
 """The same for one that is stopped, as by SIGSTOP."""
+LATER_SECONDS = 2.0
+"""After a loss, how long to wait at most for the others to do a step again before another worker is started: its start
+takes the cores that they need."""
 MEMORY, ROOM = Path("/dev/shm"), 1 << 30
 """Where ranks hand on what they hold, if so many bytes are free there; else in the temporary folder."""
 
@@ -32,6 +35,7 @@ def launch_replacing(
     spares: int,
     threads: int = 0,
     fits: Callable[[int], bool] = lambda ranks: True,
+    planned: Callable[[dict[str, Any]], object] = lambda strategy: None,
 ) -> int:
     """Runs `command` as `launch` does, but goes on when a worker is lost: killed, stopped for good, or not heard of.
 
@@ -46,6 +50,7 @@ def launch_replacing(
         spares: Processes that wait to take the place of a lost one.
         threads: See `launch`.
         fits: Whether so many ranks can share the work.
+        planned: Is told when workers have a strategy of their own (`Seat.has_planned`), which `fits` goes by then.
 
     Returns:
         As `launch`.
@@ -55,14 +60,22 @@ def launch_replacing(
     """
     with TemporaryFolder("job") as folder:
         members = Members(workers, least, fits)
-        return ReplacingJob(folder.path, command, workers, threads_each(workers, threads), members, spares).run()
+        threads = threads_each(workers, threads)
+        return ReplacingJob(folder.path, command, workers, threads, members, spares, planned).run()
 
 
 class ReplacingJob(SeatedJob):
     """Workers that are ranks, or wait to be."""
 
     def __init__(
-        self, folder: Path, command: Sequence[str], workers: int, threads: int, members: Members, spares: int
+        self,
+        folder: Path,
+        command: Sequence[str],
+        workers: int,
+        threads: int,
+        members: Members,
+        spares: int,
+        planned: Callable[[dict[str, Any]], object],
     ) -> None:
         """Starts nothing yet.
 
@@ -73,9 +86,10 @@ class ReplacingJob(SeatedJob):
             threads: Of each.
             members: Who is which rank.
             spares: Processes on this host that wait at first.
+            planned: See `launch_replacing`.
         """
         super().__init__(folder, command, workers, threads)
-        self._members_now, self._spares = members, spares
+        self._members_now, self._spares, self._planned = members, spares, planned
         self._seen: set[int] = set()
         """Workers whose end was taken in."""
         self._asks: set[int] = set()
@@ -84,6 +98,8 @@ class ReplacingJob(SeatedJob):
         """Those that others went on after."""
         self._dismissed: set[int] = set()
         """Those that waited for a place when all were told to stop."""
+        self._due: dict[int, float] = {}
+        """Those for which another is to be started, and when at the latest."""
         self._work = ""
         self._broken_since: float | None = None
         self._fatal: set[int] = set()
@@ -106,11 +122,13 @@ class ReplacingJob(SeatedJob):
     def _take(self, number: int, message: dict[str, Any]) -> None:
         if "wait" in message:
             self._asks.add(number)
-            self._members_now.wait(number, message["wait"], message["holds"])
+            self._members_now.wait(number, message["wait"], message["holds"], message["done"])
         elif "step" in message:
             self._members_now.step(message["step"])
             self._work = message["work"]
             self._forget_memory()
+        elif "planned" in message:
+            self._planned(message["planned"])
 
     def _give_places(self) -> None:
         members = self._members_now
@@ -179,6 +197,8 @@ class ReplacingJob(SeatedJob):
             self._end_silent()
             # After a stop, too: those that are left save what they have.
             self._form()
+            if self._stop is None:
+                self._start_due()
 
     def _pass_on(self, stop: signal.Signals) -> None:
         for number, process in enumerate(self._processes):
@@ -193,7 +213,18 @@ class ReplacingJob(SeatedJob):
         words = read_failure(self._failure_file(number), number, self._processes[number].returncode, 0.0).text
         of = f" of {len(members.ranks)}" if number in members.ranks else ""
         show(f"{self._name(number)}{of} is lost. {words}", warning=True)
-        self._replace(number)
+        self._due[number] = time.monotonic() + LATER_SECONDS
+        if of:
+            # They need not compute to the end of what they will find out then.
+            for other in members.ranks:
+                self._seats[other].send({"broken": members.epoch, "why": f"{self._name(number)} is gone"})
+
+    def _start_due(self) -> None:
+        members = self._members_now
+        for number, latest in list(self._due.items()):
+            if members.is_settled or members.is_short or time.monotonic() > latest:
+                del self._due[number]
+                self._replace(number)
 
     def _end_silent(self) -> None:
         silent = self._members_now.silent
@@ -224,9 +255,9 @@ class ReplacingJob(SeatedJob):
         self._give_places()
 
     def _coming(self) -> int:
-        """Workers that have been started and will ask for a place."""
+        """Workers that have been started, or are about to be, and will ask for a place."""
         placed = self._asks | self._rank_of.keys() | self._ended.keys()
-        return sum(number not in placed for number in range(len(self._processes)))
+        return len(self._due) + sum(number not in placed for number in range(len(self._processes)))
 
     def _forget_memory(self) -> None:
         if self._memory is not None:

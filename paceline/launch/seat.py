@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
@@ -98,6 +99,7 @@ class Seat:
 
     Attributes:
         place: The present one; None before the first.
+        stepped: When the latest step was done, on the host's monotonic clock; None before the first.
     """
 
     def __init__(self, line: socket.socket, screen: tuple[int, int]) -> None:
@@ -109,6 +111,7 @@ class Seat:
         """
         self._line, self._screen = line, screen
         self.place: Place | None = None
+        self.stepped: float | None = None
         self._given: Place | None = None
         self._leaves = self._has_stepped = False
         self._broken = ""
@@ -123,16 +126,17 @@ class Seat:
         line, *screen = map(int, environment.pop(SEAT).split(","))
         return cls(socket.socket(fileno=line), (screen[0], screen[1]))
 
-    def take_place(self, warm_up: Callable[[], object], holds: str = "") -> Place | None:
+    def take_place(self, warm_up: Callable[[], object], holds: str = "", done: int = 0) -> Place | None:
         """Waits for a place and sets the environment accordingly; None where this worker is not needed any more.
 
         Args:
             warm_up: Called before waiting by a worker that has never had a place and is given none at once.
             holds: What this worker holds of the work; others that say the same hold the same.
+            done: How many steps of it: who has done most becomes rank 0.
         """
         if self.place is None and not _has_news(self._line):
             warm_up()
-        self._send({"wait": -1 if self.place is None else self.place.epoch, "holds": holds})
+        self._send({"wait": -1 if self.place is None else self.place.epoch, "holds": holds, "done": done})
         while self._given is None:
             if not self._hear(wait=True):
                 return None
@@ -158,10 +162,18 @@ class Seat:
         return self._broken
 
     def has_stepped(self, work: str) -> None:
-        """Lets the launcher know that the job does steps, and what it works on, for those who know nothing of it."""
+        """Called after each step: lets the launcher know that the job does some, and what it works on.
+
+        Those who know nothing of it are told that.
+        """
+        self.stepped = time.monotonic()
         if not self._has_stepped and self.place is not None:
             self._has_stepped = True
             self._send({"step": self.place.epoch, "work": work})
+
+    def has_planned(self, strategy: dict[str, Any]) -> None:
+        """Lets the launcher know by what strategy ranks share the work, where that is not what the command says."""
+        self._send({"planned": strategy})
 
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):

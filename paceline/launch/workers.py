@@ -153,12 +153,14 @@ class Job:
         except OSError as error:
             raise UserError(f"cannot start worker {number} of {self._workers}: {error}") from None
         self._processes.append(process)
+        if (end := process.end_descriptor()) is not None:
+            self._listen(end, lambda: os.close(end))
         if process.stderr is not None:
             self._listen(process.stderr, WorkerOutput(process.stderr, lambda: self._name(number)).forward)
         return number
 
-    def _listen(self, line: IO[bytes] | socket.socket, take: Callable[[], bool]) -> None:
-        """Calls `take` when something arrives, until it returns False."""
+    def _listen(self, line: IO[bytes] | socket.socket | int, take: Callable[[], object]) -> None:
+        """Calls `take` when something arrives, until it returns nothing that is true."""
         self._selector.register(line, selectors.EVENT_READ, take)
 
     def _hear_no_more(self, line: socket.socket) -> None:

@@ -138,9 +138,7 @@ class Transformer(nn.Module):
         Args:
             generator: Source of randomness, torch's default one if None.
         """
-        if self.config.tied:
-            # Moving off the meta device parts what was tied, so tie here and not once at building.
-            self.head.weight = self.embedding.weight
+        self.tie()
         residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -150,6 +148,11 @@ class Transformer(nn.Module):
             else:
                 to_residual = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
                 parameter.normal_(0.0, residual_std if to_residual else INIT_STD, generator=generator)
+
+    def tie(self) -> None:
+        """Lets the output layer have the embedding's weight where it is to: moving off the meta device parts them."""
+        if self.config.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Predict the token after each token.

@@ -42,13 +42,28 @@ def text_marks(corpus: Corpus) -> dict[str, str | int]:
     }
 
 
-def build_model(config: TrainConfig, corpus: Corpus, world: World) -> Transformer:
-    """The model, parallel. A collective call."""
+def build_model(config: TrainConfig, corpus: Corpus, world: World, has_weights: bool = True) -> Transformer:
+    """The model, parallel. A collective call.
+
+    Args:
+        config: Its shape and strategy.
+        corpus: The text.
+        world: The job.
+        has_weights: Whether this rank gives it its first values; not where rank 0 is known to hold others.
+    """
     torch.manual_seed(config.seed)
+    shape = config.model.shape(corpus.facts.vocabulary)
+    with torch.device(world.device if has_weights else "meta"):
+        model = Transformer(shape)
+    if not has_weights:
+        model.to_empty(device=world.device).tie()
+    return make_parallel(model, config, world)
+
+
+def make_parallel(model: Transformer, config: TrainConfig, world: World) -> Transformer:
+    """The same model, with rank 0's weights. A collective call."""
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    with torch.device(world.device):
-        model = Transformer(config.model.shape(corpus.facts.vocabulary))
     model = pl.parallelize(model, config.strategy)
     if world.device.type == "cuda":
         # What steps hold is what counts; whole parameters were there before they were cut.

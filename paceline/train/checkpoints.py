@@ -80,6 +80,7 @@ class Checkpoints:
     Attributes:
         path: The folder that checkpoints lie in.
         left_out: Global batches that no step takes.
+        since: When the latest one began, or the run, on the host's monotonic clock.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class Checkpoints:
         text: dict[str, Any],
         first: int,
         left_out: LeftOut,
+        since: float | None = None,
     ) -> None:
-        """Nothing is saved yet; the clock of the next one starts.
+        """Nothing is saved yet; the clock of the next one starts, or runs on.
 
         Args:
             run: The run's folder, the same on every rank.
@@ -104,6 +106,7 @@ class Checkpoints:
             text: What the run is trained on.
             first: The step that the training goes on from.
             left_out: Global batches that no step takes.
+            since: When it started, if it did in an earlier job: losses that come often must not put saves off.
         """
         self.path = run / CHECKPOINTS
         self._config, self._model, self._update, self._world = config, model, update, world
@@ -113,11 +116,11 @@ class Checkpoints:
         self._is_told = False
         # Those whose end is not among the figures yet; on rank 0.
         self._unlogged: list[Saving] = []
-        self._last, self._last_step = time.monotonic(), first
+        self.since, self._last_step = time.monotonic() if since is None else since, first
 
     def asked(self) -> float:
         """1.0 on rank 0 when a time has come that this rank alone knows, else 0.0."""
-        due = time.monotonic() - self._last > self._config.seconds
+        due = time.monotonic() - self.since > self._config.seconds
         return float(due and self._world.rank == 0 and (self._saving is None or self._saving.done))
 
     def save_if_due(self, step: int, asked: bool, say: Callable[[str], None], pause: Callable[[], None]) -> None:
@@ -217,13 +220,13 @@ class Checkpoints:
             set_aside(self.path, step)
         loaded = load_checkpoint(step_folder(self.path, step), self._model, self._update, self._text)
         self._update.done = step
-        self._last, self._last_step = time.monotonic(), step
+        self.since, self._last_step = time.monotonic(), step
         return left_out_of(loaded)
 
     def _begin(self, step: int, background: bool) -> None:
         if self._config.check_replicas:
             pl.check_replicas(self._model, self._update.optimizer)
-        self._last, self._last_step = time.monotonic(), step
+        self.since, self._last_step = time.monotonic(), step
         self._is_told = False
         self._saving = save_beside(
             [self.path.parent / name for name in LINES],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,17 +18,25 @@ from paceline.checkpoint.folder import CHECKPOINTS, checkpoints_in, step_folder
 from paceline.checkpoint.hand_on import hand_on
 from paceline.checkpoint.save import abandon_earlier
 from paceline.checkpoint.survivors import choose_writers, commit_held, is_writable, write_held
+from paceline.comm.devices import strategy_on
 from paceline.comm.patience import end_waits_when
 from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
+from paceline.data import Corpus, prepared
+from paceline.launch.cores import threads_per_rank
 from paceline.launch.seat import Place, Seat
 from paceline.launch.stop import StopRequest
 from paceline.launch.worker import lost_a_peer
+from paceline.train.build import build_model, make_update
 from paceline.train.config import TrainConfig
+from paceline.train.forecast import begin
+from paceline.train.interruption import Interruption
+from paceline.train.kept import Kept, kept_of
 from paceline.train.resume import Resume, find_resume
 from paceline.train.training import Training
 
 _WORTH_COLLECTING = 64 << 20
-"""Bytes of a model from which on memory that only the garbage collector frees is worth its quarter of a second."""
+"""Bytes of a model from which on memory that only the garbage collector frees is worth its milliseconds."""
 
 
 class LeaveJob(Exception):
@@ -41,28 +50,63 @@ class Former:
     Attributes:
         stop: Remembers a stop that is asked for, also between two jobs.
         run: The run's folder, once it is known.
+        corpus: The run's text, once it was opened.
         training: What this rank trained with, where it came so far.
+        kept: The same, out of its job, where this rank holds all of it; then there is no `training`.
         place: Its place in that job.
+        saved: When the latest checkpoint began, or the run, in seconds on the host's monotonic clock.
         left: When it left, in seconds on the host's monotonic clock.
+        interruption: What going on takes, or took the last time.
     """
 
     stop: StopRequest
     run: Path | None = None
+    corpus: Corpus | None = None
     training: Training | None = None
+    kept: Kept | None = None
     place: Place | None = None
+    saved: float | None = None
     left: float | None = None
+    interruption: Interruption | None = None
+
+    def did(self, part: str) -> None:
+        """Counts what has passed as this part of an interruption, if there is one."""
+        if self.interruption is not None and not self.interruption.is_over:
+            self.interruption.did(part)
+
+    @property
+    def done(self) -> int | None:
+        """After how many steps it is what this rank can hand on; None if it can hand on nothing."""
+        if self.kept is not None:
+            return self.kept.update.done
+        if self.training is None or not is_writable(pl.engine_of(self.training.model)):
+            return None
+        return self.training.update.done
 
     def holds(self) -> str:
         """The same for ranks that hold the same elements after the same step."""
+        if self.kept is not None:
+            return f"all after step {self.kept.update.done}"
         if self.training is None:
             return ""
         schedule = pl.engine_of(self.training.model).schedule
         shard = schedule.rank if schedule.has_server else schedule.shard_index
         return f"shard {shard} after step {self.training.update.done}"
 
-    def writes(self) -> bool:
-        """Whether this rank can hand on what it holds."""
-        return self.training is not None and is_writable(pl.engine_of(self.training.model))
+    def leave(self) -> None:
+        """The job is over: keeps what there is without it."""
+        if self.training is not None:
+            self.saved = self.training.checkpoints.since
+        if self.training is not None and (kept := kept_of(self.training)) is not None:
+            self.training, self.kept = None, kept
+            _collect(sum(p.nbytes for p in kept.model.parameters()))
+        elif self.kept is not None:
+            self.kept.leave()
+
+    def begins(self, training: Training, run: Path) -> None:
+        """The next job is about to do steps."""
+        self.training, self.kept = training, None
+        self.run, self.corpus = run, training.corpus
 
 
 def train_in_places(config: TrainConfig, seat: Seat) -> int:
@@ -76,7 +120,10 @@ def train_in_places(config: TrainConfig, seat: Seat) -> int:
     end_waits_when(seat.why_broken)
     with StopRequest() as stop:
         former = Former(stop)
-        while (place := seat.take_place(_warm_up, former.holds())) is not None:
+        while (
+            place := seat.take_place(partial(_warm_up, config, former), former.holds(), former.done or 0)
+        ) is not None:
+            former.did("place")
             try:
                 return train(config, former, seat)
             except LeaveJob:
@@ -85,29 +132,76 @@ def train_in_places(config: TrainConfig, seat: Seat) -> int:
                 if not lost_a_peer(error):
                     raise
             former.place, former.left = place, time.monotonic()
+            is_new = former.interruption is None or former.interruption.is_over
+            if is_new and seat.stepped is not None:
+                former.interruption = Interruption(seat.stepped)
+            former.did("noticing")
             abandon_earlier()
+            former.leave()
             pl.shutdown()
+            former.did("leaving")
     return 0
 
 
-def _warm_up() -> None:
-    """Trains a step of next to nothing, so that a spare has imported what a step needs when its time comes."""
-    model = pl.parallelize(torch.nn.Linear(2, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    pl.release(model)
+def _warm_up(config: TrainConfig, former: Former) -> None:
+    """Does all that a spare can do before its time comes: opens the text, and trains a step of one layer of the model.
+
+    So that what a rank needs is imported, and what computes it is chosen, by shapes, and ready.
+    """
+    # What is wrong with the text its ranks say, or will when it is one.
+    with contextlib.suppress(UserError):
+        former.corpus = prepared(config.data)
+    world = pl.init()
+    torch.set_num_threads(threads_per_rank(config.threads, config.workers or 1))
+    begin(world)
+    if former.corpus is not None:
+        strategy = Strategy(gradients="sum", precision=config.strategy.precision)
+        small = replace(config, model=replace(config.model, layers=1), strategy=strategy_on(strategy, world.device))
+        model = build_model(small, former.corpus, world)
+        update, engine = make_update(small, model, world), pl.engine_of(model)
+        tokens = torch.zeros(config.micro_batch, model.config.context, dtype=torch.int64, device=world.device)
+        for batch in pl.accumulate(model, [tokens]):
+            loss = model(batch, batch)
+            engine.count(batch.numel(), loss)
+            loss.backward(update.scale)
+        counts = engine.counts()
+        update(0, counts[0], counts[1], engine.reduced_norm())
+        pl.release(model)
+        del model, update, engine, loss, counts
     pl.shutdown()
+    gc.collect()
+    settle_imports()
 
 
-def go_on(config: TrainConfig, former: Former, place: Place) -> Resume | None:
+def settle_imports() -> None:
+    """What was imported is not looked at any more when memory is collected: that takes milliseconds then."""
+    if not gc.get_freeze_count():
+        gc.freeze()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a job goes on from.
+
+    Attributes:
+        resume: As `find_resume`, of the run that the job before trained.
+        is_kept: Whether rank 0 holds all of it, from which the others have it that lack it.
+        has_all: Whether this rank does.
+        someone_lacks: Whether any does not.
+    """
+
+    resume: Resume | None
+    is_kept: bool = False
+    has_all: bool = False
+    someone_lacks: bool = False
+
+
+def go_on(config: TrainConfig, former: Former, place: Place) -> Found:
     """What a job goes on from, which may have lost ranks of the one before, or be the first. A collective call.
 
-    Ranks that were in it write what they hold into the folder in memory. Where the strategy replicates it, that is all;
-    else a lost rank's shards are lost with it, and the latest checkpoint has to do.
-
-    Returns:
-        As `find_resume`, of the run that the job before trained.
+    Where rank 0 holds all of it, that is all. Else ranks that were in the job before write what they hold into the
+    folder in memory, where the strategy replicates it; if not, a lost rank's shards are lost with it, and the latest
+    checkpoint has to do.
     """
     told: list[dict[str, Any]] = pl.all_gather_json(_account(former), "what ranks have left of the job before")
     runs = [each["run"] for each in told if each["run"] is not None]
@@ -115,15 +209,24 @@ def go_on(config: TrainConfig, former: Former, place: Place) -> Resume | None:
         # Known to the launcher where all ranks were lost.
         runs.append(place.work)
     if not runs:
-        former.training = None
-        return find_resume(config)
+        former.training = former.kept = None
+        return Found(find_resume(config))
+    run = former.run = Path(runs[0])
+    # One that has waited since an earlier job is behind.
+    latest = max((each["place"]["epoch"] for each in told if each["place"] is not None), default=-1)
+    states = [(each["is_whole"], each["place"] and each["place"]["epoch"], each["done"]) for each in told]
+    have = [state == (True, latest, states[0][2]) for state in states]
+    if have[0]:
+        if not have[place.rank]:
+            # What is half received must not be handed on.
+            former.training = former.kept = None
+        return Found(Resume(run, None, is_kept=True), True, have[place.rank], not all(have))
     path, error = _memory(former, place, told)
     _let_go(former)
-    run = former.run = Path(runs[0])
     if path is not None and not error:
-        return Resume(run, path)
+        return Found(Resume(run, path))
     checkpoints = pl.all_gather_json(_has_checkpoint(run), "whether the run has a checkpoint")[0]
-    return Resume(run, run / CHECKPOINTS if checkpoints else None)
+    return Found(Resume(run, run / CHECKPOINTS if checkpoints else None))
 
 
 def _memory(former: Former, place: Place, told: list[dict[str, Any]]) -> tuple[Path | None, str]:
@@ -149,20 +252,27 @@ def _memory(former: Former, place: Place, told: list[dict[str, Any]]) -> tuple[P
 
 def _let_go(former: Former) -> None:
     """Frees what this rank trained with, before as much is made again."""
-    training, former.training = former.training, None
-    size = 0 if training is None else sum(p.nbytes for p in training.model.parameters())
-    del training
+    held = former.training or former.kept
+    former.training, former.kept = None, None
+    if held is not None:
+        size = sum(p.nbytes for p in held.model.parameters())
+        del held
+        _collect(size)
+
+
+def _collect(size: int) -> None:
+    """Frees what a model of so many bytes has left."""
     if size > _WORTH_COLLECTING:
         gc.collect()
 
 
 def _account(former: Former) -> dict[str, Any]:
     """What this rank has left, in words that all understand."""
-    done = former.training.update.done if former.training is not None and former.writes() else None
     return {
         "run": None if former.run is None else str(former.run),
         "place": None if former.place is None else asdict(former.place),
-        "done": done,
+        "done": former.done,
+        "is_whole": former.kept is not None,
     }
 
 

@@ -20,11 +20,12 @@ from paceline.launch.seat import Seat
 from paceline.launch.stop import StopRequest, ended_at_once, exit_status
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.train.alike import require_alike, settings_of_all
-from paceline.train.build import build_model, make_update, open_loader, prepare_text, text_marks
+from paceline.train.build import build_model, make_parallel, make_update, open_loader, prepare_text, text_marks
 from paceline.train.checkpoints import Checkpoints, begin_from, left_out_of, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
-from paceline.train.failover import Former, LeaveJob, go_on
+from paceline.train.failover import Former, Found, LeaveJob, go_on, settle_imports
 from paceline.train.forecast import begin, planned
+from paceline.train.kept import Kept, share
 from paceline.train.meter import Meter, Readback
 from paceline.train.metrics import check_trackers
 from paceline.train.not_finite import marks
@@ -70,8 +71,10 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
         UserError: The data, the configuration or the environment does not do, or the weights could not be saved.
         LeaveJob: There are to be more ranks.
     """
+    did = _nothing if former is None else former.did
     with ended_at_once():
         world = pl.init() if config.timeout is None else pl.init(timeout=config.timeout)
+    did("meeting")
     check_ranks(config := settings_of_all(config), world.world_size)
     if seat is None and config.workers not in (None, world.world_size) and world.rank == 0:
         show(
@@ -83,16 +86,21 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     torch.set_num_threads(threads)
     config = replace(config, strategy=strategy_on(config.strategy, world.device))
     if former is None or seat is None or seat.place is None:
-        resume = find_resume(config)
+        found = Found(find_resume(config))
     else:
-        resume = go_on(config, former, seat.place)
+        found = go_on(config, former, seat.place)
+    resume = found.resume
+    did("state")
     if world.rank == 0:
         if resume is None:
             check_run_folder(config.folder)
         check_trackers(config.log)
     goes_on = former is not None and former.run is not None
-    corpus = prepare_text(config, world, is_known=goes_on)
+    corpus = former.corpus if former is not None else None
+    if corpus is None:
+        corpus = prepare_text(config, world, is_known=goes_on)
     require_alike(text := text_marks(corpus), "texts", "Let data.path be the same text on every host.")
+    did("text")
     if config.plan == "auto":
         if resume is not None:
             config = as_planned(config, resume)
@@ -100,24 +108,39 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
             say = show if world.rank == 0 else _nothing
             config = planned(config, config.model.shape(corpus.facts.vocabulary), world, say)
         config = replace(config, plan="")
+        if seat is not None:
+            seat.has_planned({"zero": config.strategy.zero, "shard": config.strategy.shard})
     forecast = begin(world)
-    model = build_model(config, corpus, world)
-    update = make_update(config, model, world)
+    if former is not None:
+        settle_imports()
+    kept = former.kept if former is not None else None
+    if kept is None:
+        model = build_model(config, corpus, world, has_weights=not found.is_kept)
+        kept = Kept(model, make_update(config, model, world))
+    else:
+        make_parallel(kept.model, config, world)
+    model, update = kept.model, kept.update
+    did("model")
     first, begun = 0, None
     left_out: LeftOut = ()
-    if resume is not None and resume.checkpoint is not None:
+    if found.is_kept:
+        if found.someone_lacks:
+            share(kept, found.has_all)
+        first, left_out = update.done, kept.left_out
+    elif resume is not None and resume.checkpoint is not None:
         loaded = load_checkpoint(resume.checkpoint, model, update, text)
         first, left_out = loaded.step, left_out_of(loaded)
     elif config.weights is not None:
         begun = begin_from(config.weights, model)
     update.done = first
+    did("loading")
     opened = open_loader(config, corpus, model, world, first, left_out)
     with opened as loader, former.stop if former else StopRequest() as stop:
         # The folder comes last of what may fail, so that a mistake leaves none behind.
         folder = _run_folder(config, resume) if world.rank == 0 else None
         with Outputs(world, folder, Progress(config.steps)) as outputs:
             if folder is not None:
-                outputs.begin(replace(config, resume=None), corpus, threads)
+                outputs.begin(replace(config, resume=None), corpus, threads, is_known=goes_on)
                 if not goes_on:
                     outputs.say(*opening(config, corpus, model.config, world, threads, folder.path, first))
                 if begun is not None:
@@ -125,12 +148,15 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
                 if resume is not None:
                     _tell_resumed(outputs, folder, first, former, resume)
             (path, *_) = pl.all_gather_json(None if folder is None else str(folder.path.resolve()), "the run's folder")
-            checkpoints = Checkpoints(Path(path), config.checkpoint, model, update, world, text, first, left_out)
+            since = None if former is None else former.saved
+            checkpoints = Checkpoints(Path(path), config.checkpoint, model, update, world, text, first, left_out, since)
+            interruption = None if former is None else former.interruption
             training = Training(
-                config, corpus, model, update, loader, first, outputs, stop, checkpoints, forecast, seat
+                config, corpus, model, update, loader, first, outputs, stop, checkpoints, forecast, seat, interruption
             )
             if former is not None:
-                former.run = Path(path)
+                former.begins(training, Path(path))
+            did("opening")
             status = run_and_go_back(_run, training, former)
     # Nobody needs it whole, and whole it may not fit.
     pl.engine_of(model).close(whole=False)
@@ -266,6 +292,8 @@ def _steps(training: Training) -> tuple[int, int]:
                 if outputs.folder is not None:
                     for name, lines in of_step.items():
                         outputs.folder.append(name, lines)
+        if training.interruption is not None and not training.interruption.is_over:
+            outputs.log(training.interruption.stepped(), step)
         if training.seat is not None:
             training.seat.has_stepped(str(checkpoints.path.parent))
         if last:

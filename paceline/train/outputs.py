@@ -64,13 +64,14 @@ class Outputs:
         """How wide a line of figures may be; None where it is not for a terminal."""
         return columns(sys.stdout)
 
-    def begin(self, config: TrainConfig, corpus: Corpus, threads: int) -> None:
-        """Writes down what the run starts from."""
-        if self.folder is not None:
+    def begin(self, config: TrainConfig, corpus: Corpus, threads: int, is_known: bool = False) -> None:
+        """Writes down what the run starts from, unless that is known."""
+        if self.folder is not None and not is_known:
             self.folder.write_text(CONFIG, to_yaml(config))
             facts = environment_facts(self.world, threads)
             self.folder.write_text(ENVIRONMENT, json.dumps(facts, indent=2) + "\n")
             self.folder.write_text(TOKENIZER, corpus.definition)
+        if self.folder is not None:
             self.trackers = open_trackers(config.log, self.folder, config.to_dict())
 
     def say(self, *lines: str) -> None:

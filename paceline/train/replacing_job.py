@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from paceline.core.errors import UserError
 from paceline.train.config import TrainConfig, check_ranks
@@ -23,7 +25,8 @@ def start(config: TrainConfig, command: Sequence[str], hosts: int) -> int:
     """
     least = check_members(config, hosts)
     assert config.workers is not None
-    sizes = config.workers, least, config.spares, config.threads, config.fits
+    numbers = Numbers(config)
+    sizes = config.workers, least, config.spares, config.threads, numbers.fit, numbers.planned
     if hosts == 1:
         from paceline.launch.replacing import launch_replacing
 
@@ -38,6 +41,23 @@ def start(config: TrainConfig, command: Sequence[str], hosts: int) -> int:
         return follow(meeting, command, config.workers, config.spares, config.threads)
     _check_folder(config)
     return lead(meeting, command, *sizes)
+
+
+class Numbers:
+    """How many ranks can share a run's work."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """As its configuration says."""
+        self._config = config
+
+    def fit(self, ranks: int) -> bool:
+        """Whether so many can."""
+        return self._config.fits(ranks)
+
+    def planned(self, strategy: dict[str, Any]) -> None:
+        """With `plan: auto` ranks choose the strategy: from now on that counts."""
+        chosen = replace(self._config.strategy, zero=strategy["zero"], shard=strategy["shard"])
+        self._config = replace(self._config, strategy=chosen)
 
 
 def check_members(config: TrainConfig, hosts: int) -> int:

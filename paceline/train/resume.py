@@ -40,16 +40,18 @@ class Resume:
 
     Attributes:
         run: The run's folder.
-        checkpoint: One of its checkpoints, or the folder of all; None where there is none yet.
+        checkpoint: One of its checkpoints, or the folder of all; None where there is none yet, or none is needed.
+        is_kept: Whether ranks of the job before have kept all in their memory.
     """
 
     run: Path
     checkpoint: Path | None
+    is_kept: bool = False
 
     @property
     def from_memory(self) -> bool:
-        """Whether ranks of the job before have left it in memory."""
-        return self.checkpoint is not None and self.run not in self.checkpoint.parents
+        """Whether it is what ranks of the job before held in memory."""
+        return self.is_kept or (self.checkpoint is not None and self.run not in self.checkpoint.parents)
 
 
 def find_resume(config: TrainConfig) -> Resume | None:

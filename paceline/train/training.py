@@ -12,6 +12,7 @@ from paceline.models.transformer import Transformer
 from paceline.train.checkpoints import Checkpoints
 from paceline.train.config import TrainConfig
 from paceline.train.forecast import Forecast
+from paceline.train.interruption import Interruption
 from paceline.train.optim import Update
 from paceline.train.outputs import Outputs
 
@@ -32,6 +33,7 @@ class Training:
         checkpoints: What a run that stops goes on from.
         forecast: What the planner says of it.
         seat: This rank's, where ranks are replaced.
+        interruption: After which it goes on, where it does.
     """
 
     config: TrainConfig
@@ -45,6 +47,7 @@ class Training:
     checkpoints: Checkpoints
     forecast: Forecast
     seat: Seat | None = None
+    interruption: Interruption | None = None
 
     def leaves(self) -> float:
         """1.0 where this rank was asked to leave the job, else 0.0."""

@@ -28,7 +28,7 @@ meeting = host_meeting.HostMeeting(os.environ)
 command = [sys.executable, "worker.py"]
 if meeting.host:
     sys.exit(following.follow(meeting, command, workers, spares, 1))
-sys.exit(leading.lead(meeting, command, workers, least, spares, 1, lambda ranks: True))
+sys.exit(leading.lead(meeting, command, workers, least, spares, 1, lambda ranks: True, print))
 """
 
 

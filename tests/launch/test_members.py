@@ -35,6 +35,14 @@ def test_a_spare_takes_the_lost_ranks_place_and_comes_last() -> None:
     assert members.form(coming=0) == [1, 2] and members.waiting == []
 
 
+def test_who_has_done_a_step_that_others_have_not_comes_first() -> None:
+    members = stepping(4, 1)
+    members.end(1, lost=True)
+    for number, done in ((0, 6), (2, 7), (3, 7)):
+        members.wait(number, epoch=0, done=done)
+    assert members.form(coming=0) == [2, 3, 0]
+
+
 def test_too_few_wait_for_those_that_are_coming_or_give_up() -> None:
     members = stepping(2, 2)
     members.end(0, lost=True)

@@ -30,6 +30,8 @@ def work():
             job = f"job-{place.epoch}"
             mine.append(place.epoch)
             said = f"{place.rank} of {place.world_size} knows {mine} {place.work!r} {os.environ['RANK']}"
+            if Path("planned").exists():
+                seat.has_planned({"groups": 2})
             Path(f"{job}-{place.rank}.new").write_text(f"{os.getpid()} {said}")
             Path(f"{job}-{place.rank}.new").rename(f"{job}-{place.rank}")
             while not Path("over").exists() and not Path(f"{job}-broken").exists():
@@ -54,7 +56,9 @@ import sys
 from paceline.launch import replacing
 replacing.SILENT_SECONDS = 30.0
 workers, least, spares = map(int, sys.argv[1:])
-sys.exit(replacing.launch_replacing([sys.executable, "worker.py"], workers, least, spares))
+strategy = {"groups": 1}
+fits = lambda ranks: ranks % strategy["groups"] == 0
+sys.exit(replacing.launch_replacing([sys.executable, "worker.py"], workers, least, spares, 0, fits, strategy.update))
 """
 
 
@@ -109,6 +113,21 @@ def test_a_job_shrinks_and_grows_again_at_the_end_of_a_step(tmp_path: Path) -> N
         *same, (new, said) = ranks(started, tmp_path, 2, 3)
         assert [pid for pid, _ in same] == [pids[0], pids[2]]
         assert new not in pids and said == "2 of 3 knows [2] 'the work' 2"
+        (tmp_path / "over").touch()
+        assert started.finish()[0] == 0
+        nothing_is_left(tmp_path, started)
+
+
+def test_successors_are_counted_by_the_strategy_that_ranks_have_planned(tmp_path: Path) -> None:
+    (tmp_path / "planned").touch()
+    with job(tmp_path, 4, 2, 0) as started:
+        pids = [pid for pid, _ in ranks(started, tmp_path, 0, 4)]
+        (tmp_path / "stepping").touch()
+        os.kill(pids[3], signal.SIGKILL)
+        (tmp_path / "job-0-broken").touch()
+        # Three are left, and groups have two.
+        assert [pid for pid, _ in ranks(started, tmp_path, 1, 2)] == pids[:2]
+        assert {pid for pid, _ in ranks(started, tmp_path, 2, 4)} > set(pids[:3])
         (tmp_path / "over").touch()
         assert started.finish()[0] == 0
         nothing_is_left(tmp_path, started)

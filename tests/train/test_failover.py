@@ -14,7 +14,7 @@ from paceline.core.errors import UserError
 from paceline.launch.seat import SEAT
 from paceline.train.command_line import parse_train_arguments
 from paceline.train.config import TrainConfig
-from paceline.train.replacing_job import check_members
+from paceline.train.replacing_job import Numbers, check_members
 from tests.quick import full
 from tests.ranks import RankPool
 from tests.train.processes import PATIENCE, Program, metrics, paceline, program, trained, wait_for_step
@@ -174,3 +174,10 @@ def test_the_workers_of_all_hosts_are_counted() -> None:
 def test_sizes_that_share_the_work_fit() -> None:
     config = TrainConfig(batch=3)
     assert [config.fits(ranks) for ranks in (1, 3, 4)] == [True, True, False]
+
+
+def test_what_the_planner_chose_decides_which_sizes_share_the_work() -> None:
+    numbers = Numbers(TrainConfig(batch=8, plan="auto"))
+    assert [numbers.fit(ranks) for ranks in (3, 4, 9)] == [True, True, False]
+    numbers.planned({"zero": 2, "shard": 2})
+    assert [numbers.fit(ranks) for ranks in (3, 4, 9)] == [False, True, False]
