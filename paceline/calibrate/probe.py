@@ -6,14 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from paceline.calibrate.rank import PROBE
 from paceline.core.build_layout import build_layout
 from paceline.core.layout import ROOT
 from paceline.core.schedule import Schedule
 from paceline.core.simulate import timeline
 from paceline.core.strategy import Stage, Strategy
+from paceline.models.on_meta import on_meta
 from paceline.models.transformer import Transformer
 from paceline.plan.costs import step_costs
 from paceline.plan.hardware import Hardware
@@ -35,8 +34,7 @@ def fitted(hardware: Hardware, steps: Mapping[Stage, float], ranks: int) -> Hard
         steps: Seconds of the engine's steps on `PROBE`, by stage.
         ranks: How many ran them.
     """
-    with torch.device("meta"):
-        model = Transformer(PROBE.model)
+    model = on_meta(lambda: Transformer(PROBE.model))
     work = trace(model, PROBE.batch, device="cpu")
     layout = shapes(model)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
+from paceline.models.on_meta import on_meta
 from paceline.models.transformer import Transformer
 
 Decoded = TypeVar("Decoded")
@@ -124,8 +125,7 @@ def load_model(path: str | Path) -> Transformer:
             raise ValueError(f"{config.layers:,} layers, but {len(state):,} tensors")
         if config.tied and state.get("head.weight") is not state.get("embedding.weight"):
             raise ValueError("embedding and head are said to be one tensor, but are two")
-        with torch.device("meta"):
-            model = Transformer(config)
+        model = on_meta(lambda: Transformer(config))
         model.load_state_dict(state, assign=True)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"The weights in {path} do not fit the model described there: {_in_short(error)}") from error

@@ -40,13 +40,11 @@ def main(arguments: Sequence[str]) -> int:
 
     config = parse_train_arguments(settings)
     check_ranks(config, options.devices)
-    import torch
-
+    from paceline.models.on_meta import on_meta
     from paceline.models.transformer import Transformer
     from paceline.plan.check import examine
 
-    with torch.device("meta"):
-        model = Transformer(config.model.shape(config.data.vocabulary))
+    model = on_meta(lambda: Transformer(config.model.shape(config.data.vocabulary)))
     # The rank with most samples makes most micro-batches, and the others take part in each.
     micro_batches = math.ceil(math.ceil(config.batch / options.devices) / config.micro_batch)
     report = examine(model, config.strategy, options.devices, micro_batches)

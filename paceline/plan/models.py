@@ -7,17 +7,17 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from paceline.core.errors import UserError
+from paceline.models.on_meta import on_meta
 from paceline.models.presets import PRESETS
 from paceline.models.transformer import Transformer
 from paceline.plan.example_inputs import Inputs
@@ -49,43 +49,6 @@ def meta_model_and_inputs(name: str) -> tuple[nn.Module, Inputs | None]:
             "a lazy one"
         )
     return model, inputs
-
-
-def on_meta(build: Callable[[], Built]) -> Built:
-    """What a function builds, without memory for its parameters and without drawing them."""
-    with torch.device("meta"), _Undrawn():
-        return build()
-
-
-Built = TypeVar("Built")
-
-_META: dict[str, Any] = {"device": torch.device("meta")}
-
-
-class _Undrawn(TorchFunctionMode):
-    """Skips drawing initial weights where there is no memory for them, and what torch has no quick way for there.
-
-    On the meta device the first draw, and the first `empty_like`, make torch import its compiler, which takes longer
-    than the plan.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.Tensor.normal_, torch.Tensor.uniform_) or getattr(func, "__module__", "") == "torch.nn.init":
-            tensor = args[0] if args else kwargs["tensor"]
-            if tensor.is_meta:
-                return tensor
-        if func is torch.empty_like and len(args) == 1 and kwargs in ({}, _META):
-            like = args[0]
-            if like.is_meta and like.is_contiguous():
-                return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, **_META)
-        return func(*args, **kwargs)
 
 
 def _build(name: str) -> tuple[nn.Module, Inputs | None]:

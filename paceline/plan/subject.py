@@ -10,9 +10,9 @@ from torch import nn
 
 from paceline.models.config import ModelConfig
 from paceline.models.flops import flops_per_token
+from paceline.models.on_meta import on_meta
 from paceline.models.transformer import Transformer
 from paceline.plan.example_inputs import Inputs
-from paceline.plan.models import on_meta
 from paceline.plan.stages import Shapes, shapes
 from paceline.plan.trace import traced_or_rough
 from paceline.plan.work import Operation, UnitWork, Work

@@ -64,20 +64,18 @@ class Program:
 
 def program_of(path: Path, config: TrainConfig, world_size: int) -> Program | None:
     """The program of a run's folder; None if its tokenizer, which gives the model's size, cannot be read."""
-    import torch
-
     from paceline.core.buffers import statistics_numel
     from paceline.core.build_layout import build_layout
     from paceline.core.layout import ROOT
     from paceline.data import Tokenizer
+    from paceline.models.on_meta import on_meta
     from paceline.models.transformer import Transformer
     from paceline.models.units import find_units, parameter_specs
     from paceline.train.run_folder import TOKENIZER
 
     try:
         entries = Tokenizer((path / TOKENIZER).read_text(encoding="utf-8"), str(path / TOKENIZER)).vocabulary
-        with torch.device("meta"):
-            model = Transformer(config.model.shape(entries))
+        model = on_meta(lambda: Transformer(config.model.shape(entries)))
         units = tuple(find_units(model, config.strategy.units))
         specs = tuple(parameter_specs(model, units))
         layout = build_layout(specs, (ROOT, *units), config.strategy, world_size)

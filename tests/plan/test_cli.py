@@ -73,11 +73,12 @@ finally:
     assert "usage: paceline plan" in told.stdout
 
 
-def test_a_plan_does_without_what_takes_longer_to_import_than_to_plan() -> None:
+def test_plan_and_check_do_without_what_takes_longer_to_import_than_to_work() -> None:
     script = """
 import sys
 from paceline.cli import main
 main(["plan", "--model", "llama-70b", "--devices", "1024"])
+main(["check", "--devices", "8"])
 print({"sympy", "torch._inductor", "torch._dynamo"} & sys.modules.keys())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

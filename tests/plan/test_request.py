@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from paceline.core.strategy import Strategy
+from paceline.models.on_meta import on_meta
 from paceline.plan import profiles
 from paceline.plan.arguments import PlanArguments
 from paceline.plan.case import Case
 from paceline.plan.estimate import Setting
-from paceline.plan.models import on_meta
 from paceline.plan.request import request
 from paceline.plan.subject import of_module
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.models.on_meta import on_meta
 from paceline.models.presets import PRESETS
-from paceline.plan.models import on_meta
 from paceline.plan.subject import extended, of_module, transformer
 
 

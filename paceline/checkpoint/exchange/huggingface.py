@@ -23,6 +23,7 @@ from paceline.core.errors import UserError
 from paceline.data.tokenizer import Tokenizer
 from paceline.materialise.stored_weights import StoredWeights
 from paceline.models.config import ModelConfig
+from paceline.models.on_meta import on_meta
 from paceline.models.transformer import Transformer
 
 SHARD_BYTES = 5_000_000_000
@@ -230,6 +231,5 @@ def _shape_there(shape: tuple[int, ...], rows: int, transposed: bool) -> tuple[i
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of all parameters of a model, by name, each once."""
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = on_meta(lambda: Transformer(config))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,0 +1,46 @@
+"""Models without memory: their shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+Built = TypeVar("Built")
+
+
+def on_meta(build: Callable[[], Built]) -> Built:
+    """What a function builds, without memory for its parameters and without drawing them."""
+    with torch.device("meta"), _Undrawn():
+        return build()
+
+
+_META: dict[str, Any] = {"device": torch.device("meta")}
+
+
+class _Undrawn(TorchFunctionMode):
+    """Skips drawing initial weights where there is no memory for them, and what torch has no quick way for there.
+
+    On the meta device the first draw, and the first `empty_like`, make torch import its compiler, which takes longer
+    than all the rest.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.normal_, torch.Tensor.uniform_) or getattr(func, "__module__", "") == "torch.nn.init":
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        if func is torch.empty_like and len(args) == 1 and kwargs in ({}, _META):
+            like = args[0]
+            if like.is_meta and like.is_contiguous():
+                return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, **_META)
+        return func(*args, **kwargs)
