@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -17,19 +18,46 @@ from paceline.core.errors import UserError
 from paceline.faults import command
 from paceline.faults.command import main
 from paceline.faults.fault import Fault
+from paceline.faults.outcome import Curve, curve
 from paceline.faults.table import FAULTS
 from paceline.faults.training import LackingError, Training
 from tests.quick import full
-from tests.train.processes import PATIENCE, paceline, program
+from tests.ranks import RankPool
+from tests.train.processes import PATIENCE, paceline, program, trained
 
 
 @pytest.fixture(autouse=True)
-def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_temporary_folder(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Those of the pool, and of what its ranks are forked from, are made before.
+    multiprocessing.util.get_temp_dir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["flip", full("pause")])
-def test_a_fault_strikes_and_the_training_is_as_if_it_had_not(tmp_path: Path, name: str) -> None:
+@pytest.fixture
+def undisturbed_by_ranks(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that a disturbed one is held against is made by ranks that are there: starting some takes longest."""
+
+    def undisturbed(folder: Path, steps: int) -> Curve:
+        training = Training(folder / "undisturbed", folder / "text", steps)
+        flags = training.command()[training.command().index("train") + 1 :]
+        status, _, err = trained(ranks, 2, training.folder, flags)
+        assert (status, err) == (0, "")
+        return curve(training.run)
+
+    monkeypatch.setattr(command, "_undisturbed", undisturbed)
+
+
+@pytest.mark.usefixtures("undisturbed_by_ranks")
+def test_a_fault_strikes_and_the_training_is_as_if_it_had_not(tmp_path: Path) -> None:
+    held(tmp_path, "flip")
+
+
+@pytest.mark.full
+def test_another_one_beside_a_run_of_its_own(tmp_path: Path) -> None:
+    held(tmp_path, "pause")
+
+
+def held(tmp_path: Path, name: str) -> None:
     assert main(["run", name, "--json", str(tmp_path / "results.json")]) == 0
     (row,) = json.loads((tmp_path / "results.json").read_text())["results"]
     assert (row["fault"], row["result"]) == (name, "passed") and row["words"] and row["seconds"] > 0
