@@ -4,34 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.given import Stateful
 from paceline.checkpoint.module_states import extra_states, persistent_buffers, tied_names
 from paceline.checkpoint.optimizer_states import OptimizerStates
-from paceline.checkpoint.plain import encode
+from paceline.checkpoint.plain import encode, lack
 from paceline.checkpoint.random_states import Generator, random_states
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.writing import OwnPart
+from paceline.core.errors import UserError
 from paceline.engine.engine import Engine
 
 _copies: WeakKeyDictionary[Engine, dict[str, Tensor]] = WeakKeyDictionary()
 """Memory of the copies that were made last, by name."""
 
 
-class Stateful(Protocol):
-    """What keeps a state of its own: a scheduler, a loader, a grad scaler."""
+def require_storable(engine: Engine, ranges: Ranges) -> None:
+    """Makes sure that parameters and buffers can be written.
 
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Goes on from there."""
-        ...
+    Raises:
+        UserError: One cannot.
+    """
+    parameters = ((name, ranges.local(index)) for index, name in enumerate(ranges.names))
+    for name, tensor in (*parameters, *persistent_buffers(engine.module)):
+        if (why := lack(tensor)) is not None:
+            raise UserError(
+                f"{name} is a tensor {why}, which a checkpoint cannot hold: give it another dtype or layout"
+            )
 
 
 def add_values(

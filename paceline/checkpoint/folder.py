@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 from paceline.checkpoint.manifest import NAME, Manifest, from_bytes, to_bytes
@@ -18,8 +19,11 @@ REPLACED = "replaced"
 """Folder of checkpoints of steps that were taken again."""
 
 _STEP = re.compile(r"step-(\d+)")
-_OURS = re.compile(r"rank-\d{5,9}\.(safetensors|json|failed)(\.new)?|manifest\.json\.new|\.tmp\w{6}")
-"""What an unfinished checkpoint may hold; the last is what safetensors calls a file that it is still writing."""
+_OURS = re.compile(r"rank-\d{5,9}\.(safetensors|json|failed)(\.new)?|manifest\.json\.new|\.tmp\w{6}|begun-[0-9a-f]{16}")
+"""What an unfinished checkpoint may hold; `.tmp` is what safetensors calls a file that it is still writing."""
+
+_SEEN_SECONDS = 5.0
+"""Within which hosts see on a disk that they share what one of them has made."""
 
 
 def step_folder(parent: Path, step: int) -> Path:
@@ -27,8 +31,12 @@ def step_folder(parent: Path, step: int) -> Path:
     return parent / f"step-{step:08d}"
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, token: str = "") -> None:
     """Makes the folder of a new checkpoint; one that was left unfinished there is removed.
+
+    Args:
+        path: The folder.
+        token: Of this save, by which other ranks see in `require_shared` that their folder is this one.
 
     Raises:
         UserError: Something else is there, or it cannot be made.
@@ -41,8 +49,26 @@ def make_folder(path: Path) -> None:
                 raise UserError(f"{path} is there and holds something else: name a new folder")
             shutil.rmtree(path)
         path.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be made: {error.strerror}; name a folder on another disk") from error
+        if token:
+            begun_file(path, token).touch()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be made: {reason}; name another folder") from error
+
+
+def require_shared(path: Path, token: str) -> None:
+    """Makes sure that what rank 0 has made is seen from here.
+
+    Raises:
+        UserError: It is not, as where each host has a disk of its own.
+    """
+    until = time.monotonic() + _SEEN_SECONDS
+    while not begun_file(path, token).exists():
+        if time.monotonic() > until:
+            raise UserError(
+                f"{path} is not the folder that rank 0 has made under this name: name one that all hosts share"
+            )
+        time.sleep(0.05)
 
 
 def complete_steps(parent: Path) -> list[int]:
@@ -102,7 +128,9 @@ def checkpoints_in(path: Path) -> list[Path]:
         return [path]
     found = _steps(path)
     if not found:
-        what = "holds no complete checkpoint named step-<number>" if path.is_dir() else "is not there"
+        what = "is a file" if path.is_file() else "is not there"
+        if path.is_dir():
+            what = "holds no complete checkpoint named step-<number>"
         raise UserError(f"{path} {what}: name a checkpoint that pl.save wrote, or a folder of them")
     return [folder for _, folder in sorted(found, reverse=True)]
 
@@ -150,6 +178,11 @@ def prune(parent: Path, keep: int, keep_every: int = 0) -> list[Path]:
         (path / NAME).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
     return [*gone, *unfinished]
+
+
+def begun_file(path: Path, token: str) -> Path:
+    """What `make_folder` leaves for other ranks to see."""
+    return path / f"begun-{token}"
 
 
 def _steps(parent: Path, unfinished: bool = False) -> list[tuple[int, Path]]:

@@ -15,8 +15,8 @@ from msgspec.structs import astuple
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.contents import Stateful
 from paceline.checkpoint.folder import checkpoints_in, read_manifest
+from paceline.checkpoint.given import Stateful, as_sequence, in_words, require
 from paceline.checkpoint.manifest import Manifest, Stored
 from paceline.checkpoint.module_states import persistent_buffers, set_extra_states, tied_names
 from paceline.checkpoint.optimizer_states import OptimizerStates
@@ -24,7 +24,7 @@ from paceline.checkpoint.plain import decode
 from paceline.checkpoint.random_states import Generator, require_generators, set_random_states
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.reader import DamagedError, Reader
-from paceline.checkpoint.save import as_sequence, finish_earlier
+from paceline.checkpoint.save import finish_earlier
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
 from paceline.engine.api import engine_of
@@ -96,9 +96,14 @@ def load(
     optimizers, schedulers, generators = as_sequence(optimizer), as_sequence(scheduler), as_sequence(rng)
     # A checkpoint that is being written in the background may be the one that is meant.
     finish_earlier(engine.world)
-    # What a folder holds may change meanwhile: rank 0's list is everybody's.
-    found, error = _attempt(lambda: checkpoints_in(Path(path).expanduser()), engine.world.rank == 0)
-    folders = [Path(name) for name in _agree(list(map(str, found or ())), error, f"pl.load from {path}")[0]]
+
+    def names() -> list[str]:
+        require(optimizers, schedulers, loader)
+        # What a folder holds may change meanwhile: rank 0's list is everybody's.
+        return list(map(str, checkpoints_in(Path(path).expanduser()))) if engine.world.rank == 0 else []
+
+    label = f"pl.load from {path} {in_words(optimizers, schedulers)}"
+    folders = [Path(name) for name in _agree(*_attempt(names), label)[0]]
     for number, folder in enumerate(folders):
         try:
             return _load(folder, engine, optimizers, schedulers, loader, generators)
@@ -265,10 +270,10 @@ def _place_in_data(manifest: Manifest, engine: Engine) -> Any:
     return states[0]
 
 
-def _attempt(work: Callable[[], Any], here: bool = True) -> tuple[Any, UserError | None]:
+def _attempt(work: Callable[[], Any]) -> tuple[Any, UserError | None]:
     """What some work returns, or what it raises."""
     try:
-        return (work() if here else None), None
+        return work(), None
     except UserError as error:
         return None, error
     except (KeyError, ValueError, TypeError, RuntimeError, MemoryError) as error:

@@ -29,23 +29,30 @@ def encode(value: Any, put: Callable[[Tensor], str], where: str) -> Any:
         where: What the value is, for messages, such as "extra".
 
     Raises:
-        UserError: There is something else in it, or a tensor without elements of its own; says where.
+        UserError: There is something else in it, such as itself or a tensor without elements of its own; says where.
     """
+    try:
+        return _encoded(value, put, where)
+    except RecursionError:
+        raise UserError(f"{where} holds itself, or is nested too deeply: give less of it") from None
+
+
+def _encoded(value: Any, put: Callable[[Tensor], str], where: str) -> Any:
     match value:
         case None | bool() | str():
             return value
         case np.generic() if not isinstance(plain := value.item(), np.generic):
-            return encode(plain, put, where)
+            return _encoded(plain, put, where)
         case int():
             return int(value)
         case float():
             return float(value) if math.isfinite(value) else {"$float": str(float(value))}
         case bytes():
             return {"$bytes": base64.b85encode(value).decode()}
-        case Tensor() if (lack := _lack(value)) is not None:
-            raise UserError(f"{where} is a tensor {lack}, which a checkpoint cannot hold: give a dense one with values")
+        case Tensor() if (why := lack(value)) is not None:
+            raise UserError(f"{where} is a tensor {why}, which a checkpoint cannot hold: give a dense one with values")
         case Tensor() if not value.dim() and not value.is_complex():
-            return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(value.item(), put, where)]}
+            return {"$scalar": [str(value.dtype).removeprefix("torch."), _encoded(value.item(), put, where)]}
         case Tensor():
             return {"$tensor": [put(value.detach()), list(value.shape)]}
         # Of a class of its own, such as a masked one, an array is more than its elements.
@@ -53,14 +60,14 @@ def encode(value: Any, put: Callable[[Tensor], str], where: str) -> Any:
             native = value.astype(value.dtype.newbyteorder("="))
             return {"$array": [put(torch.from_numpy(native)), list(value.shape)]}
         case list():
-            return [encode(item, put, f"{where}[{index}]") for index, item in enumerate(value)]
+            return [_encoded(item, put, f"{where}[{index}]") for index, item in enumerate(value)]
         case tuple():
-            return {"$tuple": [encode(item, put, f"{where}[{index}]") for index, item in enumerate(value)]}
+            return {"$tuple": [_encoded(item, put, f"{where}[{index}]") for index, item in enumerate(value)]}
         case Mapping():
-            items = [(key, encode(item, put, f"{where}[{key!r}]")) for key, item in value.items()]
+            items = [(key, _encoded(item, put, f"{where}[{key!r}]")) for key, item in value.items()]
             if not isinstance(value, Counter) and all(isinstance(key, str) and key[:1] != _TAG for key, _ in items):
                 return dict(items)
-            keys = [encode(key, put, f"a key of {where}") for key, _ in items]
+            keys = [_encoded(key, put, f"a key of {where}") for key, _ in items]
             tag = "$counter" if isinstance(value, Counter) else "$dict"
             return {tag: [[key, item] for key, (_, item) in zip(keys, items, strict=True)]}
     raise UserError(
@@ -69,7 +76,7 @@ def encode(value: Any, put: Callable[[Tensor], str], where: str) -> Any:
     )
 
 
-def _lack(tensor: Tensor) -> str | None:
+def lack(tensor: Tensor) -> str | None:
     """Why a tensor's elements cannot be written one after another; None where they can."""
     if tensor.is_meta:
         return "on the device meta"

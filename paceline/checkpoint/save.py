@@ -20,14 +20,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.contents import Stateful, add_residuals, add_tensors, add_values
-from paceline.checkpoint.folder import discard, make_folder
+from paceline.checkpoint.agreement import raise_first, reason
+from paceline.checkpoint.contents import add_residuals, add_tensors, add_values, require_storable
+from paceline.checkpoint.folder import discard, make_folder, require_shared
+from paceline.checkpoint.given import Stateful, as_sequence, in_words, require
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.random_states import Generator
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.rank_file import sync
 from paceline.checkpoint.writing import OwnPart, commit, write_part
-from paceline.comm.control import all_gather_json
 from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.engine.api import engine_of
@@ -78,7 +79,7 @@ class Saving:
             self._thread.join()
         self._is_seen = True
         try:
-            _raise_first(self._error, "pl.save: how it ended", f"{self.path} was not saved")
+            raise_first(self._error, "pl.save: how it ended", f"{self.path} was not saved")
         except UserError:
             if self._is_first:
                 discard(self.path)
@@ -193,21 +194,28 @@ def save_beside(
 ) -> Saving:
     """As `save`; files that rank 0 writes beside it, such as a log, are on the disk before the checkpoint counts."""
     global _in_flight
-    began, engine, path = time.perf_counter(), engine_of(model), Path(path).expanduser()
-    world, part = engine.world, OwnPart(engine.world.rank)
+    began, engine, label = time.perf_counter(), engine_of(model), f"pl.save of step {step} to {path}"
+    # It is written to when the program may be in another folder.
+    path = Path(path).expanduser().absolute()
+    optimizers, schedulers = as_sequence(optimizer), as_sequence(scheduler)
+    world, part = engine.world, OwnPart(engine.world.rank, token=secrets.token_hex(8))
     finish_earlier(world)
     refused: Exception | None = None
     try:
         require_between_steps(engine, "pl.save")
         step = _whole(step)
+        require(optimizers, schedulers, loader)
         ranges = Ranges(engine)
-        states = OptimizerStates(ranges, engine.program.parameters.all, as_sequence(optimizer))
-        add_values(part, engine, states, as_sequence(scheduler), loader, extra, as_sequence(rng))
+        require_storable(engine, ranges)
+        states = OptimizerStates(ranges, engine.program.parameters.all, optimizers)
+        add_values(part, engine, states, schedulers, loader, extra, as_sequence(rng))
         if world.rank == 0:
-            make_folder(path)
+            make_folder(path, part.token)
     except Exception as error:
         refused = error
-    part.token = _raise_first(refused, f"pl.save of step {step} to {path}", "", secrets.token_hex(8))
+    part.token = raise_first(refused, f"{label} {in_words(optimizers, schedulers)}", "", part.token)
+    if world.world_size > 1:
+        _require_shared(path, part.token, world)
     engine.settle()
     add_residuals(part, engine)
     add_tensors(part, engine, ranges, states, keeps_copies=background)
@@ -219,9 +227,20 @@ def save_beside(
     return saving
 
 
-def as_sequence(given: Any) -> list[Any]:
-    """One or several, as a list."""
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+def _require_shared(path: Path, token: str, world: World) -> None:
+    """Makes sure that all see the folder that rank 0 has made, before any waits for files there. A collective call."""
+    unseen: Exception | None = None
+    try:
+        require_shared(path, token)
+    except UserError as error:
+        unseen = error
+    try:
+        raise_first(unseen, "pl.save: whether all see its folder", "pl.save")
+    except UserError:
+        # Another rank's folder of this name may hold anything.
+        if world.rank == 0:
+            discard(path)
+        raise
 
 
 def versions() -> dict[str, str]:
@@ -255,7 +274,7 @@ def _is_over_by_failure(main: threading.Thread) -> bool:
 def _tell_at_exit() -> None:
     """Says of a save that a program ended without waiting for that it failed. Threads have ended by now."""
     if _in_flight is not None and not _in_flight[1]._is_seen and (error := _in_flight[1].error) is not None:
-        print(f"paceline: {_in_flight[1].path} was not saved: {_told(error)}", file=sys.stderr)
+        print(f"paceline: {_in_flight[1].path} was not saved: {reason(error)}", file=sys.stderr)
 
 
 def finish_earlier(world: World) -> None:
@@ -279,22 +298,3 @@ def abandon_earlier() -> None:
         earlier[1]._is_abandoned = True
         if earlier[1]._thread is not None:
             earlier[1]._thread.join()
-
-
-def _raise_first(error: Exception | None, label: str, what: str, value: str = "") -> str:
-    """Raises on every rank what went wrong on any; returns rank 0's `value`. A collective call."""
-    told = all_gather_json([None if error is None else _told(error), value], label)
-    found = [message for message, _ in told]
-    if not any(found):
-        first: str = told[0][1]
-        return first
-    if error is not None and not what:
-        raise error
-    rank = next(rank for rank, message in enumerate(found) if message)
-    who = "" if len(found) == 1 or found[rank].startswith("rank ") else f"rank {rank}: "
-    raise UserError(f"{what}: {who}{found[rank]}".removeprefix(": ")) from error
-
-
-def _told(error: Exception) -> str:
-    """What went wrong, never empty: many errors say no more than what they are."""
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".removesuffix(": ")

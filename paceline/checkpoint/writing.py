@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from paceline.checkpoint.folder import complete
+from paceline.checkpoint.folder import begun_file, complete
 from paceline.checkpoint.manifest import FORMAT, Manifest, Part, Stored, merged
 from paceline.checkpoint.rank_file import checksums, file_name, sync, write_rank_file
 from paceline.core.errors import UserError
@@ -126,6 +126,7 @@ def commit(
     found = complete(folder, manifest)
     for rank in range(ranks):
         _index(folder, rank).unlink(missing_ok=True)
+    begun_file(folder, token).unlink(missing_ok=True)
     return found
 
 

@@ -47,7 +47,7 @@ def test_a_save_that_ranks_end_beside_is_written(tmp_path: Path) -> None:
 
 def test_that_it_failed_is_said_in_the_end(tmp_path: Path) -> None:
     status, _, err = program(tmp_path, 1, "raise OSError('no room')", "")
-    assert (status, err) == (0, "paceline: at 1 was not saved: OSError: no room\n")
+    assert (status, err) == (0, f"paceline: {tmp_path / 'at 1'} was not saved: OSError: no room\n")
 
 
 @pytest.mark.full

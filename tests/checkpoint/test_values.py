@@ -36,6 +36,32 @@ def test_tensors_that_cannot_be_written_are_named(tmp_path: Path, tensor: torch.
     assert not list(tmp_path.iterdir())
 
 
+def itself() -> list[Any]:
+    held: list[Any] = []
+    held.append({"again": held})
+    return held
+
+
+def test_what_holds_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(pl.UserError, match="extra holds itself, or is nested too deeply"):
+        pl.save(tmp_path / "at 0", parallel(), step=0, extra=itself())
+    assert not list(tmp_path.iterdir())
+
+
+def with_a_buffer_that_no_file_has(path: Path) -> str:
+    module = nn.Linear(2, 2)
+    module.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(pl.UserError) as caught:
+        pl.save(path / "at 0", pl.parallelize(module), step=0)
+    return str(caught.value)
+
+
+def test_buffers_that_cannot_be_written_are_named(ranks, tmp_path: Path) -> None:
+    for message in ranks(2, with_a_buffer_that_no_file_has, tmp_path):
+        assert "phases is a tensor of torch.complex128, which a checkpoint cannot hold" in message
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("step", [-1, 1.5, torch.tensor(2.0), None, 2**64])
 def test_a_step_that_could_not_be_read_again_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(pl.UserError, match="a whole number from 0 up, got"):
