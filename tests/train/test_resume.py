@@ -186,10 +186,12 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     assert status == 2 and "nowhere is no run's folder and no checkpoint of one" in err
 
 
-@pytest.mark.parametrize("name", ["checkpoints/step-00000001", "model.safetensors"])
-def test_what_is_no_checkpoint_of_a_run_is_said(done: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"), [("checkpoints/step-00000001", "is not there"), ("model.safetensors", "is a file")]
+)
+def test_what_is_no_checkpoint_of_a_run_is_said(done: Path, tmp_path: Path, name: str, why: str) -> None:
     status, _, err = called(tmp_path, "train", "--resume", str(done / name), "--steps", "4")
-    assert status == 2 and f"{done / name} is not there" in err, "and the latest is not taken in its place"
+    assert status == 2 and f"{done / name} {why}" in err, "and the latest is not taken in its place"
 
 
 def test_a_checkpoint_may_have_another_name(done: Path, tmp_path: Path) -> None:
