@@ -14,7 +14,7 @@ from paceline.buffers.unsharded import Unsharded
 from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
-from paceline.tensors.sharded_parameter import Owner, guard, own, unguard
+from paceline.tensors.sharded_parameter import Owner, guard, own, show, unguard
 
 
 class Parameters:
@@ -107,7 +107,7 @@ class Parameters:
     def _present(self, indices: Iterable[int]) -> None:
         shown = [index for index in indices if index not in self.pinned]
         for index in shown:
-            unguard(self.all[index])
+            show(self.all[index])
             if self.flat.is_sharded:
                 self.all[index].data = self.flat.views[index]
         self._set_versions([self.all[index] for index in shown], self._version)
@@ -145,7 +145,7 @@ class Parameters:
         asks = self.loses_edits or bool(self.waiting)
         rests = [index for index in self.flat.managed if index not in self.pinned]
         for index in rests:
-            unguard(self.all[index])
+            show(self.all[index])
             self.all[index].data = self._placeholder[index] if self.flat.is_sharded else self.flat.views[index]
             if asks:
                 guard(self.all[index])

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from paceline.core.errors import EngineError
 from paceline.core.layout import Layout
 from paceline.hooks.modules import in_transform
+from paceline.tensors.assigned_gradient import ReducedGradParameter
 
 
 class Structure:
@@ -52,7 +53,7 @@ class Structure:
         """
         for parameter, slot in zip(self._parameters, self._layout.slots, strict=True):
             # What is sharded has a shape that only the engine sets.
-            if type(parameter) is nn.Parameter and parameter.shape != slot.spec.shape:
+            if type(parameter) in (nn.Parameter, ReducedGradParameter) and parameter.shape != slot.spec.shape:
                 raise EngineError(
                     f"{slot.spec.name} changed its shape from {tuple(slot.spec.shape)} to {tuple(parameter.shape)} "
                     "after pl.parallelize: call pl.release(model), change it, and pl.parallelize(model) again"

@@ -56,12 +56,20 @@ def set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         shown = parameter.data
         if shown.shape == gradient.shape and shown.dtype == gradient.dtype:
             _GRAD.__set__(parameter, gradient)
-            return
-        # The gradient poses as of the parameter's kind, not the reverse: torch gives a parameter whose data are of
-        # another dtype, even for a moment, another node to accumulate in than graphs have that are yet to run backward.
-        own = gradient.data
-        gradient.data = shown
-        _GRAD.__set__(parameter, gradient)
-        gradient.data = own
+            if type(gradient) is Tensor:
+                return
+        else:
+            # The gradient poses as of the parameter's kind, not the reverse: torch gives a parameter whose data are of
+            # another dtype, even for a moment, another node to accumulate in than graphs have that are yet to run
+            # backward.
+            own = gradient.data
+            gradient.data = shown
+            _GRAD.__set__(parameter, gradient)
+            gradient.data = own
         if type(parameter) is nn.Parameter:
             parameter.__class__ = ReducedGradParameter
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has a gradient, of whatever shape."""
+    return _GRAD.__get__(parameter) is not None

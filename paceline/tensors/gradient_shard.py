@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from paceline.core.errors import EngineError, UserError
 
@@ -51,6 +52,9 @@ class GradientShard(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Waits for what is under way, and refuses what needs whole gradients."""
+        if TracingContext.try_get() is not None:
+            # torch.compile reads a loop's function with this among its values, and would ask for its shape.
+            raise torch._dynamo.exc.Unsupported("p.grad is this rank's shard of it, with which nothing is compiled")
         kwargs = kwargs or {}
         shards = list(_shards((args, tuple(kwargs.values()))))
         for shard in shards:

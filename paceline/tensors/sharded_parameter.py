@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.tensors.assigned_gradient import ReducedGradParameter
+from paceline.tensors.assigned_gradient import ReducedGradParameter, has_gradient
 
 _DESCRIPTIONS = frozenset(
     {
@@ -149,6 +149,13 @@ def unguard(parameter: nn.Parameter) -> None:
     """Makes a parameter a plain one."""
     if type(parameter) in (ShardedParameter, ReducedGradParameter):
         parameter.__class__ = nn.Parameter
+
+
+def show(parameter: nn.Parameter) -> None:
+    """Lets a parameter be computed with: plain but for a gradient that it has, which compilers must not look at."""
+    if type(parameter) in (nn.Parameter, ShardedParameter, ReducedGradParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.__class__ = ReducedGradParameter if has_gradient(parameter) else nn.Parameter
 
 
 def _name(func: Callable[..., Any]) -> str:

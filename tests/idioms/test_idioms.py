@@ -8,7 +8,6 @@ from tests.idioms.run import IDIOMS, PLACES, held
 from tests.ranks import RankPool
 
 SLOW = {"a compiled block"}
-ASKS_FOR_SHARDS = ("zero 2, 2 micro-batches", "zero 3, hold")
 
 CASES = [(name, place) for name, idiom in IDIOMS.items() for place in PLACES if idiom.low or not place.endswith("low")]
 """Every idiom everywhere. A plain `pytest` runs each in one place, another one in turn."""
@@ -18,8 +17,6 @@ def case(name: str, place: str) -> pytest.param:
     near = [place for idiom, place in CASES if idiom == name]
     quick = place == near[list(IDIOMS).index(name) % len(near)] and name not in SLOW
     marks = [] if quick else [pytest.mark.full]
-    if name == "a compiled block" and place in ASKS_FOR_SHARDS:
-        marks.append(pytest.mark.xfail(strict=False, reason="dynamo asks a shard of p.grad for its strides"))
     return pytest.param(name, place, id=f"{name}: {place}", marks=marks)
 
 

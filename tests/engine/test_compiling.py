@@ -1,0 +1,207 @@
+"""torch.compile around a training step: the same numbers as one process without it, whatever is compiled and when.
+
+What code a compiler makes is not in question, but what it looks at while it reads a model: `backend="eager"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline as pl
+from paceline.core.strategy import Strategy
+from tests.engine.models import assert_same, snapshot
+from tests.ranks import RankPool
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """With a weight that is cut to shards in the middle, and a bias that one rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+Compiled = Callable[[Model, Strategy | None], nn.Module]
+"""Makes a model parallel, where there is a strategy, and compiles it; returns what is called in its place."""
+
+
+def parallel(model: Model, strategy: Strategy | None) -> Model:
+    return model if strategy is None else pl.parallelize(model, strategy)
+
+
+def forwards(model: Model, strategy: Strategy | None, **options: bool) -> nn.Module:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="eager", **options)  # type: ignore[method-assign]
+    return parallel(model, strategy)
+
+
+def forwards_of_one_graph(model: Model, strategy: Strategy | None) -> nn.Module:
+    return forwards(model, strategy, fullgraph=True, dynamic=True)
+
+
+def forwards_afterwards(model: Model, strategy: Strategy | None) -> nn.Module:
+    parallel(model, strategy)
+    return forwards(model, None)
+
+
+def blocks(model: Model, strategy: Strategy | None) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return parallel(model, strategy)
+
+
+def wrapped_blocks(model: Model, strategy: Strategy | None) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
+    return parallel(model, strategy)
+
+
+def whole_in_place(model: Model, strategy: Strategy | None) -> nn.Module:
+    parallel(model, strategy).compile(backend="eager")
+    return model
+
+
+def whole(model: Model, strategy: Strategy | None) -> nn.Module:
+    return torch.compile(parallel(model, strategy), backend="eager", dynamic=False)  # type: ignore[return-value]
+
+
+def whole_before(model: Model, strategy: Strategy | None) -> nn.Module:
+    compiled = torch.compile(model, backend="eager")
+    return parallel(compiled, strategy)  # type: ignore[arg-type]
+
+
+WAYS: list[Compiled] = [
+    forwards,
+    forwards_of_one_graph,
+    forwards_afterwards,
+    blocks,
+    wrapped_blocks,
+    whole_in_place,
+    whole,
+    whole_before,
+]
+
+
+def data(step: int, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64),
+        torch.randn(rows, 2, generator=generator, dtype=torch.float64),
+    )
+
+
+def trained(way: Compiled, strategy: Strategy | None, micro: int) -> dict[str, Tensor]:
+    """Weights after steps in which everything that is compiled is read anew while gradients are there."""
+    rank, ranks = (0, 1) if strategy is None else (pl.init().rank, pl.init().world_size)
+    torch._dynamo.reset()
+    model = build()
+    called = way(model, strategy)
+    net = called if hasattr(called, "no_sync") else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # Batches of other sizes are compiled anew, in the midst of a step and while p.grad holds what the last one left.
+    rows = iter([4, 6, 6, 4, 8, 10])
+    for step in range(3):
+        if step == 2:
+            optimizer.zero_grad(set_to_none=False)
+        for index in range(micro):
+            last = strategy is None or index == micro - 1
+            with nullcontext() if last else net.no_sync():  # type: ignore[operator]
+                x, y = (part[rank::ranks] for part in data(10 * step + index, next(rows)))
+                (called(x) - y).square().mean().div(micro).backward()
+        with torch.no_grad():
+            called(data(5, 2)[0])
+        optimizer.step()
+    found = {name.replace("_orig_mod.", ""): value for name, value in snapshot(model).items()}
+    if strategy is not None:
+        pl.release(model)
+    return found
+
+
+CASES: dict[str, tuple[Strategy, int]] = {
+    **{f"zero {zero}": (Strategy(zero=zero, bucket_mb=1e-4), 1) for zero in range(4)},
+    **{f"zero {zero}, 2 micro-batches": (Strategy(zero=zero, bucket_mb=1e-4), 2) for zero in range(4)},
+    "zero 2, defer": (Strategy(zero=2, bucket_mb=1e-4, accumulation="defer"), 2),
+    "zero 3, hold": (Strategy(zero=3, bucket_mb=1e-4, accumulation="hold"), 2),
+    "zero 3, each": (Strategy(zero=3, bucket_mb=1e-4, accumulation="each"), 2),
+    "zero 2, one copy": (Strategy(zero=2, share_parameters=True), 2),
+    "zero 3, recomputed": (Strategy(zero=3, recompute="unit"), 2),
+}
+QUICK = {"zero 2, 2 micro-batches", "zero 3, hold"}
+
+
+def on_rank(way: Compiled, cases: list[str]) -> dict[str, dict[str, Tensor]]:
+    return {case: trained(way, *CASES[case]) for case in cases}
+
+
+@pytest.mark.parametrize(
+    ("way", "cases"),
+    [
+        *(pytest.param(way, sorted(QUICK), id=f"{way.__name__}: quick") for way in WAYS[:1]),
+        *(pytest.param(way, list(CASES), id=way.__name__, marks=pytest.mark.full) for way in WAYS),
+    ],
+)
+def test_whatever_is_compiled_computes_as_one_process(ranks: RankPool, way: Compiled, cases: list[str]) -> None:
+    alone = {micro: trained(lambda model, strategy: model, None, micro) for micro in (1, 2)}
+    for found in ranks(2, on_rank, way, cases, timeout=400):
+        for case, state in found.items():
+            try:
+                assert_same(state, alone[CASES[case][1]], atol=1e-9)
+            except AssertionError as error:
+                raise AssertionError(f"{way.__name__} at {case}: {error}") from None
+
+
+def looked_at(zero: int) -> list[Tensor | None]:
+    """How far off gradients are that a compiled function of the loop has scaled."""
+    model = pl.parallelize(build(), Strategy(zero=zero, bucket_mb=1e-4))
+    x, y = (part[pl.init().rank :: 2] for part in data(0, 8))
+    (model(x) - y).square().mean().backward()
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    @torch.compile(backend="eager")
+    def scale() -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    scale()
+    after = [None if p.grad is None else p.grad / 0.5 for p in model.parameters()]
+    pl.release(model)
+    return [
+        None if a is None or b is None else (torch.as_tensor(a.as_subclass(Tensor)) - b.as_subclass(Tensor)).abs().max()
+        for a, b in zip(before, after, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_compiled_function_of_the_loop_sees_gradients(ranks: RankPool, zero: int) -> None:
+    for found in ranks(2, looked_at, zero):
+        assert all(value is None or value == 0 for value in found) and any(value is not None for value in found)
