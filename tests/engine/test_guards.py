@@ -136,6 +136,50 @@ def test_parameters_that_change_after_parallelize_are_an_error(ranks, strategy, 
     assert all(words in message for message in ranks(2, changed_after, strategy, kind))
 
 
+def swapped_by_hand(strategy: Strategy) -> tuple[dict[str, torch.Tensor], str]:
+    """A loop that swaps a parameter's content between two steps, and what is said if that is not done."""
+    model = pl.parallelize(make(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = ""
+    for step in range(2):
+        x, y = (shares(part) for part in data(step, 8))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        try:
+            if step == 0:
+                swap_head(model)
+        except (RuntimeError, EngineError) as error:
+            told = str(error)
+    state = snapshot(model)
+    pl.release(model)
+    return state, told
+
+
+def swap_head(model: nn.Module) -> None:
+    torch.utils.swap_tensors(model.head.weight, nn.Parameter(torch.full_like(model.head.weight, 0.25)))
+
+
+def alone(swaps: bool) -> dict[str, torch.Tensor]:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = data(step, 8)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if swaps and step == 0:
+            swap_head(model)
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
+def test_a_parameter_that_is_swapped_by_hand_counts_or_stays_as_it_was(ranks, strategy) -> None:
+    for state, told in ranks(2, swapped_by_hand, strategy):
+        assert bool(told) == (strategy.zero > 0)
+        assert_same(state, alone(swaps=not told), atol=1e-12)
+
+
 def converted(strategy: Strategy) -> str:
     model = pl.parallelize(make(), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
