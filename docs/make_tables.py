@@ -153,7 +153,7 @@ def events(figures: dict[str, float]) -> str:
     return (
         f"The tiny preset on two ranks records {figures['ops_per_step']:.0f} ops in a step of "
         f"{figures['step_seconds'] * 1e3:.1f} ms, at {figures['seconds_per_op'] * 1e6:.1f} us each: "
-        f"{figures['share_of_step']:.2%} of the step. In turn, step by step, those that are recorded take "
+        f"{figures['share_of_step']:.2%} of the step. In turn, two and two, those that are recorded take "
         f"{figures['on_to_off']:.4f} ± {figures['on_to_off_error']:.4f} of those that are not."
     )
 

@@ -30,8 +30,8 @@ PICTURES = DOCS / "images" / "tutorial"
 RESULTS = DOCS / "results" / "tutorial.json"
 ROUNDS = int(os.environ.get("ROUNDS", 3))
 GBIT = 0.25
-WIDTH = 900
-"""Pixels of a page of which a picture is taken."""
+WIDTH, HEIGHT = 900, 3000
+"""Pixels of a window in which a page's whole timeline is in view."""
 
 
 def blocks() -> list[str]:
@@ -139,7 +139,7 @@ def photograph(folder: Path) -> None:
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     own = f"--user-data-dir={folder}/own"
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={WIDTH},900", own):
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={WIDTH},{HEIGHT}", own):
         options.add_argument(flag)
     window = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     PICTURES.mkdir(exist_ok=True)

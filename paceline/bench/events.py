@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from paceline.executor.memory_meter import reader
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
 
-_WARM_UP = 5
+_WARM_UP, _LOOK = 3, 50
+"""Rounds that do not count, and between two looks at how well the ratio is known."""
+_WELL = 0.001
+"""An error of the ratio that is small enough to tell whether recording costs 0.5 % of a step."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,8 @@ class EventsBench:
     """Sequences a rank."""
     ranks: int = 2
     """Number of ranks."""
-    pairs: int = 100
-    """How often a step with recording and one without run in turn."""
+    rounds: int = 1000
+    """How often two steps with recording and two without run in turn, at most; fewer where the ratio is known well."""
     json: JsonFile = ""
     """Where to write machine, versions, command and figures; - prints them, and all else goes to stderr."""
 
@@ -47,7 +51,8 @@ def main(options: EventsBench) -> dict[str, float]:
     print(
         f"{options.preset}, {options.ranks} ranks: {figures['ops_per_step']:.0f} ops a step at "
         f"{figures['seconds_per_op'] * 1e6:.2f} us each, step {figures['step_seconds'] * 1e3:.2f} ms: {share:.3%}; "
-        f"in turn, steps with recording take {figures['on_to_off']:.4f} ± {figures['on_to_off_error']:.4f} of others"
+        f"in turn, steps with recording take {figures['on_to_off']:.4f} ± {figures['on_to_off_error']:.4f} of others "
+        f"({figures['rounds']:.0f} rounds of two and two)"
     )
     if options.json:
         write_json(options.json, [], {"figures": figures})
@@ -60,19 +65,31 @@ def _measure(options: EventsBench) -> dict[str, float]:
     engine = pl.engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(0, model.config.vocabulary, (options.batch, model.config.context))
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for index in range(2 * (options.pairs + _WARM_UP)):
-        # Of each pair the other goes first, so that neither always follows on the other.
-        on = index % 4 in (0, 3)
+
+    def step(on: bool) -> float:
         engine.record_events(on)
         start = time.perf_counter()
         model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-        times[on].append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
         engine.drain_events()
-    with_events, without = (times[on][_WARM_UP:] for on in (True, False))
-    ratios = [ours / theirs for ours, theirs in zip(with_events, without, strict=True)]
+        return seconds
+
+    ratios: list[float] = []
+    without: list[float] = []
+    for number in range(-_WARM_UP, options.rounds):
+        # What drifts over a round takes as long from the one as from the other, whose order changes in turn.
+        first = number % 2 == 0
+        one, other, another, last = step(first), step(not first), step(not first), step(first)
+        on, off = (one + last, other + another) if first else (other + another, one + last)
+        if number >= 0:
+            ratios.append(on / off)
+            without.append(off / 2)
+        if number > 0 and number % _LOOK == 0:
+            is_known = _error(ratios) <= _WELL
+            if all(pl.all_gather_json(is_known, "how well the ratio is known")):
+                break
     ops = engine.schedule.step(1)
     pl.release(model)
     pl.shutdown()
@@ -81,8 +98,14 @@ def _measure(options: EventsBench) -> dict[str, float]:
         "seconds_per_op": seconds_per_op(world.rank),
         "step_seconds": statistics.median(without),
         "on_to_off": statistics.median(ratios),
-        "on_to_off_error": half_spread(ratios) / len(ratios) ** 0.5,
+        "on_to_off_error": _error(ratios),
+        "rounds": float(len(ratios)),
     }
+
+
+def _error(values: list[float]) -> float:
+    """The standard error of a median: 1.25 standard deviations, told by the quartiles, by the root of their number."""
+    return 1.2533 * half_spread(values) / 0.6745 / math.sqrt(len(values))
 
 
 def seconds_per_op(rank: int, ops: int = 20_000) -> float:

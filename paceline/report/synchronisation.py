@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paceline.report import quantities as said
 from paceline.report.chunk_norms import ChunkNorms
+from paceline.report.collective_numbers import EXAMPLES, collective_frames
 from paceline.report.gradient_norms import norms_by_rank
 from paceline.report.holdings import Holdings
 from paceline.report.html import Html, Section, data, join, tag
@@ -157,6 +158,8 @@ def _named(units: Sequence[str]) -> str:
 def _in_numbers() -> Html:
     """The step of two ranks in numbers, with what it needs to be stepped through."""
     ways = {name: [frame.to_dict() for frame in frames(*way)] for name, way in WAYS.items()}
+    names = [list(NAMES)] * len(ways) + [list(example.names) for example in EXAMPLES.values()]
+    alone = {name: [frame.to_dict() for frame in collective_frames(example)] for name, example in EXAMPLES.items()}
     final = next(iter(ways.values()))[-1]["held"]
     told = ", ".join(f"{name} = {value:.4f}" for name, value in zip(NAMES, final[0]["parameters"], strict=True))
     start = ", ".join(f"{name} = {value:g}" for name, value in zip(NAMES, START, strict=True))
@@ -166,17 +169,26 @@ def _in_numbers() -> Html:
     intro = (
         f"One step of gradient descent on two ranks, with y = w1 x1 + w2 x2 + b, the squared error, a rate of {RATE:g} "
         f"and {start}. The items are {items}; gradients are summed. Whichever way it is done, both ranks "
-        f"end with {told}."
+        f"end with {told}. The collectives alone are there, too, on more ranks: four whose numbers are 1, 10, 100 and "
+        "1000, so that a sum's digits say whose are in it, and eight who add up to -0.1."
     )
-    chosen = tag("select", *(tag("option", name, value=index) for index, name in enumerate(ways)), id="numbers-way")
+    groups = (("The step of two ranks", tuple(ways), 0), ("A collective alone", tuple(alone), len(ways)))
+    chosen = tag(
+        "select",
+        *(
+            tag("optgroup", *(tag("option", each, value=first + i) for i, each in enumerate(listed)), label=label)
+            for label, listed, first in groups
+        ),
+        id="numbers-way",
+    )
     return tag(
         "div",
         tag("h3", "In numbers"),
         tag("p", intro, id="numbers-intro"),
-        tag("div", tag("label", "Strategy ", chosen), class_="controls"),
+        tag("div", tag("label", "What ", chosen), class_="controls"),
         player("numbers", "A step of two ranks in numbers"),
         tag("div", id="numbers-held", class_="wide", tabindex=0, role="region", aria_label="What each rank holds"),
-        data("numbers-data", {"names": NAMES, "ways": list(ways.values())}),
+        data("numbers-data", {"names": names, "ways": [*ways.values(), *alone.values()]}),
         class_="steps",
     )
 

@@ -21,7 +21,7 @@ const numbers = (() => {
     const frame = frames()[index], before = frames()[Math.max(0, index - 1)];
     const table = element("table"), head = element("tr"), body = element("tbody");
     table.append(element("caption", `What each rank holds (${picker.selectedOptions[0].text}); – is what it does not hold, and what has just changed is in a frame`));
-    head.append(element("th", "", { scope: "col" }), ...data.names.map((name) => element("th", name, { scope: "col" })));
+    head.append(element("th", "", { scope: "col" }), ...data.names[Number(picker.value)].map((name) => element("th", name, { scope: "col" })));
     frame.held.forEach((held, rank) => {
       for (const [what, values] of Object.entries(held)) {
         const row = element("tr");
