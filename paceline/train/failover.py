@@ -53,6 +53,7 @@ class Former:
         corpus: The run's text, once it was opened.
         training: What this rank trained with, where it came so far.
         kept: The same, out of its job, where this rank holds all of it; then there is no `training`.
+        before: Bytes that this rank held before it had a model.
         place: Its place in that job.
         saved: When the latest checkpoint began, or the run, in seconds on the host's monotonic clock.
         left: When it left, in seconds on the host's monotonic clock.
@@ -64,6 +65,7 @@ class Former:
     corpus: Corpus | None = None
     training: Training | None = None
     kept: Kept | None = None
+    before: int | None = None
     place: Place | None = None
     saved: float | None = None
     left: float | None = None
@@ -106,7 +108,7 @@ class Former:
     def begins(self, training: Training, run: Path) -> None:
         """The next job is about to do steps."""
         self.training, self.kept = training, None
-        self.run, self.corpus = run, training.corpus
+        self.run, self.corpus, self.before = run, training.corpus, training.forecast.before
 
 
 def train_in_places(config: TrainConfig, seat: Seat) -> int:

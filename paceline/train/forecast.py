@@ -44,12 +44,12 @@ class Forecast:
 
     Attributes:
         before: Bytes that this rank held before the model was built.
-        hardware: Its machine, if anybody measured it or knows it by name.
+        look: Finds its machine, if anybody measured it or knows it by name: when that is asked for, as files are read.
         steps: Seconds of a step in each interval of figures, but for the first.
     """
 
     before: int
-    hardware: Hardware | None
+    look: Callable[[], Hardware | None]
     steps: list[float] = field(default_factory=list)
 
     def told(self, config: TrainConfig, shape: ModelConfig, world: World, folder: RunFolder) -> list[str]:
@@ -64,17 +64,18 @@ class Forecast:
         """Predicted and measured step time and memory; None where the run was too short, or cannot be forecast."""
         if not self.steps:
             return None
+        hardware = self.look()
         try:
-            case = _case(self.hardware or UNKNOWN, shape, world)
+            case = _case(hardware or UNKNOWN, shape, world)
             setting = setting_of(config, world.world_size)
             held = case.footprint(setting).peak - case.hardware.framework
-            seconds = case.estimate(setting).seconds if self.hardware is not None else None
+            seconds = case.estimate(setting).seconds if hardware is not None else None
         except UserError:
             return None
         return {
             "strategy": asdict(config.strategy),
             "ranks": world.world_size,
-            "hardware": None if self.hardware is None else self.hardware.device.name,
+            "hardware": None if hardware is None else hardware.device.name,
             "step_seconds": {"predicted": seconds, "measured": median(self.steps)},
             "peak_bytes": {"predicted": held + self.before, "measured": peak_memory(world.device)},
             "bytes_before_model": self.before,
@@ -96,9 +97,14 @@ def in_a_line(found: dict[str, Any], ranks: int) -> str:
     )
 
 
-def begin(world: World) -> Forecast:
-    """What a rank holds, and its machine; before the model is built. Measures nothing."""
-    return Forecast(_held_now(world.device), known_hardware(world))
+def begin(world: World, before: int | None = None) -> Forecast:
+    """What a rank holds before the model is built, and its machine. Measures nothing.
+
+    Args:
+        world: The job.
+        before: What it held then, where it is there already.
+    """
+    return Forecast(_held_now(world.device) if before is None else before, lambda: known_hardware(world))
 
 
 def known_hardware(world: World) -> Hardware | None:

@@ -110,7 +110,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
         config = replace(config, plan="")
         if seat is not None:
             seat.has_planned({"zero": config.strategy.zero, "shard": config.strategy.shard})
-    forecast = begin(world)
+    forecast = begin(world, None if former is None else former.before)
     if former is not None:
         settle_imports()
     kept = former.kept if former is not None else None

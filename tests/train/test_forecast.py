@@ -58,17 +58,17 @@ def test_less_memory_makes_ranks_share_more(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_run_too_short_to_be_timed_tells_nothing() -> None:
-    found = forecast.Forecast(0, QUICK)
+    found = forecast.Forecast(0, lambda: QUICK)
     assert found.compared(PLAIN, PRESETS["nano"], world(1)) is None
 
 
 def test_without_a_measured_machine_memory_alone_is_predicted() -> None:
-    found = forecast.Forecast(100 * 2**20, None, [0.02, 0.03, 0.04])
+    found = forecast.Forecast(100 * 2**20, lambda: None, [0.02, 0.03, 0.04])
     compared = found.compared(PLAIN, PRESETS["nano"], world(2))
     assert compared is not None
     assert compared["step_seconds"] == {"predicted": None, "measured": 0.03}
     assert compared["peak_bytes"]["predicted"] > 100 * 2**20
     assert "--here" in forecast.in_a_line(compared, 2)
-    known = forecast.Forecast(100 * 2**20, QUICK, [0.02]).compared(PLAIN, PRESETS["nano"], world(2))
+    known = forecast.Forecast(100 * 2**20, lambda: QUICK, [0.02]).compared(PLAIN, PRESETS["nano"], world(2))
     assert known is not None and known["step_seconds"]["predicted"] > 0
     assert "ms a step, measured 20.0" in forecast.in_a_line(known, 2)
