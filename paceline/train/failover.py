@@ -58,6 +58,7 @@ class Former:
         saved: When the latest checkpoint began, or the run, in seconds on the host's monotonic clock.
         left: When it left, in seconds on the host's monotonic clock.
         interruption: What going on takes, or took the last time.
+        is_settled: Whether what was imported is kept out of the garbage collector's sight.
     """
 
     stop: StopRequest
@@ -70,6 +71,13 @@ class Former:
     saved: float | None = None
     left: float | None = None
     interruption: Interruption | None = None
+    is_settled: bool = False
+
+    def settle_imports(self) -> None:
+        """What was imported is not looked at any more when memory is collected: that takes milliseconds then."""
+        if not self.is_settled:
+            self.is_settled = True
+            gc.freeze()
 
     def did(self, part: str) -> None:
         """Counts what has passed as this part of an interruption, if there is one."""
@@ -172,13 +180,7 @@ def _warm_up(config: TrainConfig, former: Former) -> None:
         del model, update, engine, loss, counts
     pl.shutdown()
     gc.collect()
-    settle_imports()
-
-
-def settle_imports() -> None:
-    """What was imported is not looked at any more when memory is collected: that takes milliseconds then."""
-    if not gc.get_freeze_count():
-        gc.freeze()
+    former.settle_imports()
 
 
 @dataclass(frozen=True)

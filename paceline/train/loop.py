@@ -23,7 +23,7 @@ from paceline.train.alike import require_alike, settings_of_all
 from paceline.train.build import build_model, make_parallel, make_update, open_loader, prepare_text, text_marks
 from paceline.train.checkpoints import Checkpoints, begin_from, left_out_of, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
-from paceline.train.failover import Former, Found, LeaveJob, go_on, settle_imports
+from paceline.train.failover import Former, Found, LeaveJob, go_on
 from paceline.train.forecast import begin, planned
 from paceline.train.kept import Kept, share
 from paceline.train.meter import Meter, Readback
@@ -112,7 +112,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
             seat.has_planned({"zero": config.strategy.zero, "shard": config.strategy.shard})
     forecast = begin(world, None if former is None else former.before)
     if former is not None:
-        settle_imports()
+        former.settle_imports()
     kept = former.kept if former is not None else None
     if kept is None:
         model = build_model(config, corpus, world, has_weights=not found.is_kept)
