@@ -20,13 +20,14 @@ Gather = Callable[[Tensor, Tensor, str], None]
 class WholeParameters:
     """All parameters of a model whole, in memory of their own where the flat buffers have them otherwise."""
 
-    def __init__(self, flat: FlatParameters, gather: Gather | None, edits: bool) -> None:
+    def __init__(self, flat: FlatParameters, gather: Gather | None, edits: bool, on_host: bool) -> None:
         """Gathers them. A collective call where they are sharded.
 
         Args:
             flat: The model's.
             gather: Performs an all-gather; None with one rank.
             edits: Whether they may be written to, so that this rank needs a copy of what others share with it.
+            on_host: Whether what is gathered lies in the host's memory.
         """
         self._flat = flat
         self._buckets: dict[str, Tensor] = {}
@@ -34,7 +35,7 @@ class WholeParameters:
             if gather is not None:
                 for bucket, whole in gathered(flat, gather):
                     # One bucket at a time on the device.
-                    self._buckets[bucket.name] = whole if edits else whole.cpu()
+                    self._buckets[bucket.name] = whole.cpu() if on_host else whole
             for bucket in flat.layout.buckets:
                 if bucket.name in self._buckets:
                     continue

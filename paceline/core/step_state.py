@@ -33,7 +33,7 @@ class StepState:
         synchronises: Whether the backward under way, or the latest one, reduces gradients.
         gradients: What `p.grad` holds: none yet, this rank's share of a sum that later backwards add to (local), or
             the same reduced gradients as on the other ranks, or this rank's shard of them (reduced).
-        generation: How many updates the weights have had.
+        generation: How many times the weights have changed, or may have: by an update, or by hand.
         is_used: Whether an update came after the latest backward.
     """
 
@@ -45,6 +45,7 @@ class StepState:
         self.gradients: Literal["none", "local", "reduced"] = "none"
         self._updated = self._is_partly_loaded = self.is_used = False
         self._deferrals = self._resets = 0
+        self._edited = -1
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -99,6 +100,11 @@ class StepState:
         self._updated = self.is_used = True
         self.phase = "idle"
 
+    def end_edit(self) -> None:
+        """Whole parameters may have been edited, and graphs from before cannot be told whether they were."""
+        self.generation += 1
+        self._edited = self.generation
+
     def reset(self) -> None:
         """The step under way is given up; its gradients are dropped."""
         self.phase, self.micro_batch, self._deferrals = "idle", 0, 0
@@ -139,6 +145,12 @@ class StepState:
         Raises:
             EngineError: The forward used another generation of the weights.
         """
+        if generation < self._edited:
+            raise EngineError(
+                "pl.full_parameters was entered, or a state loaded, between this forward and its backward. Sharded "
+                "parameters may have changed there, so the gradients could belong to weights that no longer exist: "
+                "do it before the forward or after the backward, or read model.state_dict() or copy.deepcopy(model)"
+            )
         if generation != self.generation:
             raise EngineError(
                 "the optimizer stepped between this forward and its backward, so the gradients would belong to "

@@ -30,7 +30,7 @@ from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
 from paceline.executor.gradient_norms import GradientNorms
 from paceline.hooks.casting import cast_inputs, cast_singular_vectors
-from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, watch_parameters
+from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, require_hooks, watch_parameters
 from paceline.materialise.materialiser import Init, materialiser
 from paceline.materialise.own_memory import require_own_parameters
 from paceline.materialise.to_device import move
@@ -73,6 +73,7 @@ class Engine:
         """
         strategy = strategy_on(strategy, world.device)
         strategy.shards(world.world_size)
+        require_hooks(module)
         require_own_parameters(module)
         self.module, self.strategy, self.world = module, strategy, world
         self.units = find_units(module, strategy.units)

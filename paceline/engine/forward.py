@@ -32,7 +32,7 @@ class ForwardPass:
         """Follows nothing yet."""
         self._program, self._state = program, state
         self.order: list[str] = []
-        self.whole = FullParameters(program, self.wait_for_updates)
+        self.whole = FullParameters(program, self.wait_for_updates, state.end_edit)
         self._index = 0
         self._depth = 0
 

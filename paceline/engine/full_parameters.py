@@ -22,14 +22,17 @@ class FullParameters:
         is_full: Whether they are so now.
     """
 
-    def __init__(self, program: Program, wait_for_updates: Callable[[], None]) -> None:
+    def __init__(
+        self, program: Program, wait_for_updates: Callable[[], None], may_be_edited: Callable[[], None]
+    ) -> None:
         """They are not.
 
         Args:
             program: The model's.
             wait_for_updates: Waits until every rank's update is here.
+            may_be_edited: Is told when sharded parameters may have been edited.
         """
-        self._program, self._wait_for_updates = program, wait_for_updates
+        self._program, self._wait_for_updates, self._may_be_edited = program, wait_for_updates, may_be_edited
         self.is_full = False
         self._states: list[AbstractContextManager[None]] = []
 
@@ -39,12 +42,14 @@ class FullParameters:
         return any(is_gathered(self._program.parameters.flat, bucket) for bucket in self._program.layout.buckets)
 
     @contextmanager
-    def full(self, call: str, edits: bool = True) -> Iterator[None]:
+    def full(self, call: str, edits: bool = True, on_host: bool = False) -> Iterator[None]:
         """Lets every parameter be whole and as it is updated. A collective call where they are sharded.
 
         Args:
             call: What the user called, for messages.
-            edits: Whether they may be written to. Where ranks share one copy, only that is a collective call.
+            edits: Whether they may be written to. Where ranks share one copy, only that is a collective call. If they
+                may not, graphs from before can still run backward.
+            on_host: Whether what is gathered only to be read lies in the host's memory.
         """
         program = self._program
         if self.is_full or not program.parameters.flat.managed:
@@ -56,7 +61,7 @@ class FullParameters:
         collectives = program.collectives
         shared_by = collectives if edits and program.schedule.shares_memory else None
         try:
-            with full(program.parameters, partial(collectives.gather, call) if collectives else None, edits):
+            with full(program.parameters, partial(collectives.gather, call) if collectives else None, edits, on_host):
                 try:
                     yield
                 finally:
@@ -65,6 +70,8 @@ class FullParameters:
                         shared_by.barrier(READ)
         finally:
             self.is_full = False
+            if edits and program.parameters.flat.is_sharded:
+                self._may_be_edited()
         if shared_by is not None:
             shared_by.barrier(WRITTEN)
 
@@ -82,7 +89,7 @@ class FullParameters:
 
     def open_states(self, edits: bool) -> None:
         """Enters `full`, until `close_state`."""
-        self._states.append(self.full("model.load_state_dict()" if edits else _STATE_DICT, edits))
+        self._states.append(self.full("model.load_state_dict()" if edits else _STATE_DICT, edits, not edits))
         self._states[-1].__enter__()
 
     def close_state(self) -> None:
@@ -96,17 +103,18 @@ class FullParameters:
 
 
 @contextmanager
-def full(parameters: Parameters, gather: Gather | None, edits: bool = True) -> Iterator[None]:
+def full(parameters: Parameters, gather: Gather | None, edits: bool = True, on_host: bool = False) -> Iterator[None]:
     """Lets all parameters be whole, as they are updated; what is written to them is kept.
 
     Args:
         parameters: All of a model.
         gather: Performs an all-gather; None with one rank.
         edits: Whether they may be written to, so that this rank needs a copy of what others share with it.
+        on_host: Whether what is gathered lies in the host's memory.
     """
     flat = parameters.flat
     parameters.take_given()
-    whole = WholeParameters(flat, gather, edits)
+    whole = WholeParameters(flat, gather, edits, on_host)
     parameters.unpin()
     whole.show()
     try:

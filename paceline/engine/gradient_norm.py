@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.buffers.memory import square_sum
 from paceline.engine.program import Program
 from paceline.engine.update import Update
+from paceline.tensors.gradient_shard import GradientShard
 
 
 class GradientNorm:
@@ -35,8 +36,7 @@ class GradientNorm:
         """
         program, schedule, world = self._program, self._program.schedule, self._program.world
         self._update.require_reduced("the gradient norm")
-        present = [p.grad for p in program.parameters.all if p.grad is not None]
-        squares = square_sum(present, world.device)
+        squares = square_sum(self._own_gradients(), world.device)
         if program.collectives is not None and (schedule.shards > 1 or schedule.has_server):
             squares = squares if world.rank == 0 or not schedule.has_server else torch.zeros_like(squares)
             self._settle()
@@ -44,6 +44,16 @@ class GradientNorm:
             program.collectives.sum(vector, "gradient norm", "pl.clip_grad_norm_")
             squares = vector[0] / (1 if schedule.has_server else schedule.replicas)
         return self._as_norm(squares)
+
+    def _own_gradients(self) -> list[Tensor]:
+        """What of the gradients no other rank adds to the sum: of one that the loop made whole, this rank's shard."""
+        flat = self._program.parameters.flat
+        found = ((index, p.grad) for index, p in enumerate(self._program.parameters.all))
+        return [
+            gradient if flat.shards == 1 or isinstance(gradient, GradientShard) else flat.cut(index, gradient)
+            for index, gradient in found
+            if gradient is not None and (flat.shards == 1 or index in flat.local)
+        ]
 
     def as_reduced(self, late: bool) -> Tensor:
         """The 2-norm of the gradients that the last synchronised backward reduced, known to every rank since.

@@ -29,7 +29,7 @@ class Update:
         """Follows nothing yet."""
         self._program, self._state, self._forward = program, state, forward
         self._shards: list[GradientShard] = []
-        self.under_way = self._is_suspended = False
+        self.under_way = self._is_suspended = self._has_updated = False
 
     def begin(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: it is shown this rank's shards.
@@ -126,9 +126,10 @@ class Update:
         sends = [op for op in ops if op.target not in (READ, OPTIMIZER)]
         parameters.waiting.update(op.target for op in sends)
         self._state.end_update()
-        if self._state.generation == 1 and self._program.world.device.type == "cpu":
+        if not self._has_updated and self._program.world.device.type == "cpu":
             # Now optimizer's states are there, too, and nothing as large is allocated again.
             return_freed_memory()
+        self._has_updated = True
         if parameters.flat.managed:
             parameters.rest()
             parameters.take_as_they_are()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from paceline.core.errors import EngineError
+from paceline.core.errors import EngineError, UserError
 from paceline.hooks.outputs import tensors_in
 
 P = ParamSpec("P")
@@ -149,6 +149,20 @@ def open_for_states(
             part.register_load_state_dict_post_hook(after),
         )
     ]
+
+
+def require_hooks(model: nn.Module) -> None:
+    """Refuses a model that cannot tell when its parts run.
+
+    Raises:
+        UserError: A part is TorchScript.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UserError(
+                f"parallelize: {name or 'the model'} is TorchScript, which takes no hooks: leave out torch.jit.script "
+                "and torch.jit.trace, or compile it with torch.compile"
+            )
 
 
 def refuse_other_parameters(model: nn.Module) -> list[RemovableHandle]:

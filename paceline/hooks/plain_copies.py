@@ -19,7 +19,7 @@ def copy_plain(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Mo
     assert model is not None
     ours = {name: model.__dict__.pop(name) for name in SET}
     try:
-        with ours[ENGINE].full_parameters():
+        with ours[ENGINE].forward.whole.full("copy.deepcopy(model)", edits=False):
             return copy.deepcopy(model, memo)
     finally:
         model.__dict__.update(ours)

@@ -34,7 +34,7 @@ class Structure:
             for name, member in held.items()
         ]
         self._members = [
-            (held, set(held), path) for path, m in module.named_modules() for held in (m._parameters, m._modules)
+            (held, set(held.keys()), path) for path, m in module.named_modules() for held in (m._parameters, m._modules)
         ]
         self._frozen = [
             (slot.spec.name, p) for p, slot in zip(parameters, layout.slots, strict=True) if not slot.spec.trainable

@@ -277,6 +277,11 @@ def test_a_backward_through_weights_that_have_changed_is_refused() -> None:
     state.reset()
     with pytest.raises(EngineError, match="stepped between"):
         state.require_current(generation)
+    generation = state.generation
+    state.end_edit()
+    with pytest.raises(EngineError, match=r"pl.full_parameters was entered.*between this forward and its backward"):
+        state.require_current(generation)
+    state.require_current(state.generation)
 
 
 @pytest.mark.parametrize("call", ["forward", "backward", "deferred", "reduced", "update"])

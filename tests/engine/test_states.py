@@ -239,6 +239,39 @@ def test_torchs_clipping_is_refused_on_shards_and_works_elsewhere(ranks, strateg
         assert found == pytest.approx(wanted, rel=1e-12)
 
 
+def given_by_hand(model: torch.nn.Module, backward: bool) -> tuple[list[float], list[dict]]:
+    """Gradients of parameters' own shapes that every rank has made alike, clipped and stepped with."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = []
+    for step in range(2):
+        if backward:
+            loss_on(model, step).backward()
+        for place, parameter in enumerate(model.parameters()):
+            numbers = torch.arange(parameter.numel(), dtype=parameter.dtype)
+            parameter.grad = (numbers + place + step).reshape(parameter.shape)
+        norm = pl.clip_grad_norm_(model, 0.5) if hasattr(model, "no_sync") else None
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) if norm is None else norm
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, [snapshot(model)]
+
+
+@in_worlds(SEVERAL, backward=(False, True))
+def test_gradients_of_whole_shape_given_by_hand_have_the_norm_of_one_process(ranks, strategy, n, backward) -> None:
+    norms, weights = given_by_hand(make(Stack, WIDTH), backward)
+    for found, states in ranks(n, clipped_by_hand, strategy, backward):
+        assert found == pytest.approx(norms, rel=1e-12)
+        assert_all_same(states, weights)
+
+
+def clipped_by_hand(strategy: Strategy, backward: bool) -> tuple[list[float], list[dict]]:
+    model = pl.parallelize(make(Stack, WIDTH), strategy)
+    found = given_by_hand(model, backward)
+    pl.release(model)
+    return found
+
+
 def scaled_by_torch(strategy: Strategy) -> str:
     model = pl.parallelize(make(Stack, WIDTH).float(), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
