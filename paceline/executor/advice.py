@@ -15,6 +15,7 @@ ADVICE = {
     "model.state_dict()": "Every rank must call model.state_dict(), as save_pretrained does; one of them may write "
     "the file",
     "model.load_state_dict()": "Every rank must call model.load_state_dict()",
+    "copy.deepcopy(model)": "Every rank must call copy.deepcopy(model), or torch.save(model)",
     "pl.full_parameters": "Every rank must enter and leave `with pl.full_parameters(model):`; one of them may do the "
     "work inside",
     "pl.clip_grad_norm_": "Every rank must call pl.clip_grad_norm_",
