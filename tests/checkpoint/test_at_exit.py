@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import textwrap
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 import paceline as pl
 from paceline.checkpoint.folder import is_complete, read_manifest
-from tests.train.processes import finished, torchrun
+from tests.train import processes
 
 PROGRAM = """
 import time
@@ -32,21 +33,33 @@ pl.save("at 1", model, step=1, background=True)
 """
 
 
-def program(folder: Path, ranks: int, write: str, end: str) -> tuple[int, str, str]:
+def program(folder: Path, ranks: int, write: str, end: str) -> tuple[int, str]:
+    """The highest exit status of so many ranks, and what they write to stderr."""
     script = folder / "program.py"
     script.write_text(PROGRAM % (textwrap.indent(write, "    "), end))
-    root = {"PYTHONPATH": str(Path(pl.__file__).parents[1])}
-    return finished(torchrun(ranks, str(script)) if ranks > 1 else [sys.executable, str(script)], folder, root)
+    job = {"PYTHONPATH": str(Path(pl.__file__).parents[1]), "PACELINE_RENDEZVOUS": f"file://{folder}/store"}
+    job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                processes.program(
+                    [sys.executable, str(script)], folder, {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                )
+            )
+            for rank in range(ranks)
+        ]
+        ended = [rank.finish() for rank in started]
+    return max(status for status, _, _ in ended), "".join(err for _, _, err in ended)
 
 
 def test_a_save_that_ranks_end_beside_is_written(tmp_path: Path) -> None:
-    status, _, err = program(tmp_path, 2, "time.sleep(1.5 * world.rank)", "")
+    status, err = program(tmp_path, 2, "time.sleep(1.5 * world.rank)", "")
     assert status == 0, err
     assert read_manifest(tmp_path / "at 1").step == 1
 
 
 def test_that_it_failed_is_said_in_the_end(tmp_path: Path) -> None:
-    status, _, err = program(tmp_path, 1, "raise OSError('no room')", "")
+    status, err = program(tmp_path, 1, "raise OSError('no room')", "")
     assert (status, err) == (0, f"paceline: {tmp_path / 'at 1'} was not saved: OSError: no room\n")
 
 
@@ -54,6 +67,6 @@ def test_that_it_failed_is_said_in_the_end(tmp_path: Path) -> None:
 def test_a_rank_that_fails_keeps_the_others_no_longer(tmp_path: Path) -> None:
     # The other's part never comes.
     write = "if world.rank: __import__('os')._exit(0)"
-    status, _, err = program(tmp_path, 2, write, "time.sleep(1)\n1 / world.rank")
+    status, err = program(tmp_path, 2, write, "time.sleep(1)\n1 / world.rank")
     assert status != 0 and "ZeroDivisionError" in err
     assert not is_complete(tmp_path / "at 1")
