@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import collective_tables
@@ -148,6 +149,34 @@ def overhead(figures: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def plans(result: dict[str, Any]) -> str:
+    """A line per number of ranks, model and precision: errors of its settings, and what the planner's choice loses."""
+    lines = [
+        "| ranks | model | precision | steps, ms | step's error, mean | at most | allocated | process | choice loses |",
+        "|---:|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    rows = result["rows"]
+    for key in dict.fromkeys(map(_choice, rows)):
+        chosen = [row for row in rows if _choice(row) == key]
+        times = _errors(chosen, "predicted_ms", "measured_ms")
+        held = _errors(chosen, "predicted_bytes", "allocated_bytes")
+        whole = _errors(chosen, "predicted_process_bytes", "process_bytes")
+        measured = [row["measured_ms"] for row in chosen]
+        taken, best = (min(chosen, key=lambda row: row[name])["rounds_ms"] for name in ("predicted_ms", "measured_ms"))
+        lost = max(0.0, median(mine / other for mine, other in zip(taken, best, strict=True)) - 1)
+        shares = " | ".join(f"{each:.1%}" for each in (mean(times), max(times), mean(held), mean(whole), lost))
+        lines.append(f"| {' | '.join(map(str, key))} | {min(measured):.0f} to {max(measured):.0f} | {shares} |")
+    return "\n".join(lines)
+
+
+def _errors(rows: list[dict[str, Any]], predicted: str, measured: str) -> list[float]:
+    return [abs(row[predicted] / row[measured] - 1) for row in rows]
+
+
+def _choice(row: dict[str, Any]) -> tuple[int, str, str]:
+    return row["ranks"], row["size"], row["precision"]
+
+
 def events(figures: dict[str, float]) -> str:
     """One sentence."""
     return (
@@ -183,6 +212,7 @@ def pages() -> dict[Path, str]:
         "trainer": plain(results("trainer")["rows"]),
         "model": plain(results("model")["rows"]),
         "events": events(results("events")["figures"]),
+        "plans": plans(results("plan")),
     }
     measured = {
         "comm": collective_tables.measured(results("comm")),

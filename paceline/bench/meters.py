@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.bench.alive import AliveBytes
 from paceline.core.errors import UserError
 
 TCP_INFO = 11
@@ -30,12 +31,15 @@ def held_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    found = re.findall(r"^(?:Anonymous|Pss_Shmem):\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
-    if len(found) != 2:
-        raise UserError(
-            "this kernel does not tell what memory processes share (Pss_Shmem): Linux 5.4 or newer is needed"
-        )
-    return sum(map(int, found)) * 1024
+    return _pages("Anonymous") + _pages("Pss_Shmem")
+
+
+def _pages(kind: str) -> int:
+    """Bytes of this process's pages of a kind, as /proc/self/smaps_rollup names it."""
+    found = re.search(rf"^{kind}:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
+    if found is None:
+        raise UserError(f"this kernel does not tell what memory processes share ({kind}): Linux 5.4 or newer is needed")
+    return int(found[1]) * 1024
 
 
 @contextlib.contextmanager
@@ -63,6 +67,30 @@ def watching_memory(device: torch.device) -> Iterator[Callable[[], int]]:
     finally:
         over.set()
         watcher.join()
+
+
+@contextlib.contextmanager
+def watching_allocations(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yields a function that tells, afterwards, the most that was allocated at once of what was allocated inside.
+
+    On a CPU tensors' memory and that which ranks share: neither what the C library keeps or cannot use, nor what
+    libraries take for themselves. In one process it agrees with torch's profiler (`profile_memory`), which does not see
+    what other threads free.
+
+    Raises:
+        UserError: The kernel does not tell.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: torch.cuda.max_memory_allocated(device) - before
+        return
+    before = after = _pages("Pss_Shmem")
+    with AliveBytes() as alive:
+        try:
+            yield lambda: alive.peak + max(0, after - before)
+        finally:
+            after = _pages("Pss_Shmem")
 
 
 def sent_bytes() -> dict[str, int]:

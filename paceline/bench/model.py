@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.bench.alive import AliveBytes
 from paceline.bench.results import Row, make_row, print_rows, write_json
 from paceline.command_line.json_file import JsonFile
 from paceline.models.config import ModelConfig
@@ -176,36 +172,7 @@ def _pass(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, flo
 def _peak_bytes(model: nn.Module, tokens: Tensor, targets: Tensor) -> int:
     """Most bytes of tensors alive at once that one pass made, gradients included."""
     model.zero_grad(set_to_none=True)
-    with _AliveBytes() as alive:
+    with AliveBytes() as alive:
         _pass(model, tokens, targets)
     peak: int = alive.peak
     return peak
-
-
-class _AliveBytes(TorchDispatchMode):
-    """Counts the storages that operations make from when they appear until they are freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = self.peak = 0
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, Tensor):
-                # What existed before is not this pass's: parameters, tokens.
-                self._known.setdefault(tensor.untyped_storage(), True)
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._known:
-                storage = tensor.untyped_storage()
-                self._known[storage] = True
-                self.held += storage.nbytes()
-                self.peak = max(self.peak, self.held)
-                weakref.finalize(storage, self._freed, storage.nbytes())
-        return result
-
-    def _freed(self, count: int) -> None:
-        self.held -= count

@@ -73,7 +73,7 @@ def measured_in_job(world: World, report: Callable[[str], object] = lambda _: No
     )
     results = [msgspec.convert(each, Measured, strict=False) for each in everyone]
     ranks = world.world_size
-    found = fitted(_hardware(results, ranks, torch.get_num_threads()), results[0].steps, ranks)
+    found = fitted(_hardware(results, ranks, torch.get_num_threads()), results[0].smallest, results[0].steps, ranks)
     if world.rank == 0 and world.local_world_size == ranks:
         _keep(cached(ranks), found, report)
     return found
@@ -114,7 +114,7 @@ def measured_here(ranks: int, seconds: float = SECONDS) -> Hardware:
             results: list[Measured] = pool.run(measure, seconds, limit=LIMIT)
     except RanksFailed as failed:
         raise UserError(f"measuring this machine failed: {failed.summary}") from None
-    return fitted(_hardware(results, ranks, threads), results[0].steps, ranks)
+    return fitted(_hardware(results, ranks, threads), results[0].smallest, results[0].steps, ranks)
 
 
 def _hardware(results: Sequence[Measured], ranks: int, threads: int) -> Hardware:
@@ -145,7 +145,7 @@ def _hardware(results: Sequence[Measured], ranks: int, threads: int) -> Hardware
 
 def _middle(found: Sequence[Mapping[str, Rates]]) -> dict[str, Rates]:
     """Of all ranks' rates the medians."""
-    parts = ("fixed", "per_flop", "per_byte")
+    parts = ("fixed", "per_flop", "per_byte", "per_block")
     return {
         name: Rates(**{part: median(getattr(each[name], part) for each in found) for part in parts})
         for name in found[0]

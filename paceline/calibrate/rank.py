@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import paceline as pl
 from paceline.bench.cases import ADAMW, Case
-from paceline.bench.loops import parallel
+from paceline.bench.loops import one_process, parallel
 from paceline.bench.meters import held_bytes
 from paceline.calibrate.rates import line, rates
 from paceline.calibrate.timed_pass import timed_pass, undisturbed
@@ -20,6 +21,7 @@ from paceline.comm.connect import open_transport
 from paceline.comm.transport import Transport
 from paceline.comm.world import World
 from paceline.core.strategy import Stage, Strategy
+from paceline.materialise.freed import keep_freed_memory, return_freed_memory
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
 from paceline.plan.hardware import Rates
@@ -43,14 +45,23 @@ SHAPES: tuple[tuple[ModelConfig, int], ...] = (
 
 SMALLEST = ModelConfig(layers=3, width=16, heads=2, context=8, vocabulary=32)
 
+EMPTY = Case("smallest", SMALLEST, 1)
+"""What the engine trains, to see what an op takes of the host."""
+
 PROBE = Case("calibration", ModelConfig(layers=4, width=224, heads=4, context=112, vocabulary=1536), 3)
-"""What the engine trains, to see what it takes beside a model's operators."""
+"""What the engine trains, to see how much slower computing is in steps than by itself, and beside collectives."""
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24)
 """Bytes of the buffers that collectives are timed on."""
 
 OPTIMIZER_BYTES = 28
+
+BEYOND_CACHES = 96 << 20
+"""Bytes that are written before a call that should not find its own in the caches."""
+
+STRETCH = 0.01
+"""Seconds for which what is timed alone is repeated: some of the slices in which ranks take turns on a core."""
 
 
 class Measured(NamedTuple):
@@ -62,8 +73,10 @@ class Measured(NamedTuple):
     ceiling: dict[str, float]
     bandwidth: float
     framework: int
-    steps: dict[Stage, float]
-    """Seconds of the engine's steps on `PROBE`, by stage."""
+    smallest: float
+    """Seconds of the engine's step on a model that computes next to nothing."""
+    steps: dict[str, dict[Stage, float]]
+    """Seconds of the engine's steps on `PROBE`, by precision and stage: in float32 of all stages."""
 
 
 def measure(seconds: float) -> Measured:
@@ -81,16 +94,29 @@ def measure_in(world: World, seconds: float) -> Measured:
         world: The job, between CPUs.
         seconds: Sets how often each is repeated: about so long it takes on a quiet machine.
     """
-    framework = held_bytes(world.device)
+    keep_freed_memory()
+    framework = _framework(world)
     repeats = max(3, round(seconds / 3))
     found, launch = _operators(repeats)
     ceiling = {dtype: _ceiling(getattr(torch, dtype), repeats) for dtype in DTYPES}
     found |= {"update": _update(repeats), "copy_in": _copies(repeats, 4), "cast": _copies(repeats, 2)}
     if world.world_size > 1:
         found |= _collectives(world, repeats)
-    stages: tuple[Stage, ...] = (0, 1, 2, 3)
-    steps = {stage: _engine(Strategy(zero=stage), world, repeats) for stage in stages}
-    return Measured(found, launch, ceiling, _bandwidth(repeats), framework, steps)
+    smallest = _engine(Strategy(), EMPTY, world, 5 * repeats)
+    stages: tuple[Stage, ...] = (0, 1, 2, 3) if world.world_size > 1 else (0,)
+    steps: dict[str, dict[Stage, float]] = {
+        "float32": {stage: _engine(Strategy(zero=stage), PROBE, world, repeats) for stage in stages},
+        "bfloat16": {0: _engine(Strategy(precision="bfloat16"), PROBE, world, repeats)},
+    }
+    return Measured(found, launch, ceiling, _bandwidth(repeats), framework, smallest, steps)
+
+
+def _framework(world: World) -> int:
+    """Bytes of a process that has trained something of next to nothing: libraries, and what their first use takes."""
+    one_process(EMPTY, world, "float32").step()
+    gc.collect()
+    return_freed_memory()
+    return held_bytes(world.device)
 
 
 def _operators(repeats: int) -> tuple[dict[str, Rates], float]:
@@ -138,7 +164,7 @@ def _update(repeats: int) -> Rates:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         sizes.append(OPTIMIZER_BYTES * sum(each.numel() for each in model.parameters()))
-        times.append(_middle(optimizer.step, repeats))
+        times.append(_cold(optimizer.step, repeats))
     return line([0.0] * len(sizes), sizes, times)
 
 
@@ -151,7 +177,7 @@ def _copies(repeats: int, written: int) -> Rates:
         pieces = list(zip(target.split(numel // 4), source.split(numel // 4), strict=True))
         into, out = [each for each, _ in pieces], [each for _, each in pieces]
         sizes.append(6 * numel)
-        times.append(_middle(partial(torch._foreach_copy_, into, out), repeats))
+        times.append(_cold(partial(torch._foreach_copy_, into, out), repeats))
     return line([0.0] * len(sizes), sizes, times)
 
 
@@ -184,8 +210,9 @@ def _collective(transport: Transport, name: str, buffer: Tensor, repeats: int) -
     return undisturbed([max(each) for each in zip(*slowest, strict=True)])
 
 
-def _engine(strategy: Strategy, world: World, repeats: int) -> float:
-    training = parallel(strategy, PROBE, world, "float32")
+def _engine(strategy: Strategy, case: Case, world: World, repeats: int) -> float:
+    """Seconds of a step of the slowest rank."""
+    training = parallel(strategy, case, world, "float32")
     times = []
     for number in range(repeats + 2):
         pl.barrier()
@@ -201,12 +228,16 @@ def _engine(strategy: Strategy, world: World, repeats: int) -> float:
 
 
 def _times(run: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of a call in each of several stretches, so long that waiting for a core is in them as it is in a step."""
+    pl.barrier()
     run()
     times = []
     for _ in range(repeats):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
+        calls, began, now = 0, time.perf_counter(), 0.0
+        while now < STRETCH:
+            run()
+            calls, now = calls + 1, time.perf_counter() - began
+        times.append(now / calls)
     return times
 
 
@@ -214,5 +245,15 @@ def _least(run: Callable[[], object], repeats: int) -> float:
     return min(_times(run, repeats))
 
 
-def _middle(run: Callable[[], object], repeats: int) -> float:
-    return undisturbed(_times(run, repeats))
+def _cold(run: Callable[[], object], repeats: int) -> float:
+    """Of a call that finds its memory out of the caches, where a pass of a model leaves what it does not use."""
+    others = torch.ones(BEYOND_CACHES // 4)
+    pl.barrier()
+    run()
+    times = []
+    for _ in range(repeats):
+        others.add_(1)
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return undisturbed(times)

@@ -18,6 +18,7 @@ from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.engine.engine import Engine
 from paceline.hooks.plain_copies import ENGINE, SET, copy_plain, reduce_plain
+from paceline.materialise.freed import keep_freed_memory
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -66,7 +67,10 @@ def parallelize(
     _require_types(model, strategy)
     if getattr(model, ENGINE, None) is not None:
         raise ValueError("parallelize: this model is already parallel")
-    engine = Engine(model, strategy or Strategy(), current_world(), init, weights)
+    world = current_world()
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    engine = Engine(model, strategy or Strategy(), world, init, weights)
     setattr(model, ENGINE, engine)
     reference: weakref.ref[nn.Module] = weakref.ref(model)
     model.no_sync = partial(_no_sync, weakref.ref(engine))  # type: ignore[assignment]

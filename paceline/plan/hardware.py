@@ -48,15 +48,17 @@ class Rates:
         fixed: Seconds of the smallest call.
         per_flop: Seconds for each floating-point operation.
         per_byte: Seconds for each byte.
+        per_block: Seconds for each block of an operator that works in blocks, `Operation.blocks`.
     """
 
     fixed: float = 0.0
     per_flop: float = 0.0
     per_byte: float = 0.0
+    per_block: float = 0.0
 
-    def seconds(self, flops: float, size: float) -> float:
-        """Of a call of so many floating-point operations over so many bytes."""
-        return self.fixed + self.per_flop * flops + self.per_byte * size
+    def seconds(self, flops: float, size: float, blocks: int = 0) -> float:
+        """Of a call of so many floating-point operations over so many bytes, in so many blocks."""
+        return self.fixed + self.per_flop * flops + self.per_byte * size + self.per_block * blocks
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ def seconds(operation: Operation, hardware: Hardware) -> float:
     )
     if measured is not None:
         # On CPUs, where the host that launches is what computes.
-        return (measured.seconds(operation.flops, operation.bytes) + kernels.launch) * operation.count
+        once = measured.seconds(operation.flops, operation.bytes, operation.blocks)
+        return (once + kernels.launch) * operation.count
     moving = operation.bytes / (device.bandwidth * kernels.memory_efficiency)
     computing = 0.0
     if operation.kind == "matmul" and operation.flops:

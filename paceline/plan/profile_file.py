@@ -15,7 +15,7 @@ from paceline.core.errors import UserError
 from paceline.plan.hardware import Hardware
 
 KIND = "paceline planner hardware"
-VERSION = 1
+VERSION = 2
 UNITS = "bytes, seconds, bytes a second, floating-point operations a second, watts"
 """What the numbers of a file are in. Files say so, and none in other units is believed."""
 
@@ -46,6 +46,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "measured.fixed": (0.0, 10.0, "seconds"),
     "measured.per_flop": (0.0, 1e-6, "seconds"),
     "measured.per_byte": (0.0, 1e-3, "seconds"),
+    "measured.per_block": (0.0, 1.0, "seconds"),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.bench.meters import held_bytes, sent_bytes, sent_since, watching_memory
+from paceline.bench.meters import held_bytes, sent_bytes, sent_since, watching_allocations, watching_memory
 from paceline.comm.connect import open_transport
 
 CPU = torch.device("cpu")
@@ -45,6 +45,19 @@ def test_the_most_memory_is_remembered_when_it_is_freed() -> None:
         assert held_bytes(CPU) - before < 0.5 * size
         assert peak() - before > 0.9 * size
     assert not [thread for thread in threading.enumerate() if "memory" in thread.name]
+
+
+def test_what_is_allocated_counts_at_its_most_without_what_the_c_library_keeps() -> None:
+    outside = torch.ones(1 << 20)
+    with watching_allocations(CPU) as most:
+        kept = torch.ones(5 << 20)
+        for _ in range(3):
+            passing = kept + 1
+            del passing
+        outside += 1
+        view = kept[: 1 << 20]
+    assert most() == pytest.approx(2 * (5 << 22), rel=1e-6)
+    assert view.numel() == 1 << 20
 
 
 def share_memory() -> tuple[int, int]:

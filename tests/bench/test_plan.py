@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.bench import plan
-from paceline.bench.plan import PlanBench, PlanRow, between, summary
+from paceline.bench.plan import PlanBench, between
 from paceline.core.errors import UserError
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
 
@@ -18,19 +18,6 @@ HERE = Hardware(
     Link(1e-5, 1e9),
     measured={"gelu float32": Rates(1e-6, 0.0, 1e-10)},
 )
-
-
-def row(zero: int, measured: float, predicted: float, size: str = "small") -> PlanRow:
-    return PlanRow(size, 2, zero, "float32", "none", measured, 0.1, predicted, 100, 102)
-
-
-def test_the_summary_has_the_errors_and_what_the_planners_choice_loses() -> None:
-    found = summary([row(0, 10.0, 11.0), row(1, 20.0, 10.5), row(0, 8.0, 8.0, "large"), row(3, 9.0, 9.9, "large")])
-    assert found["time_error_mean"] == pytest.approx((0.1 + 0.475 + 0.0 + 0.1) / 4)
-    assert found["memory_error_most"] == pytest.approx(0.02)
-    # Of the small model it would take zero 1, which takes twice as long; of the large one the fastest.
-    assert (found["choices"], found["choices_within_3_percent"]) == (2, 1)
-    assert found["choice_lost_most"] == pytest.approx(1.0)
 
 
 def test_a_machine_measured_twice_is_taken_in_the_middle() -> None:
@@ -65,5 +52,13 @@ def test_settings_are_run_and_forecast(
     assert [(each["zero"], each["recompute"]) for each in written["rows"]] == [
         (0, "none"), (0, "unit"), (3, "none"), (3, "unit")
     ]  # fmt: skip
-    assert all(each["measured_ms"] > 0 and each["measured_bytes"] > 2**20 for each in written["rows"])
-    assert "step time: mean error" in capsys.readouterr().out
+    for each in written["rows"]:
+        assert each["measured_ms"] > 0
+        # What is allocated does not hang on the C library nor on the machine. Ranks share some pages to meet in, and
+        # the fullest one has 1 MiB more than the others.
+        assert each["predicted_bytes"] == pytest.approx(each["allocated_bytes"], abs=2.5 * 2**20)
+        assert each["process_bytes"] > each["allocated_bytes"]
+    first = capsys.readouterr().out
+    assert "step time: mean error" in first
+    assert plan.main(PlanBench(again=str(path))) == 0
+    assert capsys.readouterr().out == first

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.bench.cases import Case
 from paceline.calibrate import machine, rank
-from paceline.calibrate.probe import fitted, step_seconds
-from paceline.core.strategy import Strategy
+from paceline.calibrate.probe import IN_STEPS, fitted, in_steps, step_seconds
+from paceline.core.strategy import Stage, Strategy
 from paceline.models.transformer import Transformer
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
 from paceline.plan.stages import shapes
@@ -74,11 +75,29 @@ def test_a_folder_that_cannot_be_written_costs_the_next_measurement_alone(
     assert "measures again" in told[-1]
 
 
-def test_the_hosts_time_and_contention_are_those_that_the_steps_show() -> None:
-    model = Transformer(rank.PROBE.model)
-    work, layout = trace(model, rank.PROBE.batch, device="cpu"), shapes(model)
-    true = replace(HERE, hooks=5e-6 * 1.3**6, kernels=replace(HERE.kernels, contention=0.5))
-    steps = {stage: step_seconds(layout, work, true, Strategy(zero=stage), 2) for stage in (0, 1, 2, 3)}
-    found = fitted(HERE, steps, 2)
-    assert found.hooks == pytest.approx(true.hooks)
+def test_what_a_step_adds_to_operators_is_what_the_steps_show() -> None:
+    bare = replace(
+        HERE,
+        measured=dict(HERE.measured)
+        | {f"{kind} bfloat16": Rates(1e-6, 2e-12, 1e-11) for kind in ("matmul", "attention", "memory")},
+    )
+    slower = in_steps(in_steps(bare, "float32", IN_STEPS[20]), "bfloat16", IN_STEPS[30])
+    true = replace(slower, hooks=2.4e-5, kernels=replace(HERE.kernels, contention=0.5))
+
+    def took(case: Case, stage: Stage, precision: str) -> float:
+        model = Transformer(case.model)
+        work = trace(model, case.batch, precision=precision, device="cpu")
+        strategy = Strategy(zero=stage, precision=precision)  # type: ignore[arg-type]
+        return step_seconds(shapes(model), work, true, strategy, 2)
+
+    stages: tuple[Stage, ...] = (0, 1, 2, 3)
+    steps: dict[str, dict[Stage, float]] = {
+        "float32": {stage: took(rank.PROBE, stage, "float32") for stage in stages},
+        "bfloat16": {0: took(rank.PROBE, 0, "bfloat16")},
+    }
+    found = fitted(bare, took(rank.EMPTY, 0, "float32"), steps, 2)
     assert found.kernels.contention == 0.5
+    for name in ("attention float32", "matmul bfloat16"):
+        assert found.measured[name].per_flop == pytest.approx(true.measured[name].per_flop, rel=0.03)
+    # What a step adds to operators of next to nothing is taken for the host's.
+    assert found.hooks == pytest.approx(true.hooks, rel=0.3)

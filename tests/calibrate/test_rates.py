@@ -41,3 +41,16 @@ def test_each_operator_has_its_line_and_each_kind_one_for_the_rest() -> None:
     found = rates(calls)
     assert set(found) == {"gelu float32", "add float32", "memory float32"}
     assert found["add float32"].per_byte < found["memory float32"].per_byte < found["gelu float32"].per_byte
+
+
+def test_blocks_of_attention_take_a_time_of_their_own() -> None:
+    shapes = [(6, 96, 96, 32), (16, 128, 128, 64), (16, 192, 192, 64), (6, 48, 48, 64), (24, 128, 128, 32)]
+    calls = []
+    for heads, queries, keys, width in shapes:
+        flops = 2.0 * heads * queries * keys * width
+        each = Operation("attention", flops, 8.0 * heads * queries * width, "bfloat16", (heads, queries, keys, width))
+        calls.append(Timed(each, 1e-5 + 4e-5 * each.blocks + 1e-11 * flops))
+    found = rates(calls)["attention bfloat16"]
+    assert found.per_block == pytest.approx(4e-5) and found.per_flop == pytest.approx(1e-11)
+    # 16 heads of 4 blocks, of 3 of 64 queries; 6 heads of 2 blocks.
+    assert [each.operation.blocks for each in calls[1:4]] == [64, 48, 12]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.bench.model import _AliveBytes
+from paceline.bench.alive import AliveBytes
 from paceline.core.strategy import Strategy
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
@@ -63,7 +63,7 @@ def fullest(size: str, zero: int) -> dict[str, tuple[int, int]]:
             optimizer.zero_grad()
 
         step()
-        with _AliveBytes() as alive:
+        with AliveBytes() as alive:
             step()
         engine = pl.engine_of(model)
         engine.settle()
