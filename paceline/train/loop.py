@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,33 +23,23 @@ from paceline.train.build import build_model, make_parallel, make_update, open_l
 from paceline.train.checkpoints import Checkpoints, begin_from, left_out_of, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
 from paceline.train.failover import Former, Found, LeaveJob, go_on
+from paceline.train.finish import finish
 from paceline.train.forecast import begin, planned
+from paceline.train.held_out import validate_shown
 from paceline.train.kept import Kept, share
 from paceline.train.meter import Meter, Readback
 from paceline.train.metrics import check_trackers
 from paceline.train.not_finite import marks
 from paceline.train.optim import learning_rate
 from paceline.train.outputs import Outputs
-from paceline.train.progress import Progress, ValidationProgress
+from paceline.train.progress import Progress
 from paceline.train.resume import Resume, as_planned, find_resume
 from paceline.train.rewind import run_and_go_back
 from paceline.train.run_folder import RunFolder, check_run_folder, create_run_folder
 from paceline.train.samples import write_samples
 from paceline.train.skipped import require_progress, tell_skipped
-from paceline.train.summary import (
-    SAMPLING,
-    SAVING,
-    VALIDATING,
-    crowded,
-    next_steps,
-    opening,
-    sample,
-    stopped,
-    summary,
-    validation_line,
-)
+from paceline.train.summary import SAVING, crowded, opening, validation_line
 from paceline.train.training import Training
-from paceline.train.validate import Validation, validate
 
 CROWDED = 0.25
 """From this share of the time in which other work has the cores, the run says so."""
@@ -190,48 +179,10 @@ def _tell_resumed(outputs: Outputs, folder: RunFolder, first: int, former: Forme
 
 def _run(training: Training) -> int:
     """Trains, validates, saves and sums up; returns the exit status."""
-    config, corpus, model, outputs, first = (
-        training.config, training.corpus, training.model, training.outputs, training.first
-    )  # fmt: skip
+    outputs = training.outputs
     began = time.perf_counter() - sum(outputs.seconds.values())
     step, status = _steps(training)
-    seconds = time.perf_counter() - began - sum(outputs.seconds.values())
-    last = None
-    if not status:
-        last = _validate(training, config.log.batches_at_end(config.steps))
-        status = exit_status(*map(sum, zip(*pl.all_gather_json(training.stop.flags(), "whether to stop"), strict=True)))
-    if last is not None:
-        outputs.log(last.figures(corpus.facts), step)
-    with outputs.showing(SAVING):
-        # Of a checkpoint that fails nothing is left, which makes room.
-        checkpoint = training.checkpoints.save_at_end(step, outputs.say)
-        for figures in training.checkpoints.figures():
-            outputs.log(figures, step)
-        failure = outputs.save_at_end(model)
-    for tracker in outputs.trackers:
-        tracker.finish()
-    # Lets rank 0 alone write a sample: no other rank may be needed for it. GPUs that hold shards may lack the memory.
-    apart = outputs.world.backend == "nccl" and pl.engine_of(model).forward.whole.takes_memory
-    with nullcontext() if apart else pl.full_parameters(model):
-        if outputs.folder is not None:
-            path = outputs.folder.path
-            if status:
-                lines = stopped(path, step, saved=failure is None, resumable=checkpoint is not None)
-            elif failure is not None:
-                lines = summary(config, corpus, model, outputs, step - first, seconds, last)
-            else:
-                with outputs.showing(SAMPLING):
-                    text = [] if apart else sample(config, path, model)
-                lines = [
-                    *text,
-                    *summary(config, corpus, model, outputs, step - first, seconds, last),
-                    *training.forecast.told(config, model.config, outputs.world, outputs.folder),
-                    *next_steps(config, outputs.world, path),
-                ]
-            outputs.say(*lines, *outputs.folder.describe_problems())
-    if failure is not None:
-        raise failure
-    return status
+    return finish(training, step, status, time.perf_counter() - began - sum(outputs.seconds.values()))
 
 
 def _steps(training: Training) -> tuple[int, int]:
@@ -307,7 +258,7 @@ def _steps(training: Training) -> tuple[int, int]:
             patience.pause()
             with meter.paused():
                 outputs.progress.pause()
-                result = _validate(training, log.validate_batches)
+                result = validate_shown(training, log.validate_batches)
                 if result is not None:
                     outputs.say(validation_line(result, corpus, step))
                     outputs.log(result.figures(corpus.facts), step)
@@ -319,24 +270,3 @@ def _steps(training: Training) -> tuple[int, int]:
 def _is_read(config: TrainConfig, step: int, first: int) -> bool:
     """Whether figures are told after a step, of a training that goes on from step `first`."""
     return step in (first + 1, config.steps) or step % config.log.every == 0
-
-
-def _validate(training: Training, batches: int) -> Validation | None:
-    """On so many global batches of held-out text; None if a stop was asked for meanwhile."""
-    config, model, outputs = training.config, training.model, training.outputs
-    progress = ValidationProgress()
-
-    def advance(done: int, total: int) -> None:
-        progress.advance(done, total)
-        outputs.tell_now_and_then(progress.text)
-
-    with outputs.showing(VALIDATING, progress.text):
-        return validate(
-            model,
-            training.corpus.validation,
-            context=model.config.context,
-            micro_batch=config.micro_batch,
-            samples=batches * config.batch,
-            stopped=lambda: bool(training.stop.received),
-            progress=advance,
-        )
