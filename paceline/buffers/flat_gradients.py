@@ -157,17 +157,17 @@ class FlatGradients:
         bucket = self.bucket_of[index]
         return self._handed_out.view(f"{bucket.name}, reduced", self.reduced(bucket), place)
 
-    def release(self, held: Iterable[Tensor]) -> bool:
+    def release(self, gradients: Iterable[Tensor]) -> bool:
         """Buckets are about to be written again; what a loop keeps of those that it dropped `p.grad` of stays.
 
         Args:
-            held: What is `p.grad` now, and is added to.
+            gradients: What is `p.grad` now, and is added to.
 
         Returns:
             Whether that takes other memory for the buffers: see `take_other_memory`.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            known = Counter(map(storage_of, held))
+            known = Counter(map(storage_of, gradients))
         stays = False
         for bucket in self.buckets:
             for what in ("whole", "reduced"):

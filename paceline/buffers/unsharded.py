@@ -13,7 +13,7 @@ class Unsharded:
         """Nothing is gathered yet."""
         self._slot_of = dict(schedule.slot)
         self._kept = frozenset(bucket.name for bucket in schedule.kept_buckets)
-        self._held: dict[int, str] = {}
+        self._unit_in: dict[int, str] = {}
         self._fresh: set[str] = set()
 
     def begin(self, bucket: Bucket) -> str | None:
@@ -23,13 +23,13 @@ class Unsharded:
             return None
         (unit,) = bucket.units
         slot = self._slot_of[unit]
-        before, self._held[slot] = self._held.get(slot), unit
+        before, self._unit_in[slot] = self._unit_in.get(slot), unit
         return None if before == unit else before
 
     def holds(self, unit: str) -> bool:
         """Whether a unit's parameters lie in its slot since the last update, or are on their way."""
         slot = self._slot_of.get(unit)
-        return slot is None or self._held.get(slot) == unit
+        return slot is None or self._unit_in.get(slot) == unit
 
     def holds_kept(self) -> bool:
         """Whether everything that is gathered once a step has been, since the last update."""
@@ -37,5 +37,5 @@ class Unsharded:
 
     def forget(self) -> None:
         """What was gathered is stale."""
-        self._held.clear()
+        self._unit_in.clear()
         self._fresh.clear()

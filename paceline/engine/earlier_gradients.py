@@ -62,13 +62,13 @@ class EarlierGradients:
         self.carried.clear()
         flat.adds.clear()
         gradients = {index: gradient for index in flat.trainable if (gradient := self._all[index].grad) is not None}
-        held = list(gradients)
+        with_gradient = list(gradients)
         if flat.release(gradients.values()):
             for bucket in flat.buckets:
                 self._wait(bucket)
             flat.take_other_memory()
         if flat.each:
-            own = [i for i in held if reduced or isinstance(self._all[i].grad, GradientShard)]
+            own = [i for i in with_gradient if reduced or isinstance(self._all[i].grad, GradientShard)]
             # Of which this rank has no part, it cannot tell whether the loop dropped them: others can.
             kept = {*own, *(i for i in self.used if own and flat.reduced_of(i) is None)}
             # Those whose `grad` the loop itself has made are new.
@@ -76,11 +76,11 @@ class EarlierGradients:
             self.used = kept & (self.used | made)
             self._carry(own, alone, reduced)
         elif reduced and (self._shards > 1 or self._share != 1):
-            self._share_out(held)
+            self._share_out(with_gradient)
         elif self._low:
-            self._take_aside(held)
+            self._take_aside(with_gradient)
         for index, gradient in self._late.items():
-            if index in held or flat.reduced_of(index) is None:
+            if index in with_gradient or flat.reduced_of(index) is None:
                 self._all[index].grad = gradient
         self._late.clear()
 
@@ -98,19 +98,19 @@ class EarlierGradients:
         self.used.clear()
         self.carried.clear()
 
-    def _carry(self, held: Sequence[int], alone: bool, reduced: bool) -> None:
+    def _carry(self, with_gradient: Sequence[int], alone: bool, reduced: bool) -> None:
         """Where every micro-batch is reduced: keeps what `p.grad` holds where the next reductions are added."""
         with torch.no_grad():
             if alone:
                 # What was there is added when its sum is published.
-                self.carried = {index: self._held(index).clone() for index in held}
+                self.carried = {index: self._reduced_part(index).clone() for index in with_gradient}
             else:
-                present = set(held)
+                present = set(with_gradient)
                 for bucket in self.flat.buckets:
                     if not present.isdisjoint(bucket.slots):
                         self.flat.adds.add(bucket.name)
                         self._restore(bucket, present, reduced)
-        for index in held:
+        for index in with_gradient:
             self._all[index].grad = None
 
     def _restore(self, bucket: Bucket, present: set[int], reduced: bool) -> None:
@@ -121,7 +121,7 @@ class EarlierGradients:
             place = self.flat.reduced_of(index)
             if place is None:
                 continue
-            mine = self._held(index) if index in present else None
+            mine = self._reduced_part(index) if index in present else None
             if mine is not None and mine.data_ptr() == place.data_ptr() and factor == 1:
                 continue
             self._wait(bucket)
@@ -132,11 +132,11 @@ class EarlierGradients:
             if factor != 1:
                 place.mul_(factor)
 
-    def _share_out(self, held: Sequence[int]) -> None:
+    def _share_out(self, with_gradient: Sequence[int]) -> None:
         """Makes reduced gradients this rank's share of themselves, whole."""
         with torch.no_grad():
-            for index in held:
-                mine, whole = self._held(index) * self._share, self.flat.views[index]
+            for index in with_gradient:
+                mine, whole = self._reduced_part(index) * self._share, self.flat.views[index]
                 self._all[index].grad = None
                 whole.zero_()
                 self.flat.own_part(index, whole).copy_(mine)
@@ -145,10 +145,10 @@ class EarlierGradients:
                 else:
                     self._all[index].grad = self.flat.shown_whole(index)
 
-    def _take_aside(self, held: Sequence[int]) -> None:
+    def _take_aside(self, with_gradient: Sequence[int]) -> None:
         """In low precision: gradients add up in fp32 buffers, where autograd would add in what it computes in."""
         with torch.no_grad():
-            for index in held:
+            for index in with_gradient:
                 gradient, whole = self._all[index].grad, self.flat.views[index]
                 assert gradient is not None
                 if gradient.data_ptr() != whole.data_ptr():
@@ -156,7 +156,7 @@ class EarlierGradients:
                 self._all[index].grad = None
                 self.filled.add(index)
 
-    def _held(self, index: int) -> Tensor:
+    def _reduced_part(self, index: int) -> Tensor:
         """What `p.grad` holds, as the part of it that this rank keeps reduced."""
         gradient = self._all[index].grad
         assert gradient is not None

@@ -184,19 +184,19 @@ class Gradients:
         """
         chosen = set(used) if keep else set()
         if self._norms.is_on:
-            places = {index: self.flat.reduced_of(index) for index in self.flat.trainable if index in chosen}
-            self._norms.hold({index: place for index, place in places.items() if place is not None})
+            parts = {index: self.flat.reduced_of(index) for index in self.flat.trainable if index in chosen}
+            self._norms.hold({index: part for index, part in parts.items() if part is not None})
         self.published.clear()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in self.flat.trainable:
-                carried, place = self.earlier.carried.get(index), self.flat.reduced_of(index)
-                if place is None or not (index in chosen or (keep and carried is not None)):
+                carried, reduced = self.earlier.carried.get(index), self.flat.reduced_of(index)
+                if reduced is None or not (index in chosen or (keep and carried is not None)):
                     self._all[index].grad = None
                     continue
-                place = self.flat.shown_reduced(index, place)
+                reduced = self.flat.shown_reduced(index, reduced)
                 if carried is not None:
-                    place = place.to(carried.dtype).add_(carried) if index in chosen else carried
-                self._give(index, place, None)
+                    reduced = reduced.to(carried.dtype).add_(carried) if index in chosen else carried
+                self._give(index, reduced, None)
         self.earlier.carried.clear()
         self.earlier.used = chosen if self.flat.each else set()
 
@@ -204,11 +204,11 @@ class Gradients:
         """Makes the sums so far the parameters' `grad`, which waits for their reductions when it is looked at."""
         self.earlier.used |= self.used
         for index in self.flat.trainable:
-            place, bucket = self.flat.reduced_of(index), self.flat.bucket_of[index]
-            if place is None:
+            reduced, bucket = self.flat.reduced_of(index), self.flat.bucket_of[index]
+            if reduced is None:
                 self._all[index].grad = None
             else:
-                self._give(index, self.flat.shown_reduced(index, place), partial(self._wait, bucket))
+                self._give(index, self.flat.shown_reduced(index, reduced), partial(self._wait, bucket))
 
     def _give(self, index: int, gradient: Tensor, wait: Callable[[], None] | None) -> None:
         """Makes a tensor of any dtype and shape a parameter's `grad`."""
@@ -240,8 +240,8 @@ class Gradients:
 
     def square_sum(self) -> Tensor:
         """Sum of the squares of this rank's reduced gradients: fp64, 0-dim."""
-        places = (self.flat.reduced_of(index) for index in self.flat.trainable)
-        return square_sum([place for place in places if place is not None], self._parameters.flat.device)
+        parts = (self.flat.reduced_of(index) for index in self.flat.trainable)
+        return square_sum([part for part in parts if part is not None], self._parameters.flat.device)
 
     @property
     def carries(self) -> bool:

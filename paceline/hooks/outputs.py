@@ -23,15 +23,15 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
         return
     if type(value) in (tuple, list):
         # As nearly all are, and many times quicker than by way of pytree.
-        for held in value:
-            yield from tensors_in(held, depth)
+        for member in value:
+            yield from tensors_in(member, depth)
         return
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif depth and (attributes := _attributes(leaf)) is not None:
-            for held in attributes.values():
-                yield from tensors_in(held, depth - 1)
+            for member in attributes.values():
+                yield from tensors_in(member, depth - 1)
 
 
 def _attributes(leaf: Any) -> Mapping[str, Any] | None:
@@ -52,9 +52,9 @@ def own_copies(output: Any, lies_within: Callable[[Tensor], bool]) -> Any:
         if isinstance(value, Tensor):
             return value.clone() if lies_within(value) else value
         if (attributes := _attributes(value)) is not None:
-            for name, held in attributes.items():
-                replacement = own_copies(held, lies_within)
-                if replacement is not held:
+            for name, member in attributes.items():
+                replacement = own_copies(member, lies_within)
+                if replacement is not member:
                     object.__setattr__(value, name, replacement)
         return value
 

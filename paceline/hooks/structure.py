@@ -27,14 +27,16 @@ class Structure:
         """
         self._parameters, self._layout = parameters, layout
         self._identities = {id(parameter) for parameter in parameters}
-        self._places = [
-            (held, name, member, _joined(path, name))
+        self._registered = [
+            (registry, name, member, _joined(path, name))
             for path, submodule in module.named_modules()
-            for held in (submodule._parameters, submodule._modules)
-            for name, member in held.items()
+            for registry in (submodule._parameters, submodule._modules)
+            for name, member in registry.items()
         ]
         self._members = [
-            (held, set(held.keys()), path) for path, m in module.named_modules() for held in (m._parameters, m._modules)
+            (registry, set(registry.keys()), path)
+            for path, m in module.named_modules()
+            for registry in (m._parameters, m._modules)
         ]
         self._frozen = [
             (slot.spec.name, p) for p, slot in zip(parameters, layout.slots, strict=True) if not slot.spec.trainable
@@ -58,15 +60,15 @@ class Structure:
                     f"{slot.spec.name} changed its shape from {tuple(slot.spec.shape)} to {tuple(parameter.shape)} "
                     "after pl.parallelize: call pl.release(model), change it, and pl.parallelize(model) again"
                 )
-        for held, name, member, path in self._places:
-            if held.get(name) is not member:
+        for registry, name, member, path in self._registered:
+            if registry.get(name) is not member:
                 raise EngineError(
                     f"{path} was replaced in the model after pl.parallelize, so its gradients would not be reduced: "
                     "call pl.release(model) and pl.parallelize(model) again (load weights without assign=True)"
                 )
-        for held, known, path in self._members:
-            for name in held.keys() - known if len(held) > len(known) else ():
-                if _trains(held[name]):
+        for registry, known, path in self._members:
+            for name in registry.keys() - known if len(registry) > len(known) else ():
+                if _trains(registry[name]):
                     raise EngineError(
                         f"{_joined(path, name)} was added to the model after pl.parallelize, so its gradients would "
                         "not be reduced: call pl.release(model) and pl.parallelize(model) again"
