@@ -16,6 +16,7 @@ from paceline.comm.control import all_gather_json
 from paceline.comm.world import current_world
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
+from paceline.engine import recovery
 from paceline.engine.engine import Engine
 from paceline.hooks.plain_copies import ENGINE, SET, copy_plain, reduce_plain
 from paceline.materialise.freed import keep_freed_memory
@@ -246,7 +247,9 @@ def broadcast_buffers(model: nn.Module) -> None:
     After every step those that its forwards have changed are sent anyway, as by DDP. Call it where they were changed
     otherwise: by hand on one rank, or in a forward that no backward came after.
     """
-    engine_of(model).broadcast_buffers()
+    collectives = engine_of(model).program.collectives
+    if collectives is not None:
+        collectives.broadcast(model.buffers(), "pl.broadcast_buffers")
 
 
 def reset(model: nn.Module) -> None:
@@ -265,7 +268,7 @@ def reset(model: nn.Module) -> None:
         ... except RuntimeError:
         ...     pl.reset(model)
     """
-    engine_of(model).reset()
+    recovery.reset(engine_of(model))
 
 
 def release(model: nn.Module) -> Any:

@@ -24,7 +24,7 @@ from paceline.engine.forward import ForwardPass
 from paceline.engine.give_up import gives_up
 from paceline.engine.gradient_norm import GradientNorm
 from paceline.engine.program import Program
-from paceline.engine.recovery import close, reset
+from paceline.engine.recovery import close
 from paceline.engine.unit_outputs import UnitOutputs
 from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
@@ -175,15 +175,6 @@ class Engine:
     def chunk_products(self) -> list[ChunkProducts]:
         """Of the latest step, once, on rank 0; none if no norms were taken, or for too much. A collective call."""
         return chunk_products(self.schedule, self.program.norms.take())
-
-    def broadcast_buffers(self) -> None:
-        """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call."""
-        if self.program.collectives is not None:
-            self.program.collectives.broadcast(self.module.buffers(), "pl.broadcast_buffers")
-
-    def reset(self) -> None:
-        """See `recovery.reset`. A collective call."""
-        reset(self)
 
     def close(self, whole: bool = True) -> None:
         """Ends the engine: hooks, threads and connections.

@@ -68,7 +68,7 @@ def edited(zero: int) -> tuple[int, str]:
         except EngineError as error:
             return step, str(error)
         finally:
-            pl.engine_of(model).reset()
+            pl.reset(model)
             pl.release(model)
     return -1, ""
 
