@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from paceline.core.errors import EngineError
 from paceline.engine.program import Program
 from paceline.engine.unit_order import UnitOrder
-from paceline.hooks.structure import will_accumulate
+from paceline.hooks.parameters import will_accumulate
 
 
 class AutogradPass:

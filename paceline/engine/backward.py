@@ -17,7 +17,7 @@ from paceline.engine.give_up import gives_up
 from paceline.engine.gradients import Gradients
 from paceline.engine.program import Program
 from paceline.engine.unit_order import UnitOrder
-from paceline.hooks.structure import accumulator, is_accumulated
+from paceline.hooks.parameters import accumulator, is_accumulated
 
 
 class BackwardPass:

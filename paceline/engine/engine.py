@@ -30,7 +30,8 @@ from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
 from paceline.executor.gradient_norms import GradientNorms
 from paceline.hooks.casting import cast_inputs, cast_singular_vectors
-from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, require_hooks, watch_parameters
+from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, require_hooks
+from paceline.hooks.parameters import watch_parameters
 from paceline.materialise.materialiser import Init, materialiser
 from paceline.materialise.own_memory import require_own_parameters
 from paceline.materialise.to_device import move

@@ -1,8 +1,7 @@
-"""Autograd and module hooks, turned into the engine's few verbs."""
+"""Module hooks and hooks on their outputs' gradients, turned into the engine's few verbs."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -186,50 +185,6 @@ def refuse_other_parameters(model: nn.Module) -> list[RemovableHandle]:
 
     hook = ModuleHook(before)
     return [part.register_load_state_dict_pre_hook(hook) for part in model.modules()]
-
-
-def watch_parameters(
-    parameters: Iterable[nn.Parameter],
-    before: Callable[[nn.Parameter], None] | None,
-    after: Callable[[nn.Parameter], None],
-) -> list[RemovableHandle]:
-    """Registers hooks around autograd's adding to `p.grad`; the handles remove them.
-
-    Args:
-        parameters: Those that are trained.
-        before: Is called before it, and also where `torch.autograd.grad` takes the gradient; None: nobody asks.
-        after: Is called after it.
-    """
-    handles = []
-    after_it = _weakly(after)
-    for parameter in parameters:
-        if before is not None:
-            handles.append(parameter.register_hook(_before_one(weakref.ref(parameter), _weakly(before))))
-        handles.append(parameter.register_post_accumulate_grad_hook(after_it))
-    return handles
-
-
-def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """Calls a method for as long as its object lives, which Python's collector does not see hooks of tensors hold."""
-    reference = weakref.WeakMethod(method)
-
-    def call(parameter: nn.Parameter) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(parameter)
-
-    return call
-
-
-def _before_one(
-    reference: weakref.ref[nn.Parameter], before: Callable[[nn.Parameter], None]
-) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        parameter = reference()
-        if parameter is not None:
-            before(parameter)
-
-    return hook
 
 
 def in_backward() -> bool:

@@ -1,16 +1,13 @@
-"""Whether a model is still made of the parameters that were laid out, and what a backward pass leaves gradients in."""
+"""Whether a model is still made of the parameters that were laid out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
 
 from paceline.core.errors import EngineError
 from paceline.core.layout import Layout
-from paceline.hooks.modules import in_transform
 from paceline.tensors.assigned_gradient import ReducedGradParameter
 
 
@@ -79,40 +76,6 @@ class Structure:
                 f"{unfrozen} was unfrozen after pl.parallelize, so its gradients would not be reduced: call "
                 "pl.release(model) and pl.parallelize(model) again"
             )
-
-
-def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether the backward pass under way leaves gradients in one of these; `torch.autograd.grad` does not."""
-    if in_transform():
-        # It hands gradients out.
-        return False
-    try:
-        return any(torch._C._will_engine_execute_node(accumulator(p)) for p in parameters if p.requires_grad)
-    except RuntimeError:
-        # A parameter is itself what autograd.grad was asked for.
-        return False
-
-
-def is_accumulated(parameter: nn.Parameter) -> bool:
-    """Inside a hook of a parameter's gradient: whether autograd is to add that to `grad`, and not to hand it out.
-
-    Also where the graph is from before its data were of another dtype for a while: it accumulates in another node than
-    `accumulator` gives then.
-    """
-    if in_transform():
-        return False
-    try:
-        torch._C._will_engine_execute_node(accumulator(parameter))
-    except RuntimeError:
-        # autograd.grad was asked for it. What it is not asked for has no hook called.
-        return False
-    return True
-
-
-def accumulator(parameter: nn.Parameter) -> Node:
-    """Where autograd accumulates a parameter's gradient: the node of all graphs that use it as it is now."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return get_gradient_edge(parameter).node
 
 
 def _joined(path: str, name: str) -> str:

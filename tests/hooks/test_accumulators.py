@@ -8,7 +8,7 @@ import pytest
 
 import paceline as pl
 from paceline.core.strategy import Strategy
-from paceline.hooks.structure import accumulator
+from paceline.hooks.parameters import accumulator
 from tests.engine.models import STAGES, loss_on, make
 from tests.quick import some
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.hooks.structure import accumulator
+from paceline.hooks.parameters import accumulator
 from paceline.tensors.assigned_gradient import set_gradient
 from tests.engine.models import snapshot
 

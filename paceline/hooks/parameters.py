@@ -1,0 +1,91 @@
+"""What autograd does to parameters' gradients: whether it will add to one in this pass, and that it has."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from paceline.hooks.modules import in_transform
+
+
+def watch_parameters(
+    parameters: Iterable[nn.Parameter],
+    before: Callable[[nn.Parameter], None] | None,
+    after: Callable[[nn.Parameter], None],
+) -> list[RemovableHandle]:
+    """Registers hooks around autograd's adding to `p.grad`; the handles remove them.
+
+    Args:
+        parameters: Those that are trained.
+        before: Is called before it, and also where `torch.autograd.grad` takes the gradient; None: nobody asks.
+        after: Is called after it.
+    """
+    handles = []
+    after_it = _weakly(after)
+    for parameter in parameters:
+        if before is not None:
+            handles.append(parameter.register_hook(_before_one(weakref.ref(parameter), _weakly(before))))
+        handles.append(parameter.register_post_accumulate_grad_hook(after_it))
+    return handles
+
+
+def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """Calls a method for as long as its object lives, which Python's collector does not see hooks of tensors hold."""
+    reference = weakref.WeakMethod(method)
+
+    def call(parameter: nn.Parameter) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(parameter)
+
+    return call
+
+
+def _before_one(
+    reference: weakref.ref[nn.Parameter], before: Callable[[nn.Parameter], None]
+) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        parameter = reference()
+        if parameter is not None:
+            before(parameter)
+
+    return hook
+
+
+def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the backward pass under way leaves gradients in one of these; `torch.autograd.grad` does not."""
+    if in_transform():
+        # It hands gradients out.
+        return False
+    try:
+        return any(torch._C._will_engine_execute_node(accumulator(p)) for p in parameters if p.requires_grad)
+    except RuntimeError:
+        # A parameter is itself what autograd.grad was asked for.
+        return False
+
+
+def is_accumulated(parameter: nn.Parameter) -> bool:
+    """Inside a hook of a parameter's gradient: whether autograd is to add that to `grad`, and not to hand it out.
+
+    Also where the graph is from before its data were of another dtype for a while: it accumulates in another node than
+    `accumulator` gives then.
+    """
+    if in_transform():
+        return False
+    try:
+        torch._C._will_engine_execute_node(accumulator(parameter))
+    except RuntimeError:
+        # autograd.grad was asked for it. What it is not asked for has no hook called.
+        return False
+    return True
+
+
+def accumulator(parameter: nn.Parameter) -> Node:
+    """Where autograd accumulates a parameter's gradient: the node of all graphs that use it as it is now."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(parameter).node
