@@ -193,9 +193,3 @@ def _sharded(values: Any) -> Iterator[ShardedParameter]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _sharded(value)
-
-
-def plain_view(parameter: Tensor) -> Tensor:
-    """A parameter's values as they lie there, without asking."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.detach()

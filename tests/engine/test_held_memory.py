@@ -16,8 +16,8 @@ from paceline.core.errors import UserError
 from paceline.core.memory import Memory, memory
 from paceline.core.strategy import Strategy
 from paceline.engine.api import engine_of
-from paceline.tensors.sharded_parameter import plain_view
 from tests.engine.models import SEVERAL, in_worlds
+from tests.tensors.whole_owner import plain_view
 
 
 def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, Memory]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.tensors.sharded_parameter import ShardedParameter, disown, guard, own, plain_view, unguard
-from tests.tensors.whole_owner import Whole, X
+from paceline.tensors.sharded_parameter import ShardedParameter, disown, guard, own, unguard
+from tests.tensors.whole_owner import Whole, X, plain_view
 
 # ---- what programs do with parameters besides computing
 

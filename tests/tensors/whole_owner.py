@@ -1,9 +1,9 @@
-"""An owner of sharded parameters that has their values."""
+"""An owner of sharded parameters that has their values, and these as they lie there."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.tensors.sharded_parameter import guard, own, unguard
 
@@ -31,3 +31,9 @@ class Whole:
         if self._opens:
             unguard(self.parameters[index])
             self.parameters[index].data = self.values[index]
+
+
+def plain_view(parameter: Tensor) -> Tensor:
+    """A parameter's values as they lie there, without asking."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach()
