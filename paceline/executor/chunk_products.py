@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.buffers.memory import parameter_in
 from paceline.comm.control import all_gather_json
-from paceline.comm.gather import gather
+from paceline.comm.to_rank_0 import gather_to_rank_0
 from paceline.core.collectives.rounds import chunk
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
@@ -55,7 +55,7 @@ def chunk_products(schedule: Schedule, given: Mapping[int, Tensor] | None) -> li
     chunks = schedule.shards if schedule.shards > 1 else schedule.world_size
     found = []
     for bucket in schedule.reduced_buckets:
-        rows = gather(_flat(schedule, bucket, given), f"gradients of {bucket.name}")
+        rows = gather_to_rank_0(_flat(schedule, bucket, given), f"gradients of {bucket.name}")
         if rows:
             parts = [chunk(index, chunks, bucket.numel) for index in range(chunks)]
             products = [_products(torch.stack([row[start:stop] for row in rows])) for start, stop in parts]

@@ -10,7 +10,7 @@ from paceline.comm.transport import CommunicationError
 from paceline.comm.world import current_world
 
 
-def gather(tensor: Tensor, label: str) -> list[Tensor]:
+def gather_to_rank_0(tensor: Tensor, label: str) -> list[Tensor]:
     """Every rank's tensor, in rank order; none on ranks other than 0. A collective call.
 
     Args:
