@@ -142,7 +142,7 @@ def trained(way: Compiled, strategy: Strategy | None, micro: int) -> dict[str, T
         optimizer.step()
     found = {name.replace("_orig_mod.", ""): value for name, value in snapshot(model).items()}
     if strategy is not None:
-        pl.release(model)
+        pl.release(called if way is whole_before else model)
     return found
 
 
