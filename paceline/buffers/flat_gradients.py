@@ -174,6 +174,10 @@ class FlatGradients:
                 stays |= self._handed_out.release(f"{bucket.name}, {what}", known)
         return stays
 
+    def handed_out(self) -> set[int]:
+        """The `storage_of` what was handed out and lies in the buffers: after `release`, as `grad` alone."""
+        return self._handed_out.storages()
+
     def take_other_memory(self) -> None:
         """Leaves the buffers' memory, in which nothing is under way, to who has views of it.
 

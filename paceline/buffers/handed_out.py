@@ -38,14 +38,18 @@ class HandedOut:
         found = self._memory.get(name)
         if found is None or found[0].data_ptr() != buffer.data_ptr() or found[0].numel() != buffer.numel():
             shown = _another_over(buffer)
-            found = self._memory[name] = (shown, buffer, _uses(shown))
+            found = self._memory[name] = (shown, buffer, uses_of(shown))
         offset = int(part.storage_offset()) - int(buffer.storage_offset())
         return found[0].as_strided(part.shape, part.stride(), offset)
 
     def uses(self, name: str) -> int:
         """How many tensors were made of a buffer's views, here and by a loop, and are left; 0 where that is unknown."""
         found = self._memory.get(name)
-        return _uses(found[0]) - found[2] if found is not None else 0
+        return uses_of(found[0]) - found[2] if found is not None else 0
+
+    def storages(self) -> set[int]:
+        """The `storage_of` views of buffers that are still over their memory."""
+        return {storage_of(shown) for shown, _, _ in self._memory.values()}
 
     def release(self, name: str, known: Mapping[int, int]) -> bool:
         """A buffer is about to be written: what a loop still has of it moves elsewhere.
@@ -58,7 +62,7 @@ class HandedOut:
             Whether it has some that cannot move: the buffer is to take other memory before it is written.
         """
         found = self._memory.get(name)
-        if found is None or _uses(found[0]) <= found[2] + known.get(storage_of(found[0]), 0):
+        if found is None or uses_of(found[0]) <= found[2] + known.get(storage_of(found[0]), 0):
             return False
         del self._memory[name]
         if not _can_move(found[0]):
@@ -84,6 +88,6 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _uses(tensor: Tensor) -> int:
+def uses_of(tensor: Tensor) -> int:
     """How many tensors and others refer to the storage of one."""
     return int(torch._C._storage_Use_Count(storage_of(tensor)))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.buffers.flat_gradients import FlatGradients
 from paceline.core.layout import Bucket
+from paceline.engine.held_gradients import HeldGradients
 from paceline.engine.parameters import Parameters
 from paceline.tensors.gradient_shard import GradientShard
 
@@ -24,6 +25,7 @@ class EarlierGradients:
         carried: What is added to a parameter's reduced gradient when that is published, by index.
         filled: Indices of parameters whose whole gradient holds something already.
         used: Those that have a gradient on this rank that what was reduced before holds.
+        held: The tensors that `p.grad` held, to end in.
     """
 
     def __init__(self, flat: FlatGradients, parameters: Parameters, wait: Callable[[Bucket], None]) -> None:
@@ -45,6 +47,7 @@ class EarlierGradients:
         self.filled: set[int] = set()
         self.used: set[int] = set()
         self._late: dict[int, Tensor] = {}
+        self.held = HeldGradients()
 
     def replace(self, flat: FlatGradients, parameters: Parameters) -> None:
         """Parameters and gradients lie elsewhere from now on."""
@@ -61,12 +64,13 @@ class EarlierGradients:
         self.filled.clear()
         self.carried.clear()
         flat.adds.clear()
-        gradients = {index: gradient for index in flat.trainable if (gradient := self._all[index].grad) is not None}
+        gradients = self._present()
         with_gradient = list(gradients)
         if flat.release(gradients.values()):
             for bucket in flat.buckets:
                 self._wait(bucket)
             flat.take_other_memory()
+        self.held.begin(flat, gradients)
         if flat.each:
             own = [i for i in with_gradient if reduced or isinstance(self._all[i].grad, GradientShard)]
             # Of which this rank has no part, it cannot tell whether the loop dropped them: others can.
@@ -84,6 +88,10 @@ class EarlierGradients:
                 self._all[index].grad = gradient
         self._late.clear()
 
+    def _present(self) -> dict[int, Tensor]:
+        present = ((index, self._all[index].grad) for index in self.flat.trainable)
+        return {index: gradient for index, gradient in present if gradient is not None}
+
     def keep_late(self, late: Iterable[int]) -> None:
         """Keeps gradients that came after a reduction of which the step has another, for that one."""
         for index in late:
@@ -97,6 +105,7 @@ class EarlierGradients:
         self._late.clear()
         self.used.clear()
         self.carried.clear()
+        self.held.forget()
 
     def _carry(self, with_gradient: Sequence[int], alone: bool, reduced: bool) -> None:
         """Where every micro-batch is reduced: keeps what `p.grad` holds where the next reductions are added."""
@@ -136,6 +145,11 @@ class EarlierGradients:
         """Makes reduced gradients this rank's share of themselves, whole."""
         with torch.no_grad():
             for index in with_gradient:
+                gradient = self._all[index].grad
+                if self._shards == 1 and not self._low and self.held.stays(index, gradient):
+                    assert gradient is not None
+                    gradient.mul_(self._share)
+                    continue
                 mine, whole = self._reduced_part(index) * self._share, self.flat.views[index]
                 self._all[index].grad = None
                 whole.zero_()
@@ -143,7 +157,8 @@ class EarlierGradients:
                 if self._low:
                     self.filled.add(index)
                 else:
-                    self._all[index].grad = self.flat.shown_whole(index)
+                    self._all[index].grad = shown = self.flat.shown_whole(index)
+                    self.held.replace(index, shown)
 
     def _take_aside(self, with_gradient: Sequence[int]) -> None:
         """In low precision: gradients add up in fp32 buffers, where autograd would add in what it computes in."""

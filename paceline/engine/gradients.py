@@ -16,7 +16,7 @@ from paceline.engine.earlier_gradients import EarlierGradients
 from paceline.engine.parameters import Parameters
 from paceline.executor.gradient_norms import NormRecords
 from paceline.tensors.assigned_gradient import set_gradient
-from paceline.tensors.gradient_shard import as_shard
+from paceline.tensors.gradient_shard import become_shard
 
 
 class Gradients:
@@ -84,6 +84,7 @@ class Gradients:
             synchronises: Whether gradients are reduced in it for the step.
             reduced: Whether what `p.grad` holds has been reduced already.
         """
+        self.require_unedited()
         self.synchronises = synchronises
         self.fired.clear()
         self.used.clear()
@@ -93,6 +94,10 @@ class Gradients:
         if self.flat.schedule.strategy.reduces_every_micro_batch and not self.flat.sums and not alone:
             self.flat.sum_over_micro_batches()
         self.earlier.begin(alone, reduced)
+
+    def require_unedited(self) -> None:
+        """Refuses edits of tensors that were `p.grad` and are no longer: see `HeldGradients`."""
+        self.earlier.held.require_unedited(self._all, self.flat.schedule.layout.slots)
 
     def post_accumulate(self, index: int) -> None:
         """Autograd has added to a parameter's gradient, which is dense from now on: flat buffers hold no other."""
@@ -113,10 +118,13 @@ class Gradients:
                 if (view := self.flat.views.get(index)) is None:
                     continue
                 parameter = self._all[index]
+                gradient = parameter.grad
+                if not sends and not self._low and self.earlier.held.stays(index, gradient):
+                    self.used.add(index)
+                    continue
                 self._copied.add(index)
                 if (gap := self.flat.gaps.get(index)) is not None:
                     gap.zero_()
-                gradient = parameter.grad
                 if gradient is None:
                     if index in self.earlier.filled:
                         self.used.add(index)
@@ -124,6 +132,8 @@ class Gradients:
                         view.zero_()
                     continue
                 self.used.add(index)
+                if gradient.requires_grad:
+                    self.earlier.held.drop(index)
                 if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
                     if index in self.earlier.filled:
                         added.append((view, gradient))
@@ -198,6 +208,7 @@ class Gradients:
                     reduced = reduced.to(carried.dtype).add_(carried) if index in chosen else carried
                 self._give(index, reduced, None)
         self.earlier.carried.clear()
+        self.earlier.held.publish()
         self.earlier.used = chosen if self.flat.each else set()
 
     def _publish_sums(self) -> None:
@@ -211,16 +222,30 @@ class Gradients:
                 self._give(index, self.flat.shown_reduced(index, reduced), partial(self._wait, bucket))
 
     def _give(self, index: int, gradient: Tensor, wait: Callable[[], None] | None) -> None:
-        """Makes a tensor of any dtype and shape a parameter's `grad`."""
-        local = self._parameters.flat.local.get(index)
-        if local is not None and wait is None:
-            # Widened first: many backward passes before a step must not add up in low precision.
-            gradient = gradient.to(local.dtype)
-        if self.flat.schedule.shards > 1 or wait is not None:
-            gradient = as_shard(gradient, wait, self.flat.schedule.shards > 1)
+        """Makes a tensor of any dtype and shape a parameter's `grad`, in the tensor that was that before if it can."""
+        local, sharded, sums = self._parameters.flat.local.get(index), self.flat.schedule.shards > 1, wait is not None
+        # Widened: many backward passes before a step must not add up in low precision.
+        dtype = gradient.dtype if local is None or sums else local.dtype
+        held = self.earlier.held.to_give(index, gradient, dtype, sharded)
+        if held is None:
+            gradient = gradient.to(dtype)
+        else:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                if held.data_ptr() != gradient.data_ptr():
+                    if wait is not None:
+                        # Who reads the loop's own tensor is not seen.
+                        wait()
+                        wait = None
+                    held.copy_(gradient)
+                gradient = held
+        if sharded or sums:
+            become_shard(gradient, wait, sharded)
+        elif held is not None:
+            gradient.__class__ = Tensor
         set_gradient(self._all[index], gradient)
-        if wait is None:
-            with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
+            self.earlier.held.replace(index, gradient)
+            if not sums:
                 self.published[index] = gradient.data_ptr()
 
     def end_local(self) -> None:
@@ -236,7 +261,16 @@ class Gradients:
                     assert gradient is not None
                     self.flat.views[index].add_(gradient)
                 for index in self.earlier.filled:
-                    set_gradient(self._all[index], self.flat.shown_whole(index))
+                    self._show_sum(index)
+
+    def _show_sum(self, index: int) -> None:
+        """In low precision: makes this rank's share of a sum, which is as wide as the master, a parameter's `grad`."""
+        shown = self.flat.shown_whole(index)
+        held = self.earlier.held.to_give(index, shown, shown.dtype, False) if self.flat.schedule.shards == 1 else None
+        if held is not None:
+            shown = held.copy_(shown)
+        set_gradient(self._all[index], shown)
+        self.earlier.held.replace(index, shown)
 
     def square_sum(self) -> Tensor:
         """Sum of the squares of this rank's reduced gradients: fp64, 0-dim."""

@@ -46,6 +46,8 @@ class Update:
                 "dense once they are reduced: use Adam"
             )
         self.require_reduced("optimizer.step()")
+        if program.gradients is not None:
+            program.gradients.require_unedited()
         executor = program.executor
         if parameters.flat.managed:
             self._forward.wait_for_updates()

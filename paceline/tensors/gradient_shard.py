@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -82,7 +82,13 @@ def as_shard(tensor: Tensor, wait: Callable[[], None] | None, is_part: bool) -> 
         wait: Waits for the reduction that is under way into it; None where none is.
         is_part: Whether it is a part of the parameter's gradient, not all of it.
     """
-    shard = tensor.as_subclass(GradientShard)
+    return become_shard(tensor.as_subclass(GradientShard), wait, is_part)
+
+
+def become_shard(tensor: Tensor, wait: Callable[[], None] | None, is_part: bool) -> GradientShard:
+    """Marks a reduced gradient, which stays the same object: see `as_shard`."""
+    shard = cast(GradientShard, tensor)
+    shard.__class__ = GradientShard
     shard._wait, shard._is_part = wait, is_part
     return shard
 
