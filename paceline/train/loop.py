@@ -22,9 +22,10 @@ from paceline.train.alike import require_alike, settings_of_all
 from paceline.train.build import build_model, make_parallel, make_update, open_loader, prepare_text, text_marks
 from paceline.train.checkpoints import Checkpoints, begin_from, left_out_of, load_checkpoint
 from paceline.train.config import TrainConfig, check_ranks
-from paceline.train.failover import Former, Found, LeaveJob, go_on
+from paceline.train.failover import Found, LeaveJob, go_on
 from paceline.train.finish import finish
 from paceline.train.forecast import begin, planned
+from paceline.train.former import Former
 from paceline.train.held_out import validate_shown
 from paceline.train.kept import Kept, share
 from paceline.train.meter import Meter, Readback

@@ -8,7 +8,7 @@ from dataclasses import replace
 from paceline.comm.patience import StepPatience
 from paceline.core.errors import UserError
 from paceline.data.samples import batch_number
-from paceline.train.failover import Former
+from paceline.train.former import Former
 from paceline.train.run_folder import SKIPPED
 from paceline.train.skipped import Diverged
 from paceline.train.training import Training

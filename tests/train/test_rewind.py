@@ -21,7 +21,7 @@ from paceline.launch.stop import StopRequest
 from paceline.models.transformer import Transformer
 from paceline.train import rewind
 from paceline.train.config import TrainConfig
-from paceline.train.failover import Former
+from paceline.train.former import Former
 from paceline.train.sections import OptimConfig
 from paceline.train.skipped import Diverged
 from tests.quick import full
