@@ -18,9 +18,9 @@ from tests.quick import some
 
 MIB = 2**20
 WIDTH, BLOCKS = 768, 24
-SLACK = 22.0
+SLACK = 26.0
 """MiB: a plain loop of one process takes 10 more than its tensors, for the kernels' own buffers, activations and what
-the C library has not given back; a unit's gradients are at two places while they are collected; and threads."""
+the C library keeps of what was freed; a unit's gradients are at two places while they are collected; and threads."""
 
 
 class Wide(nn.Module):

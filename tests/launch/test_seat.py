@@ -34,7 +34,7 @@ def test_a_line_whose_descriptor_is_over_1023_is_heard(monkeypatch) -> None:
         assert far.fileno() > 1023 and not seat.asks_to_leave()
         launcher.send(place_message(PLACE))
         assert seat.take_place(warm_up=lambda: None, holds="nothing") == PLACE
-        assert launcher.receive() == {"wait": -1, "holds": "nothing"}
+        assert launcher.receive() == {"wait": -1, "holds": "nothing", "done": 0}
         ours.send(json.dumps({"leave": PLACE.epoch}).encode())
         assert seat.asks_to_leave()
         launcher.end()
