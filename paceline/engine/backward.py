@@ -232,19 +232,14 @@ class BackwardPass:
         executor.launch_all() if not state.synchronises else executor.complete()
         if state.synchronises:
             program.statistics.close()
-        self._rest()
+        if program.schedule.reshards_after_forward:
+            # Units that ran several times, or in another order. What is kept for the step stays until the update.
+            program.parameters.reshard(program.schedule.gathered_units)
         if gradients is not None and not state.synchronises:
             gradients.end_local()
         self._outstanding.clear()
         state.end_backward()
         self.when_over()
-
-    def _rest(self) -> None:
-        """Lets parameters be what they are outside of forward and backward."""
-        program, parameters = self.program, self.program.parameters
-        if program.schedule.reshards_after_forward:
-            # Units that ran several times, or in another order. What is kept for the step stays until the update.
-            parameters.reshard(program.schedule.gathered_units)
 
     def _synchronise(self, gradients: Gradients, late: Sequence[int]) -> None:
         """Lets the ranks agree on a step, waits for its reductions and publishes them. A collective call.

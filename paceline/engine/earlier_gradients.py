@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.buffers.flat_gradients import FlatGradients
+from paceline.buffers.held_gradients import HeldGradients
 from paceline.core.layout import Bucket
-from paceline.engine.held_gradients import HeldGradients
 from paceline.engine.parameters import Parameters
 from paceline.tensors.gradient_shard import GradientShard
 

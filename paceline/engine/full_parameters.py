@@ -125,7 +125,6 @@ def full(parameters: Parameters, gather: Gather | None, edits: bool = True, on_h
             if flat.is_sharded or flat.has_masters:
                 parameters.updated()
         parameters.rest()
-        parameters.take_as_they_are()
 
 
 def leave(parameters: Parameters, gather: Gather | None) -> None:

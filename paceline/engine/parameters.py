@@ -72,7 +72,6 @@ class Parameters:
         if flat.is_sharded:
             self._placeholder = {index: placeholder(flat.views[index]) for index in flat.managed}
         self.rest()
-        self._edits.set()
         flat.count_own_uses()
 
     def assign_slots(self, schedule: Schedule) -> None:
@@ -140,7 +139,7 @@ class Parameters:
             torch._C._autograd._unsafe_set_version_counter(tuple(parameters), (version,) * len(parameters))
 
     def rest(self) -> None:
-        """Lets all parameters be what they are outside of forward and backward."""
+        """Lets all parameters be what they are outside of forward and backward, unedited as they are now."""
         self._open.clear()
         asks = self.loses_edits or bool(self.waiting)
         rests = [index for index in self.flat.managed if index not in self.pinned]
@@ -150,6 +149,7 @@ class Parameters:
             if asks:
                 guard(self.all[index])
         self._set_versions([self.all[index] for index in rests], self._version + 1)
+        self._edits.set()
 
     def arrived(self, buckets: Iterable[str]) -> None:
         """The updates of some buckets are here."""
@@ -234,15 +234,11 @@ class Parameters:
         self._version += 2
         self.flat.round_masters()
 
-    def take_as_they_are(self) -> None:
-        """Takes parameters as they are now for what an optimizer or the engine made of them."""
-        self._edits.set()
-
     def require_unedited(self) -> None:
         """Refuses to go on with parameters that somebody else changed where that would be lost.
 
         Raises:
-            EngineError: A parameter was edited since `take_as_they_are`.
+            EngineError: A parameter was edited since `rest`.
         """
         edited = self._edited_while_open() if self.flat.is_sharded else self._edits.found()
         if edited is None and self.loses_edits and not self.flat.is_sharded:

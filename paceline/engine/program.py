@@ -21,12 +21,12 @@ from paceline.core.ops import STATISTICS, Op
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
 from paceline.engine.gradients import Gradients
-from paceline.engine.module_buffers import ModuleBuffers
 from paceline.engine.parameters import Parameters
 from paceline.executor.collectives import Collectives
 from paceline.executor.executor import Executor
 from paceline.executor.gradient_norms import NormRecords
 from paceline.executor.memory_meter import reader
+from paceline.executor.module_buffers import ModuleBuffers
 from paceline.executor.recorder import Recorder
 from paceline.executor.statistics import Statistics
 from paceline.hooks.structure import Structure

@@ -38,7 +38,6 @@ def reset(engine: Engine) -> None:
     program.parameters.take_given()
     program.parameters.unpin()
     program.parameters.rest()
-    program.parameters.take_as_they_are()
     if program.collectives is not None:
         program.collectives.reopen()
     engine.backward.reset()
@@ -69,7 +68,6 @@ def weights_replaced(engine: Engine) -> None:
         engine.program.collectives.barrier(WRITTEN)
     engine.forward.gather_update()
     parameters.rest()
-    parameters.take_as_they_are()
 
 
 def require_between_steps(engine: Engine, what: str, replaces: bool = False) -> None:

@@ -67,7 +67,7 @@ class Update:
             return
         for index in parameters.flat.managed:
             gradient = parameters.all[index].grad
-            if gradient is not None and not isinstance(gradient, GradientShard) and parameters.flat.number[1] > 1:
+            if gradient is not None and not isinstance(gradient, GradientShard) and parameters.flat.shards > 1:
                 # The loop has made it itself, of the parameter's own shape.
                 set_gradient(parameters.all[index], as_shard(parameters.flat.cut(index, gradient), None, True))
         parameters.show_local()
@@ -86,7 +86,6 @@ class Update:
         self._give_shards_back()
         self._is_suspended = True
         if self._program.parameters.flat.managed:
-            self._program.parameters.take_as_they_are()
             self._program.parameters.rest()
         self.under_way = False
 
@@ -134,7 +133,6 @@ class Update:
         self._has_updated = True
         if parameters.flat.managed:
             parameters.rest()
-            parameters.take_as_they_are()
             if parameters.flat.has_aliases:
                 # Such as an average of `p.data` that the loop has kept: what is read there must have arrived.
                 self._forward.wait_for_updates()

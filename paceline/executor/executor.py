@@ -49,10 +49,7 @@ class Executor:
             records: Whether to keep what was executed, to be drained.
             memory: Gives the bytes that this rank holds.
         """
-        self._clock = clock
-        self._streams = streams
-        self._work = work
-        self._memory = memory
+        self._clock, self._streams, self._work, self._memory = clock, streams, work, memory
         self._records = Records(rank, clock)
         self._remember = self._records.kept.append
         self._running: Record | None = None

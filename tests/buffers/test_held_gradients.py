@@ -14,8 +14,8 @@ import paceline as pl
 from paceline.buffers.flat_gradients import FlatGradients
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
-from paceline.engine.held_gradients import HeldGradients
-from tests.buffers.test_handed_out import STRATEGIES, build, gpu_memory, loss_of
+from paceline.buffers.held_gradients import HeldGradients
+from tests.buffers.loops import STRATEGIES, build, gpu_memory, loss_of
 from tests.quick import diagonal
 from tests.ranks import RankPool
 
