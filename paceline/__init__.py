@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.checkpoint.load import Loaded, load
-    from paceline.checkpoint.save import Saving, save
+    from paceline.checkpoint.save import save
+    from paceline.checkpoint.saving import Saving
     from paceline.comm.control import all_gather_json, barrier
     from paceline.comm.transport import CommunicationError
     from paceline.comm.world import World, init, shutdown
@@ -68,7 +69,8 @@ _HOMES = {
         "reset",
     ),
     "paceline.checkpoint.load": ("Loaded", "load"),
-    "paceline.checkpoint.save": ("Saving", "save"),
+    "paceline.checkpoint.save": ("save",),
+    "paceline.checkpoint.saving": ("Saving",),
     "paceline.core.errors": ("EngineError", "UserError"),
     "paceline.core.events": ("Event",),
     "paceline.plan.check": ("check",),

@@ -11,28 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import astuple
 from torch import nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.folder import checkpoints_in, read_manifest
 from paceline.checkpoint.given import Stateful, as_sequence, in_words, require
-from paceline.checkpoint.manifest import Manifest, Stored
-from paceline.checkpoint.module_states import persistent_buffers, set_extra_states, tied_names
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.module_states import persistent_buffers, set_extra_states
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.plain import decode
 from paceline.checkpoint.random_states import Generator, require_generators, set_random_states
 from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.reader import DamagedError, Reader
-from paceline.checkpoint.save import finish_earlier
+from paceline.checkpoint.same_model import require_same_model
+from paceline.checkpoint.saving import finish_earlier
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
 from paceline.engine.api import engine_of
 from paceline.engine.engine import Engine
 from paceline.engine.recovery import require_between_steps, weights_replaced
-
-_NAMED = 5
-"""Names of a difference that are told."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ def _load(
 
     def prepare() -> tuple[Manifest, Any]:
         manifest = read_manifest(folder)
-        _require_fit(manifest, engine, ranges)
+        require_same_model(manifest, engine.module, ranges)
         if optimizers:
             states.require_fit(manifest.values["optimizers"])
         if schedulers and len(schedulers) != (saved := len(manifest.values["schedulers"])):
@@ -209,45 +206,6 @@ def _taken_up(
             f"a module, scheduler, loader or generator does not take its state: {type(error).__name__}: {error}"
         )
     return None
-
-
-def _require_fit(manifest: Manifest, engine: Engine, ranges: Ranges) -> None:
-    """Compares the model's names and shapes with a checkpoint's.
-
-    Raises:
-        UserError: They differ; names the first.
-    """
-    mine = {f"model/{name}": tuple(ranges.spec(index).shape) for index, name in enumerate(ranges.names)}
-    mine |= {f"model/{name}": tuple(buffer.shape) for name, buffer in persistent_buffers(engine.module)}
-    theirs = {name: stored.shape for name, stored in manifest.tensors.items() if name.startswith("model/")}
-    for name, first in tied_names(engine.module).items():
-        # What did not come from here may hold it under each of its names.
-        if _same(manifest.tensors.get(f"model/{name}"), manifest.tensors.get(f"model/{first}")):
-            del theirs[f"model/{name}"]
-    shapes = [
-        f"{name} {list(theirs[name])}, now {list(shape)}"
-        for name, shape in mine.items()
-        if name in theirs and theirs[name] != shape
-    ]
-    told = [
-        f"{what} {', '.join(name.removeprefix('model/') for name in names[:_NAMED])}"
-        + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-        for what, names in (
-            ("it lacks", [name for name in mine if name not in theirs]),
-            ("only it has", [name for name in theirs if name not in mine]),
-            ("shapes differ:", shapes),
-        )
-        if names
-    ]
-    if told:
-        raise UserError(f"the checkpoint is of another model: {'; '.join(told)}. Build the model as it was saved")
-
-
-def _same(one: Stored | None, other: Stored | None) -> bool:
-    """Whether two tensors hold the same."""
-    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return [part[1:] for part in map(astuple, one.parts)] == [part[1:] for part in map(astuple, other.parts)]
 
 
 def _place_in_data(manifest: Manifest, engine: Engine) -> Any:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import operator
-import platform
 import secrets
-import sys
-import threading
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,111 +14,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.agreement import raise_first, reason
+from paceline.checkpoint.agreement import raise_first
 from paceline.checkpoint.contents import add_residuals, add_tensors, add_values, require_storable
 from paceline.checkpoint.folder import discard, make_folder, require_shared
 from paceline.checkpoint.given import Stateful, as_sequence, in_words, require
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.random_states import Generator
 from paceline.checkpoint.ranges import Ranges
-from paceline.checkpoint.rank_file import sync
-from paceline.checkpoint.writing import OwnPart, commit, write_part
+from paceline.checkpoint.saving import Saving, begin, finish_earlier
+from paceline.checkpoint.writing import OwnPart
 from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.engine.api import engine_of
 from paceline.engine.recovery import require_between_steps
-
-PATIENCE_SECONDS = 600.0
-"""How long rank 0 waits for a part of which nothing is heard."""
-
-
-class Saving:
-    """A checkpoint that is written, or has been.
-
-    Attributes:
-        path: Its folder.
-        step: How many steps were done.
-        stall_seconds: How long the call took that began it, in which this rank did nothing else.
-        seconds: How long it took in all; None while it is written.
-    """
-
-    def __init__(self, path: Path, step: int) -> None:
-        """Nothing is written yet."""
-        self.path, self.step = path, step
-        self.stall_seconds = 0.0
-        self.seconds: float | None = None
-        self._began = time.perf_counter()
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
-        self._is_seen = self._is_first = self._is_abandoned = False
-
-    @property
-    def done(self) -> bool:
-        """Whether this rank has nothing left to do, in whatever way it ended."""
-        return self._thread is None or not self._thread.is_alive()
-
-    @property
-    def error(self) -> Exception | None:
-        """Why it failed, as far as this rank knows by now. Rank 0 is told of every rank's failure."""
-        self._is_seen = self.done
-        return self._error if self.done else None
-
-    def wait(self) -> None:
-        """Returns when the checkpoint counts. A collective call.
-
-        Raises:
-            UserError: It could not be written; the same on every rank.
-        """
-        if self._thread is not None:
-            self._thread.join()
-        self._is_seen = True
-        try:
-            raise_first(self._error, "pl.save: how it ended", f"{self.path} was not saved")
-        except UserError:
-            if self._is_first:
-                discard(self.path)
-            raise
-
-    def _begin(
-        self, part: OwnPart, world: World, strategy: dict[str, Any], background: bool, beside: Iterable[Path]
-    ) -> None:
-        main, self._is_first = threading.current_thread(), world.rank == 0
-
-        def write() -> None:
-            try:
-                write_part(self.path, part)
-                if world.rank == 0:
-                    for path in beside:
-                        # What is written beside a checkpoint is worth less than that.
-                        with contextlib.suppress(OSError):
-                            sync(path)
-                            sync(path.parent)
-                    commit(
-                        self.path,
-                        self.step,
-                        world.world_size,
-                        strategy,
-                        versions(),
-                        PATIENCE_SECONDS,
-                        lambda: self._is_abandoned or (background and _is_over_by_failure(main)),
-                        part.token,
-                    )
-            except Exception as error:
-                # Told by `wait`, on every rank.
-                self._error = error
-            self.seconds = time.perf_counter() - self._began
-
-        if background:
-            self._thread = threading.Thread(target=write, name="checkpoint")
-            self._thread.start()
-        else:
-            write()
-            self.wait()
-        self.stall_seconds = time.perf_counter() - self._began
-
-
-_in_flight: tuple[World, Saving] | None = None
-"""What was begun in the background last, and in which job."""
 
 
 def save(
@@ -193,7 +95,6 @@ def save_beside(
     background: bool = False,
 ) -> Saving:
     """As `save`; files that rank 0 writes beside it, such as a log, are on the disk before the checkpoint counts."""
-    global _in_flight
     began, engine, label = time.perf_counter(), engine_of(model), f"pl.save of step {step} to {path}"
     # It is written to when the program may be in another folder.
     path = Path(path).expanduser().absolute()
@@ -219,12 +120,7 @@ def save_beside(
     engine.settle()
     add_residuals(part, engine)
     add_tensors(part, engine, ranges, states, keeps_copies=background)
-    saving = Saving(path, step)
-    saving._began = began
-    if background:
-        _in_flight = world, saving
-    saving._begin(part, world, asdict(engine.strategy), background, beside)
-    return saving
+    return begin(Saving(path, step, began), part, world, asdict(engine.strategy), background, beside)
 
 
 def _require_shared(path: Path, token: str, world: World) -> None:
@@ -243,13 +139,6 @@ def _require_shared(path: Path, token: str, world: World) -> None:
         raise
 
 
-def versions() -> dict[str, str]:
-    """Of what writes a checkpoint."""
-    from paceline import __version__
-
-    return {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-
-
 def _whole(step: Any) -> int:
     """A number of steps, as `load` reads it.
 
@@ -263,38 +152,3 @@ def _whole(step: Any) -> int:
     if not 0 <= number < 2**63:
         raise UserError(f"step: expected how many steps were done, a whole number from 0 up, got {step!r}")
     return number
-
-
-def _is_over_by_failure(main: threading.Thread) -> bool:
-    """Whether the program has ended by an exception, after which other ranks' parts may never come."""
-    return not main.is_alive() and getattr(sys, "last_value", None) is not None
-
-
-@atexit.register
-def _tell_at_exit() -> None:
-    """Says of a save that a program ended without waiting for that it failed. Threads have ended by now."""
-    if _in_flight is not None and not _in_flight[1]._is_seen and (error := _in_flight[1].error) is not None:
-        print(f"paceline: {_in_flight[1].path} was not saved: {reason(error)}", file=sys.stderr)
-
-
-def finish_earlier(world: World) -> None:
-    """Waits for the save that is under way, and warns if it failed. A collective call."""
-    global _in_flight
-    earlier, _in_flight = _in_flight, None
-    if earlier is not None and earlier[0] is world:
-        is_seen = earlier[1]._is_seen
-        try:
-            earlier[1].wait()
-        except UserError as error:
-            if not is_seen:
-                warnings.warn(str(error), stacklevel=3)
-
-
-def abandon_earlier() -> None:
-    """Ends the save that is under way in a job that has lost a rank, whose part may never come."""
-    global _in_flight
-    earlier, _in_flight = _in_flight, None
-    if earlier is not None:
-        earlier[1]._is_abandoned = True
-        if earlier[1]._thread is not None:
-            earlier[1]._thread.join()

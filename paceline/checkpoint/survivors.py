@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from paceline.checkpoint.contents import add_tensors, add_values
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.ranges import Ranges
-from paceline.checkpoint.save import versions
 from paceline.checkpoint.writing import OwnPart, commit, write_part
 from paceline.core.placement import Placement
 from paceline.engine.engine import Engine
@@ -87,4 +86,4 @@ def commit_held(folder: Path, engine: Engine, step: int, writers: Sequence[int])
         UserError: Something is missing.
         OSError: It cannot be written.
     """
-    return commit(folder, step, len(writers), asdict(engine.strategy), versions(), patience=0.0)
+    return commit(folder, step, len(writers), asdict(engine.strategy), patience=0.0)

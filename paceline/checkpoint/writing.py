@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from paceline.checkpoint.folder import begun_file, complete
@@ -81,7 +83,6 @@ def commit(
     step: int,
     ranks: int,
     strategy: dict[str, Any],
-    versions: dict[str, str],
     patience: float,
     hopeless: Callable[[], bool] = lambda: False,
     token: str = "",
@@ -90,10 +91,9 @@ def commit(
 
     Args:
         folder: The checkpoint's.
-        step: See `Manifest`, as for the next three.
+        step: See `Manifest`.
         ranks: How many write.
         strategy: How they share the work.
-        versions: Of what wrote it.
         patience: Seconds without a sign of a part being written after which it is given up.
         hopeless: Whether nobody is left who could write.
         token: Of this save's parts.
@@ -118,7 +118,7 @@ def commit(
         step=step,
         world_size=ranks,
         strategy=strategy,
-        versions=versions,
+        versions=versions(),
         tensors=tensors,
         values=common,
         ranks=tuple(own),
@@ -128,6 +128,13 @@ def commit(
         _index(folder, rank).unlink(missing_ok=True)
     begun_file(folder, token).unlink(missing_ok=True)
     return found
+
+
+def versions() -> dict[str, str]:
+    """Of what writes a checkpoint."""
+    from paceline import __version__
+
+    return {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def _when_there(folder: Path, rank: int, patience: float, hopeless: Callable[[], bool]) -> dict[str, Any]:

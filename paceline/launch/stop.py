@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -96,17 +96,26 @@ class StopRequest:
 
 
 @contextlib.contextmanager
+def handled_by(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: signal.Signals
+) -> Iterator[None]:
+    """Inside, `handler` takes the signals of these numbers. In the main thread."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in previous.items():
+            signal.signal(number, former)
+
+
+@contextlib.contextmanager
 def ended_at_once() -> Iterator[None]:
     """Inside, SIGINT and SIGTERM end the process, also where native code waits and Python's handlers cannot run."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled_by(signal.SIG_DFL, signal.SIGINT, signal.SIGTERM):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def exit_status(interrupts: float, terminations: float) -> int:

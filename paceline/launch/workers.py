@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -23,7 +23,7 @@ from paceline.launch.failure import first_failure, memory_kills, read_failure
 from paceline.launch.process import LocalProcess, Process
 from paceline.launch.screen import show
 from paceline.launch.status_line import clear_line
-from paceline.launch.stop import STOPPABLE, STOPPING, Requests
+from paceline.launch.stop import STOPPABLE, STOPPING, Requests, handled_by
 from paceline.launch.temporary_folder import TemporaryFolder
 from paceline.launch.worker_output import WorkerOutput
 
@@ -101,7 +101,7 @@ class Job:
     def run(self) -> int:
         """Starts the workers and waits for them; returns the job's exit status."""
         try:
-            with _stop_signals_to(self):
+            with handled_by(self.request_stop, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self.start()
                 return self.wait()
         finally:
@@ -287,15 +287,3 @@ class Job:
             if not key.data():
                 self._selector.unregister(key.fileobj)
         return bool(ready)
-
-
-@contextlib.contextmanager
-def _stop_signals_to(job: Job) -> Iterator[None]:
-    """Inside, signals that would end this process ask the job to stop."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, job.request_stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

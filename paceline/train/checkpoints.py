@@ -13,7 +13,8 @@ import paceline as pl
 from paceline.checkpoint.exchange.export import model_of
 from paceline.checkpoint.folder import CHECKPOINTS, complete_steps, folder_of, prune, set_aside, step_folder
 from paceline.checkpoint.load import Loaded
-from paceline.checkpoint.save import Saving, save_beside
+from paceline.checkpoint.save import save_beside
+from paceline.checkpoint.saving import Saving
 from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.data.samples import LeftOut

@@ -14,7 +14,7 @@ import torch
 
 import paceline as pl
 from paceline.checkpoint.folder import CHECKPOINTS, checkpoints_in
-from paceline.checkpoint.save import abandon_earlier
+from paceline.checkpoint.saving import abandon_earlier
 from paceline.comm.devices import strategy_on
 from paceline.comm.patience import end_waits_when
 from paceline.core.errors import UserError

@@ -106,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         part.add("model/weight", 4 * rank, torch.arange(4.0) + 4 * rank, (8,))
         part.values = {"optimizers": [], **({"common": {}} if rank == 0 else {})}
         write_part(path, part)
-    commit(path, 3, 2, {}, {}, 0.0)
+    commit(path, 3, 2, {}, 0.0)
     return path
 
 

@@ -21,7 +21,7 @@ def part(rank: int, token: str) -> OwnPart:
 
 
 def commit_both(folder: Path, token: str) -> None:
-    commit(folder, 3, 2, {}, {}, 0.0, token=token)
+    commit(folder, 3, 2, {}, 0.0, token=token)
 
 
 @pytest.mark.parametrize("further", [0, 1, 2])

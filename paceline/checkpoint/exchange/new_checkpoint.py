@@ -13,7 +13,7 @@ from paceline.checkpoint.exchange.tensor_file import Lazy, write_tensors
 from paceline.checkpoint.folder import complete, discard, make_folder
 from paceline.checkpoint.manifest import FORMAT, Manifest, Part, Stored
 from paceline.checkpoint.rank_file import checksums, file_name
-from paceline.checkpoint.save import versions
+from paceline.checkpoint.writing import versions
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 
