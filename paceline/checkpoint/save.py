@@ -113,6 +113,7 @@ def save_beside(
         if world.rank == 0:
             make_folder(path, part.token)
     except Exception as error:
+        # A scheduler's or loader's own class raises what it likes; no rank may write without this one.
         refused = error
     part.token = raise_first(refused, f"{label} {in_words(optimizers, schedulers)}", "", part.token)
     if world.world_size > 1:

@@ -142,6 +142,7 @@ class Loader:
                 self._ready.put(([part.tolist() for part in parts], batches))
                 step += 1
         except BaseException as error:
+            # Raised in the thread that waits for batches.
             self._ready.put(error)
 
     def __iter__(self) -> Loader:

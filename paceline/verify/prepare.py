@@ -137,6 +137,7 @@ def _problem(spec: ModelSpec, model: nn.Module, part: Batch) -> str | None:
     except UserError:
         raise
     except Exception:
+        # Whatever the user's own code raises is shown.
         return traceback.format_exc().rstrip()
     finally:
         model.zero_grad()

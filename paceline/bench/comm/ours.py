@@ -15,7 +15,7 @@ from paceline.bench.comm.copy_bound import CopyLibrary
 from paceline.bench.comm.rank import ADDRESS, connect, serve
 from paceline.bench.comm.torch_peers import TorchLibrary
 from paceline.comm.connect import open_transport
-from paceline.comm.transport import Transport
+from paceline.comm.transport import CommunicationError, Transport
 from paceline.comm.world import World, init, shutdown
 from paceline.core.collectives.algorithms import ALGORITHMS
 
@@ -65,7 +65,7 @@ def main(dtype: str, most: str, threads: str) -> None:
     for name in KINDS:
         try:
             transport = open_transport(world, kind=name)
-        except Exception as error:
+        except (CommunicationError, OSError) as error:
             missing[f"paceline's transport {name}"] = str(error)
             continue
         if all(transport.name != each.name for each in transports):

@@ -60,6 +60,7 @@ def serve(
             try:
                 answer = _answer(request, rank, ranks, by_name, calls)
             except Exception as error:
+                # Any library's: the others' figures are worth having without it.
                 lines = str(error).strip().splitlines()
                 answer = {"error": f"{type(error).__name__}: {lines[0] if lines else 'no message'}"}
             send(connection, answer)
