@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.idioms.side import WIDTH, Found, Side, evaluated, fit, idiom, mlp, state, trained
+from tests.idioms.side import WIDTH, Found, Side, descend, evaluated, fit, idiom, mlp, state, trained
 
 
 @idiom(off=0.1)
@@ -99,12 +99,12 @@ def a_codebook_in_buffers(side: Side) -> Found:
     model = Codes().to(side.dtype)
     net = side.parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(4):
-        x, y = side.batch(step)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         answer, commitment = net(x)
-        ((answer - y).square().mean() + commitment).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return (answer - y).square().mean() + commitment
+
+    descend(side, optimizer, loss_of, 4)
     return evaluated(side, net, model)
 
 

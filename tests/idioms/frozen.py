@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state, trained
+from tests.idioms.side import WIDTH, Found, Side, descend, fit, idiom, mlp, state, trained
 
 
 @idiom()
@@ -90,11 +90,8 @@ def early_exit(side: Side) -> Found:
     model = Model().to(side.dtype)
     net = side.parallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
-    for step, depth in enumerate((3, 1, 2, 3)):
-        x, y = side.batch(step)
-        (net(x, depth) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    depths = iter((3, 1, 2, 3))
+    descend(side, optimizer, lambda x, y: (net(x, next(depths)) - y).square().mean(), 4)
     return state(model)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from tests.idioms.side import Found, Side, fit, idiom, mlp, state
+from tests.idioms.side import Found, Side, descend, fit, idiom, mlp, state
 
 
 @idiom()
@@ -83,13 +84,13 @@ def hooks_on_tensors_and_modules(side: Side) -> Found:
     model[2].register_forward_hook(lambda module, args, output: output + args[0])
     model[1].register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        for x, y in side.micro_batches(net, step):
-            answer = net(x)
-            answer.register_hook(lambda gradient: gradient.mul(0.5))
-            (answer - y).square().mean().div(side.micro).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        answer = net(x)
+        answer.register_hook(lambda gradient: gradient.mul(0.5))
+        return (answer - y).square().mean()
+
+    fit(side, net, optimizer, loss_of=loss_of)
     assert len(norms) == 3 * side.micro
     return state(model)
 
@@ -114,14 +115,11 @@ def gradients_by_autograd_grad(side: Side) -> Found:
 def penalties_on_weights(side: Side) -> Found:
     model = mlp(side)
     net = side.parallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        for x, y in side.micro_batches(net, step):
-            loss = (net(x) - y).square().mean()
-            loss = loss + 0.01 * sum(p.square().sum() for p in model.parameters())
-            loss.div(side.micro).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return (net(x) - y).square().mean() + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+    fit(side, net, torch.optim.SGD(model.parameters(), 0.1), loss_of=loss_of)
     return state(model)
 
 
@@ -133,11 +131,10 @@ def old_weights_hold_new_ones_back(side: Side) -> Found:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fit(side, net, optimizer, 2)
     former = {name: value.to(side.dtype) for name, value in state(model).items()}
-    for step in range(2):
-        x, y = side.batch(20 + step)
-        loss = (net(x) - y).square().mean()
-        loss = loss + sum((p - former[name].to(p.dtype)).square().sum() for name, p in model.named_parameters())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        apart = sum((p - former[name].to(p.dtype)).square().sum() for name, p in model.named_parameters())
+        return (net(x) - y).square().mean() + apart
+
+    descend(side, optimizer, loss_of, 2)
     return state(model)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.idioms.side import WIDTH, Found, Side, idiom, mlp, state
+from tests.idioms.side import WIDTH, Found, Side, descend, idiom, mlp, state
 
 
 @idiom(refused=(("zero 3", "hold"),), off=0.15)
@@ -15,15 +17,14 @@ def gradient_penalty(side: Side) -> Found:
     model = mlp(side, outputs=1)
     net = side.parallel(model)
     optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-2)
-    for step in range(3):
-        x, _ = side.batch(step)
+
+    def loss_of(x: Tensor, _: Tensor) -> Tensor:
         x.requires_grad_(True)
         score = net(x)
         (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-        loss = score.mean() + 0.5 * (slope.square().sum(1).add(1e-3).sqrt() - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return score.mean() + 0.5 * (slope.square().sum(1).add(1e-3).sqrt() - 1).square().mean()
+
+    descend(side, optimizer, loss_of)
     return state(model)
 
 
@@ -33,14 +34,14 @@ def adversarial_inputs(side: Side) -> Found:
     model = mlp(side)
     net = side.parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        x, y = side.batch(step)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         x.requires_grad_(True)
         (slope,) = torch.autograd.grad((net(x) - y).square().mean(), x)
         moved = (x + 0.1 * torch.tanh(1e2 * slope / side.ranks)).detach()
-        (net(moved) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return (net(moved) - y).square().mean()
+
+    descend(side, optimizer, loss_of)
     return state(model)
 
 
@@ -50,15 +51,15 @@ def adversarial_inputs_by_backward(side: Side) -> Found:
     model = mlp(side)
     net = side.parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        x, y = side.batch(step)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         x.requires_grad_(True)
         (net(x) - y).square().mean().backward()
         moved = (x + 0.5 * x.grad / side.ranks).detach()
         optimizer.zero_grad()
-        (net(moved) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return (net(moved) - y).square().mean()
+
+    descend(side, optimizer, loss_of)
     return state(model)
 
 
@@ -78,14 +79,14 @@ def contrastive_with_gathered_features(side: Side) -> Found:
     model = Towers()
     net = side.parallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
-    for step in range(3):
-        x, _ = side.batch(step)
+
+    def loss_of(x: Tensor, _: Tensor) -> Tensor:
         image, text, scale = net(x)
         scores = scale * side.gather(image) @ side.gather(text).T
         goal = torch.arange(len(scores))
-        ((F.cross_entropy(scores, goal) + F.cross_entropy(scores.T, goal)) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return (F.cross_entropy(scores, goal) + F.cross_entropy(scores.T, goal)) / 2
+
+    descend(side, optimizer, loss_of)
     return state(model)
 
 
@@ -107,11 +108,8 @@ def tasks_in_turn(side: Side) -> Found:
     model = Heads(side)
     net = side.parallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
-    for step in range(4):
-        x, y = side.batch(step)
-        (net(x, "ab"[step % 2]) - y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    tasks = cycle("ab")
+    descend(side, optimizer, lambda x, y: (net(x, next(tasks)) - y).square().mean(), 4)
     return state(model)
 
 
@@ -135,12 +133,12 @@ def tasks_weighed_by_learned_uncertainty(side: Side) -> Found:
     model.register_parameter("weights", nn.Parameter(torch.zeros(2, dtype=side.dtype)))
     net = side.parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    for step in range(3):
-        x, y = side.batch(step)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         losses = torch.stack([(net(x, task) - y).square().mean() for task in "ab"])
-        ((-model.weights).exp() * losses + model.weights).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return ((-model.weights).exp() * losses + model.weights).sum()
+
+    descend(side, optimizer, loss_of)
     return state(model)
 
 
@@ -149,13 +147,13 @@ def triplets(side: Side) -> Found:
     model = mlp(side, outputs=4)
     net = side.parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        x, _ = side.batch(step)
-        F.triplet_margin_with_distance_loss(
+
+    def loss_of(x: Tensor, _: Tensor) -> Tensor:
+        return F.triplet_margin_with_distance_loss(
             net(x), net(x.flip(1)), net(-x), distance_function=lambda a, b: (a - b).square().sum(1), margin=50.0
-        ).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        )
+
+    descend(side, optimizer, loss_of)
     return state(model)
 
 
@@ -176,12 +174,12 @@ def siamese_with_a_stopped_gradient(side: Side) -> Found:
     whole = Siamese()
     net = side.parallel(whole)
     optimizer = torch.optim.SGD(whole.parameters(), 0.1)
-    for step in range(3):
-        x, _ = side.batch(step)
+
+    def loss_of(x: Tensor, _: Tensor) -> Tensor:
         p, q, first, second = net(x, x.flip(1))
-        ((p - second).square().mean() + (q - first).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return (p - second).square().mean() + (q - first).square().mean()
+
+    descend(side, optimizer, loss_of)
     return state(whole)
 
 
@@ -216,13 +214,13 @@ def losses_of_every_block(side: Side) -> Found:
     for block in model[1:-1]:
         block.register_forward_hook(lambda module, args, output: caught.append(output))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        x, y = side.batch(step)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         loss = (net(x) - y).square().mean() + sum(hidden.square().mean() for hidden in caught)
         caught.clear()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return loss
+
+    descend(side, optimizer, loss_of)
     return state(model)
 
 
@@ -232,12 +230,12 @@ def weights_of_losses_by_their_gradients(side: Side) -> Found:
     model = Heads(side)
     net = side.parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    for step in range(3):
-        x, y = side.batch(step)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         first = (net(x, "a") - y).square().mean()
         second = (net(x, "b") + y).abs().mean()
         weight = side.mean(first.detach()) / (side.mean(second.detach()) + 1)
-        (first + weight.to(first.dtype) * second).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return first + weight.to(first.dtype) * second
+
+    descend(side, optimizer, loss_of)
     return state(model)

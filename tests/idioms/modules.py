@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.idioms.side import WIDTH, Found, Side, idiom, mlp, state, trained
+from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state, trained
 
 
 @idiom()
@@ -158,13 +158,11 @@ def experts_by_the_largest_score(side: Side) -> Found:
     torch.manual_seed(0)
     model = Model().to(side.dtype)
     net = side.parallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        for x, y in side.micro_batches(net, step):
-            loss = (net(x) - y).square().mean() + 0.1 * sum(block.balance for block in model.blocks)
-            loss.div(side.micro).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return (net(x) - y).square().mean() + 0.1 * sum(block.balance for block in model.blocks)
+
+    fit(side, net, torch.optim.SGD(model.parameters(), 0.1), loss_of=loss_of)
     return state(model)
 
 

@@ -185,11 +185,26 @@ def mlp(side: Side, *, seed: int = 0, inputs: int = WIDTH, outputs: int = 2, blo
     return nn.Sequential(nn.Linear(inputs, WIDTH), *middle, nn.Linear(WIDTH, outputs)).to(side.dtype)
 
 
-def fit(side: Side, net: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
-    """The ordinary loop."""
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Of a batch's inputs and targets."""
+
+
+def fit(
+    side: Side, net: Any, optimizer: torch.optim.Optimizer, steps: int = 3, loss_of: Loss | None = None
+) -> None:
+    """The ordinary loop; of the mean square by default."""
+    loss_of = loss_of or (lambda x, y: (net(x) - y).square().mean())
     for step in range(steps):
         for x, y in side.micro_batches(net, step):
-            (net(x) - y).square().mean().div(side.micro).backward()
+            loss_of(x, y).div(side.micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def descend(side: Side, optimizer: torch.optim.Optimizer, loss_of: Loss, steps: int = 3) -> None:
+    """The ordinary loop without accumulation: a batch in each step."""
+    for step in range(steps):
+        loss_of(*side.batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -39,18 +39,21 @@ def an_embedding_grown_before(side: Side) -> Found:
     return state(model)
 
 
+class SparseTable(nn.Module):
+    """A table whose gradients are sparse, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, WIDTH, sparse=True), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        return self.head(self.table((x[:, 0].abs() * 2).long().clamp(max=5)))
+
+
 @idiom()
 def a_sparse_table(side: Side) -> Found:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(6, WIDTH, sparse=True), nn.Linear(WIDTH, 2)
-
-        def forward(self, x):
-            return self.head(self.table((x[:, 0].abs() * 2).long().clamp(max=5)))
-
     torch.manual_seed(0)
-    model = Model().to(side.dtype)
+    model = SparseTable().to(side.dtype)
     net = side.parallel(model)
     fit(side, net, torch.optim.SGD(model.parameters(), 0.1))
     return state(model)
@@ -58,16 +61,8 @@ def a_sparse_table(side: Side) -> Found:
 
 @idiom(low=False, refused=tuple((f"zero {zero}", "SparseAdam takes sparse") for zero in range(4)))
 def a_sparse_table_with_its_optimizer(side: Side) -> Found:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(6, WIDTH, sparse=True), nn.Linear(WIDTH, 2)
-
-        def forward(self, x):
-            return self.head(self.table((x[:, 0].abs() * 2).long().clamp(max=5)))
-
     torch.manual_seed(0)
-    model = Model().to(side.dtype)
+    model = SparseTable().to(side.dtype)
     net = side.parallel(model)
     optimizers = [
         torch.optim.SparseAdam(model.table.parameters(), 0.01),
