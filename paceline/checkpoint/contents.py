@@ -70,7 +70,7 @@ def add_residuals(part: OwnPart, engine: Engine) -> None:
     """Adds the residuals of the gradients that this rank has sent encoded."""
     collectives = engine.program.collectives
     residuals = {} if collectives is None else collectives.saved_residuals()
-    part.values["owed"] = encode(residuals, partial(_put, part), "residuals of gradients")
+    part.values["residuals"] = encode(residuals, partial(_put, part), "residuals of gradients")
 
 
 def add_tensors(

@@ -148,7 +148,7 @@ def _load(
     _agree(None, error, f"pl.load: what {folder} holds")
     weights_replaced(engine)
     if engine.program.collectives is not None:
-        engine.program.collectives.load_residuals(held["owed"])
+        engine.program.collectives.load_residuals(held["residuals"])
     same_random = manifest.world_size == engine.world.world_size and held["random"] is not None
     if not same_random:
         held["random"] = None
@@ -177,9 +177,9 @@ def _read(
     # What other ranks, or these in another way, have sent is not what this one will send.
     mine = (engine.world.world_size, json.loads(json.dumps(asdict(engine.strategy))))
     is_same = (manifest.world_size, manifest.strategy) == mine
-    residuals = own.get("owed", {}) if is_same else {}
-    held = {**manifest.values, "random": own["random"], "place": place, "owed": residuals}
-    wanted = ("extra", "modules", "schedulers", "random", "place", "owed")
+    residuals = own.get("residuals", {}) if is_same else {}
+    held = {**manifest.values, "random": own["random"], "place": place, "residuals": residuals}
+    wanted = ("extra", "modules", "schedulers", "random", "place", "residuals")
     return {key: decode(held[key], reader.read) for key in wanted}
 
 

@@ -175,7 +175,7 @@ class Strategy:
             ),
             (
                 self.accumulation == "hold" and self.stage != 3,
-                f"accumulation=hold keeps gathered parameters, which zero={self.stage} never lets go: set zero to 3, "
+                f"accumulation=hold keeps gathered parameters, which zero={self.stage} never reshards: set zero to 3, "
                 "or accumulation to each or defer",
             ),
             (

@@ -66,7 +66,7 @@ class AutogradPass:
         if torch.is_grad_enabled():
             raise EngineError(
                 f"backward with create_graph=True: the graph of the gradients uses {unit}'s parameters when they "
-                "may have been let go again. Set strategy.zero to 2 or less, or strategy.accumulation to hold"
+                "may have been resharded. Set strategy.zero to 2 or less, or strategy.accumulation to hold"
             )
 
     # ---- begin and end

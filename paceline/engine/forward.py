@@ -65,7 +65,7 @@ class ForwardPass:
         """A unit's forward begins."""
         if in_transform() and self._program.schedule.reshards_after_forward:
             raise EngineError(
-                f"{unit} runs inside a transform of torch.func, which paceline cannot follow to let its parameters go "
+                f"{unit} runs inside a transform of torch.func, which paceline cannot follow to reshard its parameters "
                 "and gather them again: set strategy.zero to 2 or less, or strategy.accumulation to hold"
             )
         if self.whole.is_full:

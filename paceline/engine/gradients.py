@@ -149,7 +149,7 @@ class Gradients:
             for view, gradient in added:
                 view.add_(gradient)
         if self._norms.is_on and sends:
-            self._norms.give({index: self.flat.views[index] for index in indices if index in self.used})
+            self._norms.add_local({index: self.flat.views[index] for index in indices if index in self.used})
 
     def came_late(self, late: Collection[int]) -> None:
         """Gradients of these parameters arrived after they were copied in; see `late`."""
@@ -195,7 +195,7 @@ class Gradients:
         chosen = set(used) if keep else set()
         if self._norms.is_on:
             parts = {index: self.flat.reduced_of(index) for index in self.flat.trainable if index in chosen}
-            self._norms.hold({index: part for index, part in parts.items() if part is not None})
+            self._norms.take_reduced({index: part for index, part in parts.items() if part is not None})
         self.published.clear()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in self.flat.trainable:

@@ -42,20 +42,20 @@ def is_small_enough(schedule: Schedule) -> bool:
     return 1 < schedule.world_size <= MOST_RANKS and numel * schedule.world_size <= MOST_ELEMENTS
 
 
-def chunk_products(schedule: Schedule, given: Mapping[int, Tensor] | None) -> list[ChunkProducts]:
+def chunk_products(schedule: Schedule, local: Mapping[int, Tensor] | None) -> list[ChunkProducts]:
     """Those of all buckets, on rank 0; none on the others. A collective call.
 
     Args:
         schedule: Of this rank.
-        given: By slot of the layout, what this rank gave to reductions; zero where there is nothing. None if that is
-            not known, and then there are none.
+        local: By slot of the layout, this rank's own gradients before they were reduced; zero where there is nothing.
+            None if they are not known, and then there are no products.
     """
-    if not all(all_gather_json(given is not None, "whether products of gradients can be taken")) or given is None:
+    if not all(all_gather_json(local is not None, "whether products of gradients can be taken")) or local is None:
         return []
     chunks = schedule.shards if schedule.shards > 1 else schedule.world_size
     found = []
     for bucket in schedule.reduced_buckets:
-        rows = gather_to_rank_0(_flat(schedule, bucket, given), f"gradients of {bucket.name}")
+        rows = gather_to_rank_0(_flat(schedule, bucket, local), f"gradients of {bucket.name}")
         if rows:
             parts = [chunk(index, chunks, bucket.numel) for index in range(chunks)]
             products = [_products(torch.stack([row[start:stop] for row in rows])) for start, stop in parts]
@@ -63,12 +63,12 @@ def chunk_products(schedule: Schedule, given: Mapping[int, Tensor] | None) -> li
     return found
 
 
-def _flat(schedule: Schedule, bucket: Bucket, given: Mapping[int, Tensor]) -> Tensor:
+def _flat(schedule: Schedule, bucket: Bucket, local: Mapping[int, Tensor]) -> Tensor:
     """A bucket's gradients, (numel,), at least fp32, zero where there are none."""
     flat = torch.zeros(bucket.numel, dtype=torch.float64 if bucket.gradient_itemsize > 4 else torch.float32)
     for index in bucket.slots:
-        if index in given:
-            parameter_in(flat, schedule.layout.slots[index], bucket.start).copy_(given[index])
+        if index in local:
+            parameter_in(flat, schedule.layout.slots[index], bucket.start).copy_(local[index])
     return flat
 
 

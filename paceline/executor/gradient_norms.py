@@ -1,4 +1,4 @@
-"""Norms of each parameter's gradient in a step: of what this rank gives to reductions, and of what it has then."""
+"""Norms of each parameter's gradient in a step: of this rank's own before reductions, and of what it has then."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class GradientNorms:
     """2-norms of one rank's gradients in a step, by slot of the layout; None where there is no gradient.
 
     Attributes:
-        given: Of each micro-batch that was reduced, in order: what the rank gave.
-        held: What it has after the last reduction: the whole gradient, or its shard.
+        local: Of each micro-batch that was reduced, in order: the rank's own before that.
+        reduced: After the last reduction: of the whole gradient, or this rank's shard.
     """
 
-    given: list[list[float | None]]
-    held: list[float | None]
+    local: list[list[float | None]]
+    reduced: list[float | None]
 
 
 class NormRecords:
@@ -27,7 +27,7 @@ class NormRecords:
 
     Attributes:
         is_on: Whether norms are taken. Nothing is done otherwise.
-        keeps: Whether what is given in the latest micro-batch is copied, too.
+        keeps: Whether local gradients of the latest micro-batch are copied, too.
     """
 
     def __init__(self, parameters: int) -> None:
@@ -39,58 +39,58 @@ class NormRecords:
         self.is_on = self.keeps = False
         self._copies: dict[int, Tensor] | None = None
         self._parameters, self._micro_batch = parameters, 0
-        self._given: list[tuple[int, Sequence[int], Tensor]] = []
+        self._local: list[tuple[int, Sequence[int], Tensor]] = []
         self._late: set[tuple[int, int]] = set()
-        self._held: list[tuple[Sequence[int], Tensor]] = []
+        self._reduced: list[tuple[Sequence[int], Tensor]] = []
 
     def begin(self, micro_batch: int) -> None:
         """A backward begins; with the first of a step what there is of others is dropped."""
         self._micro_batch = micro_batch
         self._copies = {} if self.is_on and self.keeps else None
         if micro_batch == 0:
-            self._given, self._held = [], []
+            self._local, self._reduced = [], []
             self._late.clear()
 
-    def give(self, gradients: dict[int, Tensor]) -> None:
+    def add_local(self, gradients: dict[int, Tensor]) -> None:
         """These are about to be reduced."""
-        self._given += [(self._micro_batch, indices, norms) for indices, norms in _norms(gradients)]
+        self._local += [(self._micro_batch, indices, norms) for indices, norms in _norms(gradients)]
         if self._copies is not None:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._copies |= {index: gradient.clone() for index, gradient in gradients.items()}
 
     def came_late(self, indices: Collection[int]) -> None:
-        """Of these parameters more came than was given in this micro-batch, so what was is not told."""
+        """Of these parameters more came in this micro-batch after their norm was taken, so that is not told."""
         if self.is_on:
             self._late.update((self._micro_batch, index) for index in indices)
             self._copies = None if indices else self._copies
 
-    def hold(self, gradients: dict[int, Tensor]) -> None:
+    def take_reduced(self, gradients: dict[int, Tensor]) -> None:
         """These were reduced."""
-        self._held = _norms(gradients)
+        self._reduced = _norms(gradients)
 
     def take(self) -> dict[int, Tensor] | None:
-        """By slot, copies of what was given in the step's last micro-batch, once; None if more came than was given."""
+        """By slot, copies of the local ones of the step's last micro-batch, once; None if more came after that."""
         copies, self._copies = self._copies, None
         # Complex numbers' products are none of what a norm consists of.
         return None if copies is None or any(map(torch.is_complex, copies.values())) else copies
 
     def read(self) -> GradientNorms | None:
         """Of the latest step; None if none were taken to its end. On a GPU the host waits for them."""
-        if not self._held and not self._given:
+        if not self._reduced and not self._local:
             return None
-        numbers = sorted({micro_batch for micro_batch, *_ in self._given})
-        given: dict[int, list[float | None]] = {number: [None] * self._parameters for number in numbers}
-        held: list[float | None] = [None] * self._parameters
-        parts = [*(norms for *_, norms in self._given), *(norms for _, norms in self._held)]
+        numbers = sorted({micro_batch for micro_batch, *_ in self._local})
+        local: dict[int, list[float | None]] = {number: [None] * self._parameters for number in numbers}
+        reduced: list[float | None] = [None] * self._parameters
+        parts = [*(norms for *_, norms in self._local), *(norms for _, norms in self._reduced)]
         values = iter(torch.cat(parts).tolist())
-        for micro_batch, indices, _ in self._given:
+        for micro_batch, indices, _ in self._local:
             for index in indices:
                 value = next(values)
-                given[micro_batch][index] = None if (micro_batch, index) in self._late else value
-        for indices, _ in self._held:
+                local[micro_batch][index] = None if (micro_batch, index) in self._late else value
+        for indices, _ in self._reduced:
             for index in indices:
-                held[index] = next(values)
-        return GradientNorms([given[number] for number in numbers], held)
+                reduced[index] = next(values)
+        return GradientNorms([local[number] for number in numbers], reduced)
 
 
 def _norms(gradients: dict[int, Tensor]) -> list[tuple[Sequence[int], Tensor]]:

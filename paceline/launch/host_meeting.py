@@ -145,7 +145,7 @@ class LeadingEnd:
             self.lines[host] = HostLine(connection, self._secret, 0, host, CUT_OFF_SECONDS)
         return sorted(found)
 
-    def let_go(self, host: int) -> None:
+    def drop(self, host: int) -> None:
         """Forgets a host that is lost, which may then come again."""
         self.lines.pop(host).close()
         self._reception.close()

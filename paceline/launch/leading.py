@@ -207,7 +207,7 @@ class _LeadingJob(ReplacingJob):
     def _lose(self, host: int) -> None:
         """Takes all workers of a host for lost."""
         self._hear_no_more(self._end.lines[host].connection)
-        self._end.let_go(host)
+        self._end.drop(host)
         why = f"host {host} of {self._hosts} is gone or cut off"
         lost = self._workers_of(host)
         for number in lost:

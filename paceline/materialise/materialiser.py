@@ -1,7 +1,7 @@
 """Models on the meta device: made in turns, unit by unit, of which each rank keeps what its stage says.
 
 In a turn the modules of one unit get memory on the device and values, rank 0's go to every rank, the engine takes its
-shards, and the memory is let go. So a rank never holds more than its shards, one unit, and the parameters of no unit
+shards, and the memory is freed. So a rank never holds more than its shards, one unit, and the parameters of no unit
 (tied ones) that modules of a later turn hold too.
 
 The values are those of `model.to_empty(device=...)` and then `model.apply(init)` on rank 0, as far as `init` writes to

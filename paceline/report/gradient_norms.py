@@ -25,15 +25,15 @@ class Norms(msgspec.Struct, frozen=True):
     Attributes:
         step: Its number, from 1.
         parameter: Its name.
-        given: By micro-batch that was reduced, and rank: what the rank gave to the reduction; None without a gradient.
-        held: By rank: what it has afterwards, be that the whole gradient or its shard.
+        local: By micro-batch that was reduced, and rank: the rank's own before that; None without a gradient.
+        reduced: By rank: what it has afterwards, be that the whole gradient or its shard.
         whole: Of the whole reduced gradient.
     """
 
     step: int
     parameter: str
-    given: list[list[float | str | None]]
-    held: list[float | str | None]
+    local: list[list[float | str | None]]
+    reduced: list[float | str | None]
     whole: float | str | None
 
 
@@ -42,8 +42,8 @@ class Sums:
     """What a step's norms say of all parameters together.
 
     Attributes:
-        by_rank: The norm of what each rank gave in the last micro-batch that was reduced.
-        kept: The norm of what was reduced, as a part of what it would be if all that was given pointed the same way;
+        by_rank: The norm of each rank's own in the last micro-batch that was reduced.
+        kept: The norm of what was reduced, as a part of what it would be if all local ones pointed the same way;
             None if that is unknown.
         widest: The parameter in whose norm ranks differ most, and the largest by the smallest; None if none does.
     """
@@ -71,15 +71,15 @@ def read_norms(path: Path, damage: Damage) -> tuple[Norms, ...]:
         if norms.step != step or norms.parameter in latest:
             latest, step = {}, norms.step
         latest[norms.parameter] = norms
-    ranks = {len(norms.held) for norms in latest.values()}
+    ranks = {len(norms.reduced) for norms in latest.values()}
     return tuple(latest.values()) if len(ranks) == 1 else ()
 
 
 def _is_sound(norms: Norms) -> bool:
-    rows = [*norms.given, norms.held]
+    rows = [*norms.local, norms.reduced]
     words = [value for row in (*rows, [norms.whole]) for value in row if isinstance(value, str)]
     numbers = [value for row in (*rows, [norms.whole]) for value in row if isinstance(value, float)]
-    alike = len({len(row) for row in rows}) == 1 and len(norms.given) > 0 and len(norms.held) > 0
+    alike = len({len(row) for row in rows}) == 1 and len(norms.local) > 0 and len(norms.reduced) > 0
     return alike and set(words) <= {"inf", "nan"} and all(0 <= number < math.inf for number in numbers)
 
 
@@ -90,18 +90,18 @@ def sums(norms: Sequence[Norms], divided: int = 1) -> Sums:
         norms: Of a step.
         divided: By how much the sum was divided to become the reduced gradient.
     """
-    ranks = range(len(norms[0].held))
-    by_rank = tuple(_together([each.given[-1][rank] for each in norms]) for rank in ranks)
+    ranks = range(len(norms[0].reduced))
+    by_rank = tuple(_together([each.local[-1][rank] for each in norms]) for rank in ranks)
     parts = [
-        _together([each.given[number][rank] for each in norms])
-        for number in range(min(len(each.given) for each in norms))
+        _together([each.local[number][rank] for each in norms])
+        for number in range(min(len(each.local) for each in norms))
         for rank in ranks
     ]
-    given, whole = sum(parts), divided * _together([each.whole for each in norms])
-    kept = whole / given if 0 < given < math.inf else math.inf
-    ratios = [(_ratio(each.given[-1]), each.parameter) for each in norms]
+    local, whole = sum(parts), divided * _together([each.whole for each in norms])
+    kept = whole / local if 0 < local < math.inf else math.inf
+    ratios = [(_ratio(each.local[-1]), each.parameter) for each in norms]
     widest, name = max(ratios)
-    # The sum is longer than all that was given only where some of it came late, which is not among that.
+    # The sum is longer than all local ones together only where some came late, which are not among these.
     return Sums(by_rank, kept if kept < 1.001 else None, (name, widest) if widest > 1 else None)
 
 
@@ -156,7 +156,7 @@ def norms_by_rank(norms: Sequence[Norms], program: Program | None, is_own_loop: 
         how = "pl.record(model, norms=True)" if is_own_loop else "--log.gradient-norms"
         told = f"Norms of gradients are not written down unless it is asked for: {how}."
         return join([title, tag("p", told, class_="note")])
-    ranks = range(min(len(norms[0].held), MOST_RANKS))
+    ranks = range(min(len(norms[0].reduced), MOST_RANKS))
     # The largest matter most; they stay in the order of the file, that in which they are reduced.
     by_size = sorted(range(len(norms)), key=lambda i: (-_finite(norms[i].whole), i))[:MOST_PARAMETERS]
     shown = [norms[i] for i in sorted(by_size)]
@@ -168,11 +168,11 @@ def norms_by_rank(norms: Sequence[Norms], program: Program | None, is_own_loop: 
     ]
     rows = []
     for each in shown:
-        before, after = each.given[-1], each.held
+        before, after = each.local[-1], each.reduced
         longest = max((_finite(value) for value in (*before, *after, each.whole)), default=0.0)
         cells = [_cell(value, longest) for part in (before, after) for value in part[: len(ranks)]]
         rows.append(tag("tr", tag("th", each.parameter, scope="row"), *cells, _cell(each.whole, longest)))
-    told = sentence(norms, len(norms[0].held) if _is_mean(program) else 1)
+    told = sentence(norms, len(norms[0].reduced) if _is_mean(program) else 1)
     caption = f"Norms of gradients in step {norms[0].step:,}, before and after they are reduced"
     whole = tag("table", tag("caption", caption), tag("thead", tag("tr", *heads)), tag("tbody", *rows), id="norms")
     return join(
@@ -190,7 +190,7 @@ def _is_mean(program: Program | None) -> bool:
 
 
 def _explained(norms: Sequence[Norms], parameters: int, ranks: int, program: Program | None, is_own_loop: bool) -> str:
-    parts = len(norms[0].given)
+    parts = len(norms[0].local)
     of = "Of the loss that the loop has" if is_own_loop else "Of the loss summed over the batch's tokens"
     told = (
         f"{of}, before clipping. The darker a cell, the closer to the largest of its row. After: what a rank has of "
@@ -207,8 +207,8 @@ def _explained(norms: Sequence[Norms], parameters: int, ranks: int, program: Pro
         told += f" Before is of a rank's {micro_batches} micro-batches together, which are reduced once."
     if parameters < len(norms):
         told += f" Shown are the {parameters:,} of {len(norms):,} parameters whose gradients are the longest."
-    if ranks < len(norms[0].held):
-        told += f" Shown are {ranks} of {len(norms[0].held):,} ranks."
+    if ranks < len(norms[0].reduced):
+        told += f" Shown are {ranks} of {len(norms[0].reduced):,} ranks."
     return told
 
 

@@ -154,7 +154,7 @@ class Holdings:
         self._in_slot[slot] = unit
         gone = [bucket.name for bucket in self.schedule.gathered_buckets.get(before or "", ())]
         for other in gone:
-            self._let_go(other)
+            self._reshard(other)
         return gone
 
     def spread(self, name: str, group: list[int], rounds: list[Round]) -> list[str]:
@@ -171,7 +171,7 @@ class Holdings:
         updated = [bucket.name for bucket in self.schedule.reduced_buckets]
         for name in updated:
             if self.schedule.shards_parameters:
-                self._let_go(name)
+                self._reshard(name)
             for rank in range(1 if self.schedule.has_server else self.world):
                 for chunk in range(self.chunks) if self.schedule.shards == 1 else (self.own(rank),):
                     self._parameters[name][rank][chunk] = UPDATED
@@ -187,7 +187,7 @@ class Holdings:
             self._parameters[name] = [[UPDATED] * self.chunks for _ in range(self.world)]
         return trained
 
-    def _let_go(self, name: str) -> None:
+    def _reshard(self, name: str) -> None:
         """Of a bucket's parameters each rank has its shard alone."""
         for rank, chunks in enumerate(self._parameters[name]):
             chunks[:] = [held if chunk == self.own(rank) else NOTHING for chunk, held in enumerate(chunks)]

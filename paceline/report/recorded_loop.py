@@ -91,7 +91,7 @@ def report(events: Recorded, out: str | Path = "report.html") -> Report:
     rows = all_gather_json(own, "pl.report")
     products = []
     if events.schedule is not None and all(row["norms"] is not None for row in rows):
-        products = chunk_products(events.schedule, events.given)
+        products = chunk_products(events.schedule, events.local_gradients)
     html, failure = "", ""
     if world.rank == 0:
         try:
@@ -148,7 +148,7 @@ def _write_norms(
     copies = 1 if schedule.has_server else schedule.replicas
     lines = {
         GRADIENT_NORMS: norm_lines(step, norms, names, copies),
-        CHUNK_PRODUCTS: product_lines(step, products, len(norms[0]["given"])),
+        CHUNK_PRODUCTS: product_lines(step, products, len(norms[0]["local"])),
     }
     for name, each in lines.items():
         (path / name).write_text("".join(f"{json.dumps(line)}\n" for line in each), encoding="utf-8")

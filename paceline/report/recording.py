@@ -24,7 +24,7 @@ class Recorded(Sequence[Event]):
         schedule: Of a step; None until the block has ended.
         specs: The model's parameters, in registration order.
         norms: Of the latest step's gradients, where they were asked for and ranks reduce gradients.
-        given: Copies of these gradients, by slot of the layout, before they were reduced; None for large models.
+        local_gradients: Copies of them, by slot of the layout, before they were reduced; None for large models.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,7 +33,7 @@ class Recorded(Sequence[Event]):
         self.schedule: Schedule | None = None
         self.specs: tuple[ParameterSpec, ...] = ()
         self.norms: GradientNorms | None = None
-        self.given: dict[int, Tensor] | None = None
+        self.local_gradients: dict[int, Tensor] | None = None
         self._events: tuple[Event, ...] = ()
 
     def end(self, events: Sequence[Event], schedule: Schedule, specs: Sequence[ParameterSpec]) -> None:
@@ -104,6 +104,6 @@ def record(model: nn.Module, norms: bool = False) -> Iterator[Recorded]:
     finally:
         events = program.recorder.end(was_on)
         if norms and not raised:
-            recorded.norms, recorded.given = engine.gradient_norms(), program.norms.take()
+            recorded.norms, recorded.local_gradients = engine.gradient_norms(), program.norms.take()
         engine.record_gradient_norms(False)
         recorded.end(without_cut_step(events) if raised else events, program.schedule, program.specs)

@@ -144,7 +144,7 @@ def go_on(config: TrainConfig, former: Former, place: Place) -> Found:
             former.training = former.kept = None
         return Found(Resume(run, None, is_kept=True), True, have[place.rank], not all(have))
     path, error = checkpoint_of_held(former, place, told)
-    former.let_go()
+    former.free()
     if path is not None and not error:
         return Found(Resume(run, path))
     checkpoints = pl.all_gather_json(_has_checkpoint(run), "whether the run has a checkpoint")[0]

@@ -89,7 +89,7 @@ class Former:
         elif self.kept is not None:
             self.kept.leave()
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Frees what this rank trained with, before as much is made again."""
         held = self.training or self.kept
         self.training, self.kept = None, None

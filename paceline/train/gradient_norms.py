@@ -32,24 +32,24 @@ def norm_lines(
         copies: How many ranks hold each element after reductions.
 
     Returns:
-        Of each parameter "step", "parameter", "given": by micro-batch that was reduced and rank, "held": by rank, and
-        "whole": the norm of the reduced gradient.
+        Of each parameter "step", "parameter", "local": by micro-batch that was reduced and rank, "reduced": by rank,
+        and "whole": the norm of the reduced gradient.
     """
     known = [row for row in rows if row is not None]
     if not known or len(known) < len(rows):
         return []
     lines = []
     for index, name in enumerate(names):
-        given = [[part[index] for part in parts] for parts in zip(*(row["given"] for row in known), strict=True)]
-        held = [row["held"][index] for row in known]
-        parts = [part for part in held if part is not None]
-        if parts or any(norm is not None for norms in given for norm in norms):
+        local = [[part[index] for part in parts] for parts in zip(*(row["local"] for row in known), strict=True)]
+        reduced = [row["reduced"][index] for row in known]
+        parts = [part for part in reduced if part is not None]
+        if parts or any(norm is not None for norms in local for norm in norms):
             lines.append(
                 {
                     "step": step,
                     "parameter": name,
-                    "given": [[_plain(norm) for norm in norms] for norms in given],
-                    "held": [_plain(norm) for norm in held],
+                    "local": [[_plain(norm) for norm in norms] for norms in local],
+                    "reduced": [_plain(norm) for norm in reduced],
                     "whole": _plain(math.hypot(*parts) / math.sqrt(copies)) if parts else None,
                 }
             )

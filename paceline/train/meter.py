@@ -142,7 +142,7 @@ class Meter:
             CHUNK_PRODUCTS: [],
         }
         if all(norms):
-            lines[CHUNK_PRODUCTS] = product_lines(step, self._engine.chunk_products(), len(norms[0]["given"]))
+            lines[CHUNK_PRODUCTS] = product_lines(step, self._engine.chunk_products(), len(norms[0]["local"]))
         self.restart()
         return interval, lines
 

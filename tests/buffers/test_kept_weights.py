@@ -140,7 +140,7 @@ def averaged_in_gpu_memory(strategy: Strategy) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", some(ON_GPUS, ["zero 1"]))
 def test_weights_kept_from_before_a_step_are_read_after_it_there_too(ranks: RankPool, name: str) -> None:
     if ON_GPUS[name].gathers:
-        pytest.skip("weights that are let go are not kept")
+        pytest.skip("weights that are resharded are not kept")
     expected = averaged(None)
     for found in ranks(2, averaged_in_gpu_memory, replace(ON_GPUS[name], bucket_mb=0.02)):
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)

@@ -54,7 +54,7 @@ def test_units_given_as_a_list_become_a_tuple_so_that_equal_choices_are_equal() 
         ({"zero": 2, "packing": "flat"}, "leave packing at bucket and synchronize at overlap"),
         ({"zero": 3, "packing": "parameter"}, "zero=3 frees gradients"),
         ({"zero": 2, "synchronize": "after"}, "or set zero to 1"),
-        ({"zero": 2, "accumulation": "hold"}, "which zero=2 never lets go"),
+        ({"zero": 2, "accumulation": "hold"}, "which zero=2 never reshards"),
         ({"zero": 3, "accumulation": "hold", "share_parameters": True}, "with share_parameters none are gathered"),
         ({"accumulation": "defer", "precision": "float16", "reduce_in_float32": False}, "set reduce_in_float32"),
     ],

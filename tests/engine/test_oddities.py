@@ -47,7 +47,7 @@ def penalised(model: nn.Module) -> list[dict]:
 @every_world
 def test_a_gradient_penalty_beside_the_loss_is_reduced(ranks, strategy, n) -> None:
     if strategy.gathers:
-        # The graph of the gradients uses parameters that would have been let go.
+        # The graph of the gradients uses parameters that would have been resharded.
         strategy = replace(strategy, accumulation="hold")
     for found in ranks(n, in_parallel, strategy, Stack, penalised):
         assert_all_same(found, penalised(make()))

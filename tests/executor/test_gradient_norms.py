@@ -73,16 +73,16 @@ def test_norms_are_those_of_one_process(ranks, strategy: Strategy, n: int, micro
     assert {"0.weight", "idle", "2.bias"} <= set(names) and "0.weight" in whole[0]
     for rank, (_, (before, taken, after), _) in enumerate(every):
         assert before is None and after is None and taken is not None
-        parts = len(taken.given)
+        parts = len(taken.local)
         assert parts in (1, micro_batches)
-        for number, given in enumerate(taken.given):
+        for number, local in enumerate(taken.local):
             one = range(number, number + 1) if parts > 1 else range(micro_batches)
             own = alone(rank, one)
-            for name, norm in zip(names, given, strict=True):
+            for name, norm in zip(names, local, strict=True):
                 assert norm == (pytest.approx(own[name].norm().item(), **close) if name in own else None), name
     for index, name in enumerate(names):
-        held = [taken.held[index] for _, (_, taken, _), _ in every]
-        norms = [norm for norm in held if norm is not None]
+        reduced = [taken.reduced[index] for _, (_, taken, _), _ in every]
+        norms = [norm for norm in reduced if norm is not None]
         if name not in whole[0]:
             assert not norms, name
             continue
@@ -97,14 +97,14 @@ def test_one_rank_has_none(ranks) -> None:
     assert found == [None] * 3
 
 
-def test_what_was_given_in_part_alone_is_not_told() -> None:
+def test_what_came_in_part_after_it_was_taken_is_not_told() -> None:
     records = NormRecords(3)
     records.is_on = True
     for micro_batch in range(2):
         records.begin(micro_batch)
-        records.give({0: torch.tensor([3.0, 4.0]), 2: torch.full((4,), 1e4, dtype=torch.float16)})
+        records.add_local({0: torch.tensor([3.0, 4.0]), 2: torch.full((4,), 1e4, dtype=torch.float16)})
     records.came_late([0])
-    records.hold({2: torch.tensor([math.inf])})
+    records.take_reduced({2: torch.tensor([math.inf])})
     assert records.read() == GradientNorms([[5.0, None, 2e4], [None, None, 2e4]], [None, None, math.inf])
     records.begin(0)
     assert records.read() is None

@@ -17,8 +17,8 @@ from paceline.report.run import read_run
 from tests.report.browser import Browser
 
 
-def line(step: int, name: str, given: list[list[Any]], held: list[Any], whole: Any) -> dict[str, Any]:
-    return {"step": step, "parameter": name, "given": given, "held": held, "whole": whole}
+def line(step: int, name: str, local: list[list[Any]], reduced: list[Any], whole: Any) -> dict[str, Any]:
+    return {"step": step, "parameter": name, "local": local, "reduced": reduced, "whole": whole}
 
 
 NORMS = [

@@ -213,32 +213,32 @@ def report_with_norms(zero: int, out: str, norms: bool) -> dict[str, Any]:
             (model(torch.ones(4, 32) * (rank + 1)).square().mean()).backward()
             optimizer.step()
     pl.report(events, out)
-    copies, own = events.given, None if events.norms is None else events.norms.given
+    copies, own = events.local_gradients, None if events.norms is None else events.norms.local
     pl.release(model)
-    return {"given": own, "copies": None if copies is None else len(copies)}
+    return {"local": own, "copies": None if copies is None else len(copies)}
 
 
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_norms_are_on_the_page_if_asked_for(ranks: RankPool, tmp_path: Path, page: Browser, zero: int) -> None:
     path = tmp_path / "page.html"
     found = ranks(2, report_with_norms, zero, str(path), True)
-    assert all(each["copies"] == 6 and len(each["given"]) == 1 for each in found)
+    assert all(each["copies"] == 6 and len(each["local"]) == 1 for each in found)
     page.open(path)
     cells = "[0, 1].map(i => +e.querySelectorAll('td')[i].dataset.value)"
     rows = page.run(f"[...document.querySelectorAll('#norms tbody tr')].map(e => {cells})")
     for index, row in enumerate(rows):
-        assert row == pytest.approx([each["given"][0][index] for each in found], rel=1e-6)
+        assert row == pytest.approx([each["local"][0][index] for each in found], rel=1e-6)
     # Of every bucket, its first moment with gradients has the whole of what each rank gave: its chunks together.
     data = page.run("holdings.data.ways[0].map(m => m[3]).flat()")
     first = [each for each in data if each[3] in ("0", "1")]
     squares = [sum(each[4] ** 2 for each in first if each[3] == str(rank)) for rank in range(2)]
-    expected = [sum(norm**2 for norm in each["given"][0]) for each in found]
+    expected = [sum(norm**2 for norm in each["local"][0]) for each in found]
     assert squares == pytest.approx(expected, rel=2e-3)
     assert "step 2" in page.text("#norms caption") and "their mean" in page.text("#holdings-norms-told")
 
 
 def test_norms_are_not_there_unless_asked_for(ranks: RankPool, tmp_path: Path) -> None:
     found = ranks(2, report_with_norms, 0, str(tmp_path / "page.html"), False)
-    assert found[0] == {"given": None, "copies": None}
+    assert found[0] == {"local": None, "copies": None}
     text = (tmp_path / "page.html").read_text()
     assert "pl.record(model, norms=True)" in text and 'id="norms"' not in text and "holdings-norms-told" not in text

@@ -36,10 +36,10 @@ def test_they_are_of_the_steps_whose_events_are_written(
         # The trainer divides by the step's tokens, of which all full batches have as many.
         per_token.add(round(whole / told[step]))
         for line in of_step:
-            assert all(len(given) == 2 for given in line["given"]) and len(line["held"]) == 2
-            assert 0 < line["whole"] <= sum(map(sum, line["given"])) * 1.0001
+            assert all(len(local) == 2 for local in line["local"]) and len(line["reduced"]) == 2
+            assert 0 < line["whole"] <= sum(map(sum, line["local"])) * 1.0001
             if zero == "0":
-                assert line["held"] == [line["whole"]] * 2
+                assert line["reduced"] == [line["whole"]] * 2
     assert len(per_token) == 1 and per_token.pop() == 8 * 64
 
 
@@ -55,12 +55,12 @@ def test_without_events_they_are_refused() -> None:
 
 def test_shards_are_put_together_and_what_is_not_finite_is_said() -> None:
     rows = [
-        {"given": [[1.0, None, math.inf]], "held": [3.0, None, math.nan]},
-        {"given": [[2.0, None, 1.0]], "held": [4.0, None, None]},
+        {"local": [[1.0, None, math.inf]], "reduced": [3.0, None, math.nan]},
+        {"local": [[2.0, None, 1.0]], "reduced": [4.0, None, None]},
     ]
     first, second = norm_lines(7, rows, ["a", "b", "c"], copies=1)
-    assert first == {"step": 7, "parameter": "a", "given": [[1.0, 2.0]], "held": [3.0, 4.0], "whole": 5.0}
-    assert second == {"step": 7, "parameter": "c", "given": [["inf", 1.0]], "held": ["nan", None], "whole": "nan"}
+    assert first == {"step": 7, "parameter": "a", "local": [[1.0, 2.0]], "reduced": [3.0, 4.0], "whole": 5.0}
+    assert second == {"step": 7, "parameter": "c", "local": [["inf", 1.0]], "reduced": ["nan", None], "whole": "nan"}
     assert norm_lines(7, [*rows, None], ["a", "b", "c"], copies=1) == []
 
 
@@ -75,7 +75,7 @@ def test_products_of_ranks_gradients_agree_with_their_norms(ranks: RankPool, nan
         chunks = [chunk for line in lines if line["step"] == step for chunk in line["products"]]
         of_step = [line for line in norms if line["step"] == step]
         first, both, second = (sum(chunk[i] for chunk in chunks) for i in range(3))
-        given = [sum(line["given"][-1][rank] ** 2 for line in of_step) for rank in range(2)]
-        assert [first, second] == pytest.approx(given, rel=1e-5)
+        local = [sum(line["local"][-1][rank] ** 2 for line in of_step) for rank in range(2)]
+        assert [first, second] == pytest.approx(local, rel=1e-5)
         whole = sum(line["whole"] ** 2 for line in of_step)
         assert first + 2 * both + second == pytest.approx(whole, rel=1e-5)
