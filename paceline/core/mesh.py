@@ -10,7 +10,7 @@ REPLICATE = "replicate"
 """Dimension along which ranks hold copies of the same shards."""
 
 SHARD = "shard"
-"""Dimension along which ranks hold one copy between them. The innermost: its ranks are neighbours."""
+"""Dimension along which a replica is sharded. The innermost: its ranks are neighbours."""
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,13 @@ class Placement:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """All ranks: replicas of groups that hold one copy between them."""
+        """All ranks: shard groups, which are replicas of each other."""
         shards = self.strategy.shards(self.world_size)
         return Mesh(((REPLICATE, self.world_size // shards), (SHARD, shards)))
 
     @cached_property
     def shards(self) -> int:
-        """Ranks that hold one copy between them; 1 where nothing is sharded."""
+        """Ranks of a shard group; 1 where nothing is sharded."""
         return self.mesh.extent(SHARD)
 
     @cached_property

@@ -28,8 +28,8 @@ class Strategy:
     Attributes:
         zero: What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters. FSDP's names are
             understood and become these numbers.
-        shard: How many ranks hold one copy between them, with zero 1 to 3; 0: all ranks. With fewer than all,
-            neighbouring ranks form a group and the groups are replicas of each other (hybrid sharding).
+        shard: Over how many ranks a replica is sharded, with zero 1 to 3; 0: all ranks. With fewer than all,
+            neighbouring ranks form a shard group and the groups are replicas of each other (hybrid sharding).
         share_parameters: With zero 1 to 3 on the CPU: the ranks of a group, all on one host, compute with one copy of
             the parameters between them, in memory that they share. Each updates its shard in place, and nothing is
             gathered. A rank's part of that copy is the shard that it would hold at zero 3, where this differs from
@@ -120,8 +120,8 @@ class Strategy:
             raise UserError(f"strategy.shard: expected 0 or more, got {self.shard}")
         if self.zero == "HYBRID_SHARD" and not self.shard:
             raise UserError(
-                "strategy.zero HYBRID_SHARD: say with strategy.shard how many ranks hold one copy between them, such "
-                "as the devices of a host"
+                "strategy.zero HYBRID_SHARD: say with strategy.shard over how many ranks a replica is sharded, such as "
+                "the devices of a host"
             )
         object.__setattr__(self, "zero", self.stage)
         object.__setattr__(self, "units", tuple(self.units))
@@ -131,7 +131,7 @@ class Strategy:
         mixes: list[tuple[bool, str]] = [
             (
                 self.shard > 0 and self.stage == 0,
-                f"shard={self.shard} says how many ranks hold one copy between them, but zero=0 shards nothing: set "
+                f"shard={self.shard} says over how many ranks a replica is sharded, but zero=0 shards nothing: set "
                 "zero to 1, 2 or 3, or leave shard out",
             ),
             (
@@ -229,11 +229,11 @@ class Strategy:
         return self.accumulation != "defer"
 
     def has_server(self, world_size: int) -> bool:
-        """Whether rank 0, a parameter server, updates the one copy and sends it to the others."""
+        """Whether rank 0, a parameter server, updates all parameters and sends them to the others."""
         return self.collective == "parameter_server" and world_size > 1
 
     def shards(self, world_size: int) -> int:
-        """Number of ranks that hold one copy between them: 1 where nothing is sharded.
+        """Number of ranks that a replica is sharded over: 1 where nothing is.
 
         Raises:
             UserError: `shard` does not divide the number of ranks.

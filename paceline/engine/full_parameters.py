@@ -47,7 +47,7 @@ class FullParameters:
 
         Args:
             call: What the user called, for messages.
-            edits: Whether they may be written to. Where ranks share one copy, only that is a collective call. If they
+            edits: Whether they may be written to. Where ranks share memory, only that is a collective call. If they
                 may not, graphs from before can still run backward.
             on_host: Whether what is gathered only to be read lies in the host's memory.
         """

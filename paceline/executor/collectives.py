@@ -139,11 +139,11 @@ class Collectives:
         self._meet("statistics", "all_reduce", value, f"{label} for {purpose}" if purpose else label, purpose)
 
     def barrier(self, label: str) -> Traffic:
-        """Returns when all ranks that hold one copy between them have called it. A collective call."""
+        """Returns when all ranks of this shard group have called it. A collective call."""
         return self.transports["gather"].run("barrier", self._token, label)
 
     def meet(self, label: str) -> None:
-        """Sees that all ranks that hold one copy between them are about to do the same. A collective call.
+        """Sees that all ranks of this shard group are about to do the same. A collective call.
 
         Raises:
             CommunicationError: One still waits for something else.

@@ -28,7 +28,7 @@ class Run:
         chunks: Pieces of the model on each stage, taken in turn (interleaved schedule).
         context_ranks: Ranks that share a sequence.
         zero: What data-parallel ranks divide, as `Strategy.zero`; 2 here keeps parameters from forward to backward.
-        shard: Data-parallel ranks that hold one copy between them; 0: all.
+        shard: Data-parallel ranks of a shard group; 0: all.
         recompute: What is computed again.
         recompute_share: Share of the blocks that this is done to.
         dtype: What matmuls compute in.

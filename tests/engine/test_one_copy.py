@@ -156,7 +156,7 @@ def refused(strategy: Strategy) -> None:
 
 
 def test_ranks_that_cannot_share_memory_are_told_what_to_set(ranks) -> None:
-    with pytest.raises(RankError, match=r"share_parameters: the ranks that hold one copy .* connected by tcp"):
+    with pytest.raises(RankError, match=r"share_parameters: the ranks of a shard group .* connected by tcp"):
         ranks(2, refused, ONE_COPY, transport="tcp")
 
 

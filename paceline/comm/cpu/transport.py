@@ -96,7 +96,7 @@ class CpuTransport:
         """See `Transport.allocate_shared`: rank 0's part of a buffer."""
         if self._connections is not None:
             raise UserError(
-                "strategy.share_parameters: the ranks that hold one copy of the parameters must be on one host, but "
+                "strategy.share_parameters: the ranks of a shard group must be on one host, but "
                 f"they are connected by {self.name}; leave share_parameters out, or set strategy.shard to the number "
                 "of ranks of a host"
             )

@@ -30,7 +30,7 @@ def unread(row: Row) -> list[str]:
 
 
 def sharding(row: Row, stack: str, devices: int, per_host: int) -> tuple[int, int]:
-    """What data-parallel ranks divide, and how many hold one copy; 0 for all."""
+    """What data-parallel ranks shard, and over how many of them; 0 for all."""
     text = " ".join((row.text("sharding"), row.text("parallelism")))
     replicas = row.whole("dp_replicate") or 1
     degree = row.text("dp_shard")
