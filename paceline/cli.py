@@ -162,7 +162,7 @@ def _train(arguments: list[str]) -> int:
         print(to_yaml(config), end="")
         return 0
     if (seat := Seat.from_environment()) is not None:
-        from paceline.train.failover import train_in_places
+        from paceline.train.successive_jobs import train_in_places
 
         return train_in_places(config, seat)
     job = job_in_environment(os.environ)

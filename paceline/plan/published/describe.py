@@ -46,6 +46,21 @@ class Described:
         return self.run.tensor * self.run.pipeline * self.run.context_ranks > 1
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One row to fit constants to.
+
+    Attributes:
+        described: What was run.
+        seconds: Its measured step.
+        weight: How much it counts.
+    """
+
+    described: Described
+    seconds: float
+    weight: float = 1.0
+
+
 def describe(row: Row) -> Described:
     """What a row says was run.
 

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.plan.fitted import PRIOR, SPREAD, Constants
-from paceline.plan.published.describe import Described
+from paceline.plan.published.describe import Sample
 from paceline.plan.published.predict import step_of
+from paceline.plan.published.sets import find_folder, fitted_samples
 
 Array = NDArray[np.float64]
 
@@ -32,21 +33,6 @@ HUBER = 0.1
 """Errors up to this weigh as their square."""
 NOISE = 0.05
 """Of a row, as a share: what a prior's spread is weighed against."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One row to fit to.
-
-    Attributes:
-        described: What was run.
-        seconds: Its measured step.
-        weight: How much it counts.
-    """
-
-    described: Described
-    seconds: float
-    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -190,8 +176,6 @@ def _cost(residuals: Array, x: Array) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     """Prints constants and their standard errors as `plan/fitted.py` has them; returns the exit status."""
-    from paceline.plan.published.sets import find_folder, fitted_samples
-
     found = fit(balanced(fitted_samples(find_folder(arguments[0] if arguments else ""))))
     for title, constants in (("FITTED", found.constants), ("ERRORS", found.errors)):
         print(f"{title} = Constants(")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.core.errors import UserError
-from paceline.plan.published.describe import describe
-from paceline.plan.published.fit import Sample
+from paceline.plan.published.describe import Sample, describe
 from paceline.plan.published.predict import predict
 from paceline.plan.published.table import Table, read
 

@@ -7,8 +7,8 @@ import pytest
 
 from paceline.models.config import ModelConfig
 from paceline.plan.fitted import FITTED, PRIOR
-from paceline.plan.published.describe import Described
-from paceline.plan.published.fit import Sample, at, balanced, fit
+from paceline.plan.published.describe import Described, Sample
+from paceline.plan.published.fit import at, balanced, fit
 from paceline.plan.published.predict import step_of
 from paceline.plan.published.sets import PUBLISHED, samples
 from paceline.plan.published.table import read
