@@ -286,7 +286,7 @@ def release(model: nn.Module) -> Any:
         >>> pl.release(model).weight.shape
         torch.Size([2, 4])
     """
-    engine_of(model).close()
+    recovery.close(engine_of(model), whole=True)
     for name in SET:
         delattr(model, name)
     return model

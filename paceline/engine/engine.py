@@ -24,7 +24,6 @@ from paceline.engine.forward import ForwardPass
 from paceline.engine.give_up import gives_up
 from paceline.engine.gradient_norm import GradientNorm
 from paceline.engine.program import Program
-from paceline.engine.recovery import close
 from paceline.engine.unit_outputs import UnitOutputs
 from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
@@ -176,15 +175,6 @@ class Engine:
     def chunk_products(self) -> list[ChunkProducts]:
         """Of the latest step, once, on rank 0; none if no norms were taken, or for too much. A collective call."""
         return chunk_products(self.schedule, self.program.norms.take())
-
-    def close(self, whole: bool = True) -> None:
-        """Ends the engine: hooks, threads and connections.
-
-        Args:
-            whole: Whether the model is then a plain one on this rank; else it is of no more use, and none of its
-                parameters takes memory that it had not.
-        """
-        close(self, whole)
 
     def remove_hooks(self) -> None:
         """Takes its hooks off the model."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.core.errors import EngineError
 from paceline.core.ops import WRITTEN
+from paceline.engine.engine import Engine
 from paceline.engine.full_parameters import leave
 from paceline.hooks.casting import cast_singular_vectors
 from paceline.optimizers.watch import leave_optimizers
-
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
 
 
 def reset(engine: Engine) -> None:
@@ -92,7 +89,13 @@ def require_between_steps(engine: Engine, what: str, replaces: bool = False) -> 
 
 
 def close(engine: Engine, whole: bool) -> None:
-    """See `Engine.close`."""
+    """Ends the engine: hooks, threads and connections.
+
+    Args:
+        engine: The model's.
+        whole: Whether the model is then a plain one on this rank; else it is of no more use, and none of its parameters
+            takes memory that it had not.
+    """
     collectives, managed = engine.program.collectives, bool(engine.program.parameters.flat.managed) and whole
     if collectives is not None:
         collectives.note_exception()

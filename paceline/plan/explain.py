@@ -12,7 +12,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.footprint import FREE
 from paceline.plan.network import spread
 from paceline.plan.quantities import gib, si
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from paceline.plan.request import Request
 from paceline.plan.scaling import Point
 from paceline.plan.search import Found
 from paceline.plan.text import print_table
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 
 _RECOMPUTED = {"none": "none", "keep_attention": "but attn", "unit": "all"}
 SHOWN = 8

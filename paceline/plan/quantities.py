@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from paceline.core.errors import UserError
-from paceline.report.quantities import digits
+from paceline.command_line.quantities import digits
 
 _WRITTEN = re.compile(r"((?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
 """Commas stand between thousands only: 1,5M is 1.5 million where commas are decimal points, and refused."""

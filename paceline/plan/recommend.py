@@ -11,7 +11,7 @@ from paceline.plan.case import Case
 from paceline.plan.estimate import Estimate
 from paceline.plan.search import Found, search
 from paceline.plan.subject import Subject
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 
 _WHAT = {
     0: "every rank holds all and gathers nothing",

@@ -11,7 +11,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.hardware import Hardware, Link
 from paceline.plan.quantities import short
 from paceline.plan.search import Found, search
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 
 SLOW = 1.2
 """How many times as long the slow rank computes."""

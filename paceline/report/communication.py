@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.html import Html, Section, bar, join, table, tag
 from paceline.report.link_limit import link_limit
 from paceline.report.meetings import JOINT, Meeting

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.curves import compared_charts, draw
 from paceline.report.html import Html, Section, bar, join, table, tag
 from paceline.report.rank_times import PARTS, parts_of

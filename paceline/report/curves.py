@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.history import Row
 from paceline.report.html import Html, Section, data, join, table, tag
 from paceline.report.run import Run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 
 
 class Pair(msgspec.Struct):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.html import Html, join, tag
 from paceline.report.lines import Damage, read_lines
 from paceline.report.program import Program

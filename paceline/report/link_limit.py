@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.html import Html, figures, join, table, tag
 from paceline.report.link import COUNTED, Link, rounds_and_share
 from paceline.report.meetings import Meeting

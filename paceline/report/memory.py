@@ -10,7 +10,7 @@ from paceline.core.errors import UserError
 from paceline.core.events import Event
 from paceline.core.memory import Memory
 from paceline.core.memory import memory as planned_memory
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.curves import draw
 from paceline.report.html import Html, Section, bar, join, table, tag
 from paceline.report.program import Program

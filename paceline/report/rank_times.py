@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.html import Html, Section, bar, join, table, tag
 from paceline.report.run import Run
 from paceline.report.steps import RankTimes, mean_times, straggler

@@ -14,7 +14,7 @@ import msgspec
 
 from paceline.core.events import Event
 from paceline.core.ops import STREAMS, Key
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.lines import Damage, Line, read_lines
 
 _DECODER = msgspec.json.Decoder(Event)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import UserError
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.variants import Choices, Setting
 from paceline.report.what_if import Predicted, WhatIf
 

@@ -9,7 +9,7 @@ from paceline.core.errors import UserError
 from paceline.core.memory import memory
 from paceline.core.ops import COMPUTE
 from paceline.core.strategy import SYSTEMS, Strategy
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.html import Html, bar, join, table, tag
 from paceline.report.program import Program
 from paceline.report.variants import scheduled

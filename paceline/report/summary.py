@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from paceline.core.memory import memory as planned_memory
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.critical_path import What
 from paceline.report.html import Html, Section, bar, figures, join, tag
 from paceline.report.memory import plan_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.chunk_norms import ChunkNorms
 from paceline.report.collective_numbers import EXAMPLES, collective_frames
 from paceline.report.gradient_norms import norms_by_rank

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.core.errors import UserError
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.history import RESUMED, History, Row
 from paceline.report.lines import Damage, read_lines
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.html import Html, Section, data, join, table, tag
 from paceline.report.run import Run
 from paceline.report.single_changes import Single

@@ -13,6 +13,7 @@ from paceline.checkpoint.folder import CHECKPOINTS, set_aside
 from paceline.comm.devices import strategy_on
 from paceline.comm.patience import StepPatience
 from paceline.data.samples import LeftOut
+from paceline.engine.recovery import close
 from paceline.launch.cores import threads_per_rank
 from paceline.launch.screen import show
 from paceline.launch.seat import Seat
@@ -149,7 +150,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
             did("opening")
             status = run_and_go_back(_run, training, former)
     # Nobody needs it whole, and whole it may not fit.
-    pl.engine_of(model).close(whole=False)
+    close(pl.engine_of(model), whole=False)
     pl.shutdown()
     return status
 

@@ -13,7 +13,7 @@ import pytest
 from paceline.cli import main
 from paceline.core.events import Event
 from paceline.core.memory import memory as planned_memory
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 from paceline.report.page import page as page_of
 from paceline.report.run import read_run
 from paceline.report.trace import read_events

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from paceline.report import quantities as said
+from paceline.command_line import quantities as said
 
 
 @pytest.mark.parametrize(
