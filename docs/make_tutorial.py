@@ -159,7 +159,7 @@ def photograph(folder: Path) -> None:
 
 def main() -> None:
     """Measures, writes the figures and takes the pictures."""
-    from paceline.bench.results import write_json
+    from paceline.measuring.results import write_json
 
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

@@ -16,14 +16,14 @@ from typing import NamedTuple
 import torch
 
 import paceline as pl
-from paceline.bench.cases import Case
 from paceline.bench.checkpoint_systems import AT_ONCE, THREADS, System, systems
 from paceline.bench.progress import progress
 from paceline.bench.ranks import run_ranks
-from paceline.bench.results import half_spread, write_json
 from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
 from paceline.launch.temporary_folder import TemporaryFolder
+from paceline.measuring.cases import Case
+from paceline.measuring.results import half_spread, write_json
 from paceline.models.config import ModelConfig
 
 _WIDTH, _VOCABULARY = 512, 2048

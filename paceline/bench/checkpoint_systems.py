@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import paceline as pl
-from paceline.bench.cases import ADAMW, Case
-from paceline.bench.loops import loop
 from paceline.core.strategy import Strategy
+from paceline.measuring.cases import ADAMW, Case
+from paceline.measuring.loops import loop
 
 THREADS = (1, 2, 4)
 """Threads that DCP writes a rank's part with; 1 is its default."""

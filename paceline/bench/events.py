@@ -11,13 +11,13 @@ import torch
 
 import paceline as pl
 from paceline.bench.ranks import run_ranks
-from paceline.bench.results import half_spread, write_json
 from paceline.comm.streams import HostClock
 from paceline.command_line.json_file import JsonFile
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.ops import Key, Op
 from paceline.executor.executor import Executor
 from paceline.executor.memory_meter import reader
+from paceline.measuring.results import half_spread, write_json
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer
 

@@ -20,11 +20,11 @@ from typing import Self
 
 from paceline.bench.progress import progress
 from paceline.bench.recovery_log import LoggedStep, RecoveryLog, read_log
-from paceline.bench.results import half_spread, write_json
 from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
 from paceline.launch.seat import SEAT
 from paceline.launch.temporary_folder import TemporaryFolder
+from paceline.measuring.results import half_spread, write_json
 from paceline.train.interruption import PARTS
 from paceline.train.run_folder import METRICS
 

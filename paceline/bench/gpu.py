@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 import paceline as pl
-from paceline.bench.cases import ADAMW, GROUPS, Case, Precision, System, Training
-from paceline.bench.loops import loop, one_process, parallel
-from paceline.bench.meters import watching_memory
 from paceline.bench.progress import progress
 from paceline.bench.ranks import run_ranks
-from paceline.bench.results import half_spread, write_json
 from paceline.bench.strategies import Failures, choose
 from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.launch.pool import RanksFailed
+from paceline.measuring.cases import ADAMW, GROUPS, Case, Precision, System, Training
+from paceline.measuring.loops import loop, one_process, parallel
+from paceline.measuring.meters import watching_memory
+from paceline.measuring.results import half_spread, write_json
 from paceline.models.flops import flops_per_token, peak_flops
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.bench.alive import AliveBytes
-from paceline.bench.results import Row, make_row, print_rows, write_json
 from paceline.command_line.json_file import JsonFile
+from paceline.measuring.alive import AliveBytes
+from paceline.measuring.results import Row, make_row, print_rows, write_json
 from paceline.models.config import ModelConfig
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer

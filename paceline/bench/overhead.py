@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.bench.ranks import run_ranks
-from paceline.bench.results import write_json
 from paceline.command_line.json_file import JsonFile
 from paceline.core.strategy import Strategy
+from paceline.measuring.results import write_json
 
 STRATEGIES: dict[str, Strategy] = {
     **{f"zero {stage}": Strategy(zero=stage) for stage in (0, 1, 2, 3)},

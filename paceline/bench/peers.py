@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
-from paceline.bench.cases import ADAMW, GROUPS, Case, Precision, System, Training
-from paceline.bench.loops import loop, meeting, one_process
+from paceline.measuring.cases import ADAMW, GROUPS, Case, Precision, System, Training
+from paceline.measuring.loops import loop, meeting, one_process
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default and paceline's; DeepSpeed's own default, 2 GB, was slower in every case."""

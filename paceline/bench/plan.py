@@ -11,12 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from torch import nn
 
 import paceline as pl
-from paceline.bench.cases import Case
-from paceline.bench.loops import one_process, parallel
-from paceline.bench.meters import watching_allocations, watching_memory
 from paceline.bench.plan_rows import PlanRow, Precision, Recompute, predicted, read, summary, table, told
 from paceline.bench.progress import progress
-from paceline.bench.results import write_json
 from paceline.calibrate.machine import SECONDS, measured_here
 from paceline.calibrate.timed_pass import undisturbed
 from paceline.command_line.json_file import JsonFile
@@ -25,6 +21,10 @@ from paceline.core.strategy import Stage, Strategy
 from paceline.launch.cores import threads_per_rank
 from paceline.launch.pool import RankPool
 from paceline.materialise.freed import return_freed_memory
+from paceline.measuring.cases import Case
+from paceline.measuring.loops import one_process, parallel
+from paceline.measuring.meters import watching_allocations, watching_memory
+from paceline.measuring.results import write_json
 from paceline.models.config import ModelConfig
 from paceline.models.presets import preset
 from paceline.plan.hardware import Hardware

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from paceline.bench.cases import Case
 from paceline.core.errors import UserError
 from paceline.core.strategy import Stage, Strategy
+from paceline.measuring.cases import Case
 from paceline.plan.case import Case as Planned
 from paceline.plan.estimate import Setting
 from paceline.plan.hardware import Hardware

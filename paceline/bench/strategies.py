@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 import paceline as pl
-from paceline.bench.cases import CASES, GROUPS, Case, Precision, System, Training
-from paceline.bench.loops import one_process, parallel
-from paceline.bench.meters import held_bytes, sent_bytes, sent_since, watching_memory
 from paceline.bench.peers import peers
 from paceline.bench.progress import progress
 from paceline.bench.ranks import run_ranks
-from paceline.bench.results import Row, make_row, print_rows, write_json
 from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
 from paceline.core.strategy import SYSTEMS, Strategy
 from paceline.launch.pool import RanksFailed
+from paceline.measuring.cases import CASES, GROUPS, Case, Precision, System, Training
+from paceline.measuring.loops import one_process, parallel
+from paceline.measuring.meters import held_bytes, sent_bytes, sent_since, watching_memory
+from paceline.measuring.results import Row, make_row, print_rows, write_json
 from paceline.models.presets import preset
 
 OURS: dict[str, Strategy] = {

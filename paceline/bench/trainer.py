@@ -12,10 +12,10 @@ import torch
 import paceline as pl
 from paceline.bench.model import PlainGPT
 from paceline.bench.ranks import run_ranks
-from paceline.bench.results import Row, make_row, print_rows, write_json
 from paceline.command_line.json_file import JsonFile
 from paceline.data import DataConfig, prepare
 from paceline.data.loader import Loader
+from paceline.measuring.results import Row, make_row, print_rows, write_json
 from paceline.models.config import ModelConfig
 from paceline.models.presets import preset
 from paceline.models.transformer import Transformer

@@ -16,13 +16,13 @@ import msgspec
 import torch
 
 import paceline as pl
-from paceline.bench.results import machine
 from paceline.calibrate.probe import fitted
 from paceline.calibrate.rank import Measured, measure, measure_in
 from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.launch.cores import available_cores, threads_per_rank
 from paceline.launch.pool import RankPool, RanksFailed
+from paceline.measuring.results import machine
 from paceline.plan import profile_file
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 
-from paceline.bench.cases import Case
 from paceline.calibrate.rank import EMPTY, PROBE
 from paceline.core.build_layout import build_layout
 from paceline.core.layout import ROOT
@@ -14,6 +13,7 @@ from paceline.core.ops import COMPUTE, Key, Op
 from paceline.core.schedule import Schedule
 from paceline.core.simulate import timeline
 from paceline.core.strategy import Stage, Strategy
+from paceline.measuring.cases import Case
 from paceline.models.on_meta import on_meta
 from paceline.models.transformer import Transformer
 from paceline.plan.costs import step_costs

@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 
 import paceline as pl
-from paceline.bench.cases import ADAMW, Case
-from paceline.bench.loops import one_process, parallel
-from paceline.bench.meters import held_bytes
 from paceline.calibrate.rates import line, rates
 from paceline.calibrate.timed_pass import timed_pass, undisturbed
 from paceline.comm.connect import open_transport
@@ -22,6 +19,9 @@ from paceline.comm.transport import Transport
 from paceline.comm.world import World
 from paceline.core.strategy import Stage, Strategy
 from paceline.materialise.freed import keep_freed_memory, return_freed_memory
+from paceline.measuring.cases import ADAMW, Case
+from paceline.measuring.loops import one_process, parallel
+from paceline.measuring.meters import held_bytes
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
 from paceline.plan.hardware import Rates

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.command_line import quantities as said
 from paceline.core.ops import COMPUTE
 from paceline.plan.case import Case
 from paceline.plan.costs import OPTIMIZER_BYTES
@@ -12,7 +13,6 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.footprint import FREE
 from paceline.plan.network import spread
 from paceline.plan.quantities import gib, si
-from paceline.command_line import quantities as said
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.plan.quantities import duration
 from paceline.command_line import quantities as said
+from paceline.plan.quantities import duration
 
 SAVED = 12
 """Bytes of a checkpoint for each parameter: the fp32 master and Adam's two states, of which the rest follows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from paceline.command_line import quantities as said
 from paceline.command_line.help_page import fill
 from paceline.core.strategy import Strategy
 from paceline.plan import scaling
@@ -18,7 +19,6 @@ from paceline.plan.request import Request
 from paceline.plan.scaling import Point
 from paceline.plan.search import Found
 from paceline.plan.text import print_table
-from paceline.command_line import quantities as said
 
 _RECOMPUTED = {"none": "none", "keep_attention": "but attn", "unit": "all"}
 SHOWN = 8

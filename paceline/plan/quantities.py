@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from paceline.core.errors import UserError
 from paceline.command_line.quantities import digits
+from paceline.core.errors import UserError
 
 _WRITTEN = re.compile(r"((?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
 """Commas stand between thousands only: 1,5M is 1.5 million where commas are decimal points, and refused."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from paceline.command_line import quantities as said
 from paceline.core.strategy import Strategy
 from paceline.plan import profiles, quantities
 from paceline.plan.case import Case
 from paceline.plan.estimate import Estimate
 from paceline.plan.search import Found, search
 from paceline.plan.subject import Subject
-from paceline.command_line import quantities as said
 
 _WHAT = {
     0: "every rank holds all and gathers nothing",

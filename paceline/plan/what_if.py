@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.command_line import quantities as said
 from paceline.plan.case import Case
 from paceline.plan.estimate import Estimate
 from paceline.plan.hardware import Hardware, Link
 from paceline.plan.quantities import short
 from paceline.plan.search import Found, search
-from paceline.command_line import quantities as said
 
 SLOW = 1.2
 """How many times as long the slow rank computes."""

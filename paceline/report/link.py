@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from paceline.comm.profile import straight_line
+from paceline.command_line import quantities as said
 from paceline.core.collectives.algorithms import find_algorithm
 from paceline.core.collectives.rounds import alpha_beta_seconds
-from paceline.command_line import quantities as said
 from paceline.report.meetings import Meeting
 from paceline.report.steps import Step
 

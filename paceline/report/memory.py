@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.command_line import quantities as said
 from paceline.core.errors import UserError
 from paceline.core.events import Event
 from paceline.core.memory import Memory
 from paceline.core.memory import memory as planned_memory
-from paceline.command_line import quantities as said
 from paceline.report.curves import draw
 from paceline.report.html import Html, Section, bar, join, table, tag
 from paceline.report.program import Program

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from paceline.command_line import quantities as said
 from paceline.core.collectives.algorithms import find_algorithm
 from paceline.core.collectives.rounds import Round
 from paceline.core.ops import Key, Op
-from paceline.command_line import quantities as said
 from paceline.report.chunk_norms import ChunkNorms
 from paceline.report.chunk_sums import Summed, Sums
 from paceline.report.holdings import Held, Holdings

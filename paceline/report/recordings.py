@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from paceline.command_line import quantities as said
 from paceline.core.events import Event
 from paceline.core.ops import STREAMS, Key
-from paceline.command_line import quantities as said
 from paceline.report.lines import Damage, Line, read_lines
 
 _DECODER = msgspec.json.Decoder(Event)

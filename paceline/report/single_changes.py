@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import UserError
 from paceline.command_line import quantities as said
+from paceline.core.errors import UserError
 from paceline.report.variants import Choices, Setting
 from paceline.report.what_if import Predicted, WhatIf
 

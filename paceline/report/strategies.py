@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from paceline.command_line import quantities as said
 from paceline.core.errors import UserError
 from paceline.core.memory import memory
 from paceline.core.ops import COMPUTE
 from paceline.core.strategy import SYSTEMS, Strategy
-from paceline.command_line import quantities as said
 from paceline.report.html import Html, bar, join, table, tag
 from paceline.report.program import Program
 from paceline.report.variants import scheduled

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from paceline.core.memory import memory as planned_memory
 from paceline.command_line import quantities as said
+from paceline.core.memory import memory as planned_memory
 from paceline.report.critical_path import What
 from paceline.report.html import Html, Section, bar, figures, join, tag
 from paceline.report.memory import plan_of

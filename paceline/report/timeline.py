@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.command_line import quantities as said
 from paceline.core.events import Event
 from paceline.core.ops import COMPUTE, STREAMS
-from paceline.command_line import quantities as said
 from paceline.report.critical_path import STOOD_STILL
 from paceline.report.html import Html, Section, data, join, tag
 from paceline.report.run import Run

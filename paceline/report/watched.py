@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paceline.core.errors import UserError
 from paceline.command_line import quantities as said
+from paceline.core.errors import UserError
 from paceline.report.history import RESUMED, History, Row
 from paceline.report.lines import Damage, read_lines
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from paceline.bench.results import machine
+from paceline.measuring.results import machine
 from paceline.verify.mixes import (
     ACCUMULATIONS,
     MICRO_BATCHES,

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import paceline as pl
-from paceline.bench.cases import ADAMW, GROUPS, Case, Precision, System
 from paceline.bench.ranks import run_ranks
 from paceline.bench.strategies import systems
+from paceline.measuring.cases import ADAMW, GROUPS, Case, Precision, System
 from paceline.models.presets import preset
 
 CASE = Case("nano", preset("nano"), 2)

@@ -8,8 +8,8 @@ import pytest
 
 from paceline.bench.plan import SIZES
 from paceline.bench.plan_rows import PlanRow, lost_by_choice, predicted, read, summary, table, told
-from paceline.bench.results import write_json
 from paceline.core.errors import UserError
+from paceline.measuring.results import write_json
 from tests.bench.test_plan import HERE
 
 CASES = {case.name: case for case in SIZES}

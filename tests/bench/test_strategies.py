@@ -10,12 +10,12 @@ import pytest
 
 import paceline as pl
 from paceline.bench import cli, strategies
-from paceline.bench.cases import GROUPS, Case, Precision, System, Training
 from paceline.bench.ranks import run_ranks
 from paceline.core.errors import UserError
 from paceline.core.strategy import SYSTEMS
 from paceline.launch import pool
 from paceline.launch.pool import RanksFailed
+from paceline.measuring.cases import GROUPS, Case, Precision, System, Training
 from paceline.models.presets import preset
 
 DDP = "torch DDP: views, static graph"

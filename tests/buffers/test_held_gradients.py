@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.buffers.flat_gradients import FlatGradients
+from paceline.buffers.held_gradients import HeldGradients
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
-from paceline.buffers.held_gradients import HeldGradients
 from tests.buffers.loops import STRATEGIES, build, gpu_memory, loss_of
 from tests.quick import diagonal
 from tests.ranks import RankPool

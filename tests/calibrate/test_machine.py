@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.cases import Case
 from paceline.calibrate import machine, rank
 from paceline.calibrate.probe import IN_STEPS, fitted, in_steps, step_seconds
 from paceline.core.strategy import Stage, Strategy
+from paceline.measuring.cases import Case
 from paceline.models.transformer import Transformer
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
 from paceline.plan.stages import shapes

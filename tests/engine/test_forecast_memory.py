@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.bench.alive import AliveBytes
 from paceline.core.strategy import Strategy
+from paceline.measuring.alive import AliveBytes
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
 from paceline.plan.footprint import footprint

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.bench.meters import held_bytes, watching_memory
 from paceline.core.memory import memory
+from paceline.measuring.meters import held_bytes, watching_memory
 from tests.engine.models import WORLDS
 from tests.quick import some
 

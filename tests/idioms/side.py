@@ -189,9 +189,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Of a batch's inputs and targets."""
 
 
-def fit(
-    side: Side, net: Any, optimizer: torch.optim.Optimizer, steps: int = 3, loss_of: Loss | None = None
-) -> None:
+def fit(side: Side, net: Any, optimizer: torch.optim.Optimizer, steps: int = 3, loss_of: Loss | None = None) -> None:
     """The ordinary loop; of the mean square by default."""
     loss_of = loss_of or (lambda x, y: (net(x) - y).square().mean())
     for step in range(steps):

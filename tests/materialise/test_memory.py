@@ -15,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline as pl
-from paceline.bench.meters import held_bytes, watching_memory
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
+from paceline.measuring.meters import held_bytes, watching_memory
 from tests.engine.test_peak import MIB
 from tests.quick import diagonal, full
 

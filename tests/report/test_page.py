@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
+from paceline.command_line import quantities as said
 from paceline.core.events import Event
 from paceline.core.memory import memory as planned_memory
-from paceline.command_line import quantities as said
 from paceline.report.page import page as page_of
 from paceline.report.run import read_run
 from paceline.report.trace import read_events

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.simulate import simulate
 from paceline.command_line import quantities as said
+from paceline.core.simulate import simulate
 from paceline.report.page import page as page_of
 from paceline.report.page import write_page
 from paceline.report.run import Run, read_run

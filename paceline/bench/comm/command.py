@@ -27,12 +27,12 @@ from paceline.bench.comm.rows import (
 )
 from paceline.bench.comm.sizes import element_counts, parse_size, size_text
 from paceline.bench.progress import progress
-from paceline.bench.results import machine, write_json
 from paceline.comm.profile import Copy, Cost, HardwareProfile, Host, write_profile
 from paceline.command_line.json_file import JsonFile
 from paceline.command_line.options import Value
 from paceline.core.collectives.algorithms import ALGORITHMS
 from paceline.core.errors import UserError
+from paceline.measuring.results import machine, write_json
 
 Op = Literal[
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "scatter", "gather", "all_to_all", "barrier"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from paceline.bench.comm.measure import Timing
 from paceline.bench.comm.sizes import SUMS, algorithm_bandwidth, bus_bandwidth, per_rank_count
-from paceline.bench.results import half_spread
 from paceline.comm.profile import Fit, fit
+from paceline.measuring.results import half_spread
 
 
 @dataclass(frozen=True)

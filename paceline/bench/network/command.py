@@ -14,10 +14,10 @@ from paceline.bench.network.jobs import JobFailed, Link, measure_link, run_job
 from paceline.bench.network.rank import Job
 from paceline.bench.network.rows import NetworkRow, make_row, table
 from paceline.bench.network.turns import Timed
-from paceline.bench.results import write_json
 from paceline.command_line.json_file import JsonFile
 from paceline.command_line.options import Value
 from paceline.core.errors import UserError
+from paceline.measuring.results import write_json
 
 Experiment = Literal["all-reduce", "systems", "buckets", "stages", "wire", "hierarchical"]
 

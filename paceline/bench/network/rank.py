@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import paceline as pl
-from paceline.bench.cases import Case, System
-from paceline.bench.loops import one_process, parallel
 from paceline.bench.network.rows import wire_seconds
 from paceline.bench.network.turns import Contestant, Timed, say, take_turns
 from paceline.bench.peers import peers
@@ -27,6 +25,8 @@ from paceline.comm.connect import open_transport
 from paceline.comm.cpu.codecs import BLOCK, CODECS
 from paceline.core.collectives.rounds import chunk
 from paceline.core.strategy import SYSTEMS, Strategy
+from paceline.measuring.cases import Case, System
+from paceline.measuring.loops import one_process, parallel
 from paceline.models.config import ModelConfig
 from paceline.models.flops import parameter_count
 

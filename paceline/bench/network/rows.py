@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.bench.network.turns import Timed
-from paceline.bench.results import half_spread
+from paceline.measuring.results import half_spread
 
 
 def wire_seconds(hosts: int, size: float, rate: float) -> float:

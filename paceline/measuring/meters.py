@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.bench.alive import AliveBytes
 from paceline.core.errors import UserError
+from paceline.measuring.alive import AliveBytes
 
 TCP_INFO = 11
 BYTES_SENT = 200

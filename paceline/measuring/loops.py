@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline import comm
-from paceline.bench.cases import ADAMW, Case, Precision, Training
 from paceline.core.strategy import Strategy
+from paceline.measuring.cases import ADAMW, Case, Precision, Training
 
 
 def loop(

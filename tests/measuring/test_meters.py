@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.bench.meters import held_bytes, sent_bytes, sent_since, watching_allocations, watching_memory
 from paceline.comm.connect import open_transport
+from paceline.measuring.meters import held_bytes, sent_bytes, sent_since, watching_allocations, watching_memory
 
 CPU = torch.device("cpu")
 

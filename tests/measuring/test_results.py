@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.results import half_spread, make_row, print_rows, write_json
+from paceline.measuring.results import half_spread, make_row, print_rows, write_json
 
 
 def test_the_ratio_is_the_median_over_rounds_not_the_ratio_of_medians() -> None:
