@@ -35,7 +35,7 @@ from paceline.core.simulate import simulate
 from paceline.core.strategy import Strategy
 from paceline.report.page import page, write_page
 from paceline.report.run import read_run
-from paceline.report.trace import write_trace
+from paceline.report.trace import recorded_step, write_trace
 
 IMAGES = Path(__file__).parent / "images"
 COLUMNS = 150
@@ -207,5 +207,5 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         log, run = map(Path, sys.argv[1:])
         draw_terminal(shorten(log.read_text()), IMAGES / "terminal.png")
-        write_trace(run, None, IMAGES / "timeline.png")
+        write_trace(recorded_step(run, None, []), IMAGES / "timeline.png")
         photograph(run, IMAGES / "report.png")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from paceline.core.errors import UserError
 from paceline.core.events import Event
 from paceline.core.mesh import REPLICATE, SHARD, Mesh
 from paceline.core.ops import COMPUTE
@@ -79,9 +80,13 @@ class Meeting:
 
 
 def groups_of(strategy: Strategy | None, world_size: int) -> Groups:
-    """Who meets whom: by the strategy's mesh, or all ranks where that is not known."""
+    """Who meets whom: by the strategy's mesh, or all ranks where that is not known or has no place for so many."""
     everyone = tuple(range(world_size))
-    shards = world_size if strategy is None or world_size == 1 else strategy.shards(world_size)
+    try:
+        shards = world_size if strategy is None or world_size == 1 else strategy.shards(world_size)
+    except UserError:
+        # Lines of a rank that no run wrote, or another run's settings.
+        shards = world_size
     if not 1 < shards < world_size:
         return lambda event: everyone
     mesh = Mesh(((REPLICATE, world_size // shards), (SHARD, shards)))

@@ -34,7 +34,7 @@ def draw(events: Sequence[Event], out: Path) -> None:
     """Draws the timeline of one step, one row per rank and stream.
 
     Raises:
-        UserError: matplotlib is missing.
+        UserError: matplotlib is missing, or the file cannot be written.
     """
     try:
         import matplotlib.figure
@@ -70,7 +70,7 @@ def draw(events: Sequence[Event], out: Path) -> None:
     for rank_row in (row for row in range(1, len(rows)) if rows[row][0] != rows[row - 1][0]):
         axes.axhline(rank_row - 0.5, color="#cccccc", linewidth=0.8)
     axes.set_xlim(0, span * 1e3 * (1 + NARROWEST))
-    axes.set_xlabel(f"milliseconds of step {events[0].step}")
+    axes.set_xlabel(f"milliseconds of step {events[0].step + 1:,}")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.legend(
@@ -80,7 +80,10 @@ def draw(events: Sequence[Event], out: Path) -> None:
         frameon=False,
         fontsize=8,
     )
-    figure.savefig(out, dpi=130)
+    try:
+        figure.savefig(out, dpi=130)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; choose another file with --out") from None
 
 
 def _kind(event: Event) -> str:

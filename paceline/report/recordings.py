@@ -20,6 +20,8 @@ from paceline.report.lines import Damage, Line, read_lines
 _DECODER = msgspec.json.Decoder(Event)
 LARGE = 64 << 20
 """Bytes of an events.jsonl that are read from end to end: about 300,000 events."""
+_MOST_RANKS = 1 << 20
+"""More than any job has: a line of such a rank is damaged."""
 _SPREAD = 64
 """Steps that are looked at in a larger one, as far as they have no more bytes together."""
 
@@ -232,7 +234,8 @@ def _events(path: Path, damage: Damage, start: int = 0, stop: int | None = None)
     for line in read_lines(path, _DECODER, damage, start, stop):
         event = line.value
         times = (event.start, event.end, event.exposed)
-        if event.stream in STREAMS and event.rank >= 0 and all(map(math.isfinite, times)) and event.seconds >= 0:
+        is_sound = event.stream in STREAMS and 0 <= event.rank < _MOST_RANKS and 0 <= event.step < 1 << 53
+        if is_sound and all(map(math.isfinite, times)) and event.seconds >= 0:
             yield line
         else:
             damage.lines += 1

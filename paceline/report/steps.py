@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -56,6 +56,7 @@ class Step:
 
     Attributes:
         recording: As it was written down.
+        groups: Who meets whom.
         clocks: Ranks whose clocks differ from the first one's.
         events: In the order of ranks, by the first rank's clock.
         meetings: Its collectives.
@@ -69,7 +70,7 @@ class Step:
             groups: Who meets whom.
             after: What each op waits for, if known.
         """
-        self.recording = recording
+        self.recording, self.groups = recording, groups
         self.clocks: dict[int, Offset] = offsets(meetings(recording.events, groups))
         self.events: tuple[Event, ...] = aligned(recording.events, self.clocks)
         self.meetings: list[Meeting] = meetings(self.events, groups)
@@ -174,6 +175,22 @@ def mean_times(steps: Sequence[Step]) -> list[RankTimes]:
         )
         for rank, each in sorted(by_rank.items())
     ]
+
+
+def met(steps: Sequence[Step], name: Callable[[Meeting], str]) -> dict[str, list[tuple[float, Meeting]]]:
+    """The collectives of steps by a name of theirs, in the order in which they begin, without those that have none.
+
+    Each comes with its part in what a rank does in a step, on average over steps and ranks: that of the ranks which
+    take part in it.
+    """
+    found: dict[str, list[tuple[float, Meeting]]] = {}
+    for step in steps:
+        world = len({rank for meeting in step.meetings for rank in meeting.ranks})
+        for meeting in step.meetings:
+            if called := name(meeting):
+                part = len(meeting.ranks) / world / len(steps)
+                found.setdefault(called, []).append((part, meeting))
+    return found
 
 
 def straggler(steps: Sequence[Step]) -> Straggler | None:

@@ -3,71 +3,69 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from paceline.core.errors import UserError
 from paceline.core.events import Event
 from paceline.core.ops import STREAMS
 from paceline.core.strategy import Strategy
 from paceline.report.flows import flows
+from paceline.report.lines import Damage
 from paceline.report.meetings import Groups, groups_of
+from paceline.report.recordings import find_recordings, read_recording
+from paceline.report.steps import Step
+from paceline.train.run_folder import CONFIG, EVENTS
 
 
-def read_events(path: Path) -> list[Event]:
-    """Reads an events.jsonl.
+def recorded_step(run: Path, number: int | None, problems: list[str]) -> Step:
+    """A step of a run whose events were written down; of one that was done again, the last time.
 
-    Raises:
-        UserError: There is no such file, or a line is not an event.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no events there; expected the run folder of a training run with log.events-every > 0")
-    events = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                event = msgspec.json.decode(line, type=Event)
-                if event.stream not in STREAMS:
-                    raise ValueError(f"expected a stream of {', '.join(STREAMS)}, got {event.stream[:40]!r}")
-                if not all(map(math.isfinite, (event.start, event.end, event.exposed))):
-                    raise ValueError("a time is not finite")
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: not an event ({error})") from error
-            events.append(event)
-    return events
-
-
-def events_of_step(events: Sequence[Event], step: int | None) -> list[Event]:
-    """The events of one step, by default the last.
+    Args:
+        run: The run's folder.
+        number: Which step, as log lines count from 1; by default the last.
+        problems: Sentences that say what is missing are added to them.
 
     Raises:
-        UserError: There are none; says which steps there are.
+        UserError: There is no such step; says which there are.
     """
-    steps = sorted({event.step for event in events})
-    if not steps:
-        raise UserError("the run recorded no events; set log.events-every above 0")
-    if step is None:
-        step = steps[-1]
-    if step not in steps:
+    damage = Damage()
+    places = {place.step + 1: place for place in find_recordings(run / EVENTS, damage, sys.maxsize).places}
+    problems += damage.describe(EVENTS)
+    if not places:
+        why = "; log.events-every says in which steps they are recorded"
+        raise UserError(" ".join([f"{run / EVENTS} holds no events{why}.", *problems]))
+    if number is None:
+        number = max(places)
+    if number not in places:
         raise UserError(
-            f"step {step}: the run recorded events of steps {', '.join(map(str, steps))}; choose one of these"
+            f"step {number}: the run recorded events of steps {', '.join(map(str, places))}; choose one of these"
         )
-    return [event for event in events if event.step == step]
+    recording = read_recording(run / EVENTS, places[number], sys.maxsize)
+    return Step(recording, groups_of(_strategy(run), recording.world_size))
 
 
-def chrome_trace(events: Sequence[Event], groups: Groups | None = None) -> dict[str, Any]:
+def _strategy(run: Path) -> Strategy | None:
+    """How the run's ranks shared the work; None if that cannot be read."""
+    from paceline.train.command_line import parse_train_arguments
+
+    try:
+        return parse_train_arguments([str(run / CONFIG)]).strategy
+    except (UserError, OSError):
+        return None
+
+
+def chrome_trace(events: Sequence[Event], groups: Groups) -> dict[str, Any]:
     """A Chrome trace: one process per rank, one thread per stream, arrows from an op to those that waited for it.
 
     They lead from the rank that came last at a collective to the others, and from a collective for which a rank stood
     still to what it computed then.
 
     Args:
-        events: Of one step, any number of ranks of one host.
-        groups: Who meets whom at a collective; all ranks by default.
+        events: Of one step, any number of ranks, on one clock.
+        groups: Who meets whom at a collective.
 
     Returns:
         JSON-ready; times in microseconds from the step's first event.
@@ -92,7 +90,7 @@ def chrome_trace(events: Sequence[Event], groups: Groups | None = None) -> dict[
             "ts": (event.start - origin) * 1e6,
             "dur": event.seconds * 1e6,
             "args": {
-                "step": event.step,
+                "step": event.step + 1,
                 "micro-batch": event.micro_batch,
                 "phase": event.phase,
                 "buffer bytes": event.bytes,
@@ -104,7 +102,7 @@ def chrome_trace(events: Sequence[Event], groups: Groups | None = None) -> dict[
         if event.exposed > 0:
             entry["cname"] = "terrible"
         out.append(entry)
-    for number, flow in enumerate(flows(events, groups or _groups(None, events))):
+    for number, flow in enumerate(flows(events, groups)):
         arrow = {"cat": "waiting", "name": flow.name, "id": number}
         for phase, event, at in (("s", flow.source, flow.left), ("f", flow.target, flow.arrived)):
             place = {"pid": event.rank, "tid": streams.index(event.stream), "ts": (at - origin) * 1e6}
@@ -113,42 +111,22 @@ def chrome_trace(events: Sequence[Event], groups: Groups | None = None) -> dict[
     return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 
-def write_trace(run: Path, step: int | None, out: Path) -> None:
-    """Writes the timeline of one step of a run.
+def write_trace(step: Step, out: Path) -> None:
+    """Writes the timeline of a step.
 
     Args:
-        run: Run folder with an events.jsonl.
-        step: Which step; by default the last recorded.
+        step: A recorded one.
         out: A .png or .svg is a picture, anything else a Chrome/Perfetto trace in JSON.
 
     Raises:
-        UserError: No such events, or matplotlib is missing for a picture.
+        UserError: The file cannot be written, or matplotlib is missing for a picture.
     """
-    events = events_of_step(read_events(run / "events.jsonl"), step)
     if out.suffix in (".png", ".svg"):
         from paceline.report.picture import draw
 
-        draw(events, out)
-    else:
-        out.write_text(json.dumps(chrome_trace(events, groups_in(run, events))) + "\n", encoding="utf-8")
-
-
-def groups_in(run: Path, events: Sequence[Event]) -> Groups | None:
-    """Who meets whom in a run, by its strategy; None if that cannot be read."""
-    from paceline.train.command_line import parse_train_arguments
-    from paceline.train.run_folder import CONFIG
-
+        draw(step.events, out)
+        return
     try:
-        strategy = parse_train_arguments([str(run / CONFIG)]).strategy
-        return _groups(strategy, events)
-    except (UserError, OSError):
-        return None
-
-
-def _groups(strategy: Strategy | None, events: Sequence[Event]) -> Groups:
-    """Who meets whom; where numbers of ranks leave gaps, as in damaged files, all that are there."""
-    ranks = sorted({event.rank for event in events})
-    if strategy is not None and ranks == list(range(len(ranks))):
-        return groups_of(strategy, len(ranks))
-    everyone = tuple(ranks)
-    return lambda event: everyone
+        out.write_text(json.dumps(chrome_trace(step.events, step.groups)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; choose another file with --out") from None

@@ -20,7 +20,7 @@ class TraceArguments:
     run: Annotated[str, Value("RUN", positional=True)]
     """The run's folder, such as runs/latest."""
     step: int | None = None
-    """Optimizer step. Without it: the latest one whose events were written down."""
+    """Which step, as log lines and the page count. Without it: the latest one whose events were written down."""
     out: Annotated[str, Value("FILE")] = ""
     """The file to write: .png or .svg for a picture, else a trace. Without it: trace.json in the run's folder."""
     json: JsonFile = ""
@@ -34,17 +34,19 @@ def main(arguments: Sequence[str]) -> int:
         UserError: There is no such run, it recorded no such step, or a file cannot be written.
     """
     options = parse(TraceArguments, arguments, "paceline trace")
-    from paceline.report.trace import chrome_trace, events_of_step, groups_in, read_events, write_trace
+    from paceline.launch.screen import show
+    from paceline.report.trace import chrome_trace, recorded_step, write_trace
     from paceline.train.run_folder import EVENTS, find_run
 
-    run = find_run(options.run, EVENTS)
+    run, problems = find_run(options.run, EVENTS), list[str]()
+    step = recorded_step(run, options.step, problems)
     if options.json:
-        events = events_of_step(read_events(run / EVENTS), options.step)
-        json_file.write(options.json, chrome_trace(events, groups_in(run, events)))
+        json_file.write(options.json, chrome_trace(step.events, step.groups))
     if options.out or not options.json:
-        out = Path(options.out) if options.out else run / "trace.json"
-        write_trace(run, options.step, out)
+        out = Path(options.out).expanduser() if options.out else run / "trace.json"
+        write_trace(step, out)
         if options.json != json_file.SCREEN:
             is_picture = out.suffix in (".png", ".svg")
             print(f"{out}" if is_picture else f"{out}: open it at https://ui.perfetto.dev or in chrome://tracing")
+    show(*(f"note: {problem}" for problem in problems), warning=True)
     return 0

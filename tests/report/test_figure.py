@@ -29,7 +29,7 @@ def test_a_figure_is_of_the_typical_step(recorded: Path, capsys: pytest.CaptureF
     assert main(["report", str(recorded), "--format", "svg"]) == 0
     assert capsys.readouterr().out == f"{recorded / 'timeline.svg'}\n"
     shown = re.findall(r"<!-- (.*?) -->", (recorded / "timeline.svg").read_text())
-    assert {"rank 0: compute", "rank 1: reduce gradients", "milliseconds of step 4"} <= set(shown)
+    assert {"rank 0: compute", "rank 1: reduce gradients", "milliseconds of step 5"} <= set(shown)
     assert main(["report", str(recorded), "--format", "png", "--out", str(recorded / "mine.png")]) == 0
     assert (recorded / "mine.png").read_bytes().startswith(b"\x89PNG")
     assert not (recorded / "report.html").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli import main
+from paceline.report.meetings import groups_of
 from paceline.report.trace import chrome_trace
 from tests.report.test_trace import STEP, event
 
@@ -33,7 +34,7 @@ def arrows(trace: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def test_arrows_lead_from_ops_to_those_that_waited() -> None:
     update = [event("update", "optimizer", "compute", rank, 11.4, 11.5 + rank) for rank in (0, 1)]
-    assert arrows(chrome_trace([*STEP, *update])) == [
+    assert arrows(chrome_trace([*STEP, *update], groups_of(None, 2))) == [
         ("came last", "all_reduce bucket 0 of 1", "all_reduce bucket 0 of 0"),
         ("stood still for", "all_reduce bucket 0 of 0", "update optimizer of 0"),
         ("stood still for", "all_reduce bucket 0 of 1", "update optimizer of 1"),

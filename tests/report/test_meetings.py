@@ -40,6 +40,10 @@ def test_a_collective_without_some_ranks_or_alone_or_of_no_time_has_no_bandwidth
     assert both.bus_bandwidth is None
 
 
+def test_all_meet_where_the_strategy_has_no_place_for_so_many() -> None:
+    assert groups_of(Strategy(zero=3, shard=2), 3)(collective(2, 0, 1)) == (0, 1, 2)
+
+
 def test_ranks_meet_in_the_groups_of_the_mesh() -> None:
     groups = groups_of(Strategy(zero=3, shard=2), 4)
     streams = {"gather": "all_gather", "replicate": "all_reduce", "statistics": "all_reduce"}

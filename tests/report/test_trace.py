@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,9 @@ from paceline.cli import main
 from paceline.core.errors import UserError
 from paceline.core.events import Event, exposed_fraction
 from paceline.core.ops import COMPUTE
-from paceline.report.trace import chrome_trace, read_events, write_trace
+from paceline.report.meetings import groups_of
+from paceline.report.trace import chrome_trace, recorded_step
+from tests.report.events import lines
 
 
 def event(kind: str, target: str, stream: str, rank: int, start: float, end: float, **more) -> Event:
@@ -27,6 +31,11 @@ STEP = [
 ]
 
 
+def drawn(events: list[Event]) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = chrome_trace(events, groups_of(None, 2))["traceEvents"]
+    return entries
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     lines = [json.dumps(e.to_dict()) for e in [event("forward", "x", "compute", 0, 1, 2, step=1), *STEP]]
@@ -35,40 +44,72 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_one_track_per_rank_and_stream_in_microseconds_from_the_first_event() -> None:
-    slices = [entry for entry in chrome_trace(STEP)["traceEvents"] if entry["ph"] == "X"]
+    slices = [entry for entry in drawn(STEP) if entry["ph"] == "X"]
     assert [(s["pid"], s["tid"]) for s in slices] == [(0, 0), (0, 0), (0, 1), (1, 0), (1, 0), (1, 1)]
     assert slices[2]["name"] == "all_reduce bucket 0"
     assert slices[2]["ts"] == pytest.approx(0.9e6)
     assert slices[2]["dur"] == pytest.approx(0.5e6)
     assert slices[2]["args"]["exposed ms"] == pytest.approx(400)
-    names = {e["args"]["name"] for e in chrome_trace(STEP)["traceEvents"] if e["ph"] == "M" and "name" in e["args"]}
+    # As log lines and the page count.
+    assert {s["args"]["step"] for s in slices} == {4}
+    names = {e["args"]["name"] for e in drawn(STEP) if e["ph"] == "M" and "name" in e["args"]}
     assert names == {"rank 0", "rank 1", "compute", "reduce"}
 
 
 def test_an_arrow_leads_from_the_rank_that_came_last_to_the_one_that_waited() -> None:
-    start, finish = (next(e for e in chrome_trace(STEP)["traceEvents"] if e["ph"] == ph) for ph in "sf")
+    start, finish = (next(e for e in drawn(STEP) if e["ph"] == ph) for ph in "sf")
     assert (start["pid"], finish["pid"]) == (1, 0)
     assert start["id"] == finish["id"]
 
 
-def test_the_last_step_is_written_by_default_and_another_on_request(run: Path) -> None:
-    write_trace(run, None, run / "last.json")
-    assert len([e for e in json.loads((run / "last.json").read_text())["traceEvents"] if e["ph"] == "X"]) == 6
-    write_trace(run, 1, run / "first.json")
-    assert len([e for e in json.loads((run / "first.json").read_text())["traceEvents"] if e["ph"] == "X"]) == 1
+def traced(run: Path, number: int | None) -> list[Event]:
+    return list(recorded_step(run, number, []).events)
+
+
+def test_the_last_step_is_taken_by_default_and_another_on_request(run: Path) -> None:
+    assert traced(run, None) == traced(run, 4) == STEP
+    assert [each.target for each in traced(run, 2)] == ["x"]
+
+
+def test_a_step_that_was_done_again_is_told_of_once(run: Path) -> None:
+    """As a run does that goes back to a checkpoint: its file has the step twice."""
+    again = [replace(each, start=each.start + 100, end=each.end + 100) for each in STEP]
+    with (run / "events.jsonl").open("a") as file:
+        file.write(lines(again))
+    assert traced(run, 4) == again
 
 
 def test_a_step_without_events_names_those_that_have_some(run: Path) -> None:
-    with pytest.raises(UserError, match="events of steps 1, 3"):
-        write_trace(run, 2, run / "out.json")
+    with pytest.raises(UserError, match="events of steps 2, 4"):
+        recorded_step(run, 3, [])
 
 
-def test_a_missing_or_broken_file_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no events there"):
-        read_events(tmp_path / "events.jsonl")
-    (tmp_path / "events.jsonl").write_text('{"kind": 1}\n')
-    with pytest.raises(UserError, match="line 1: not an event"):
-        read_events(tmp_path / "events.jsonl")
+def test_what_is_left_of_a_run_that_was_cut_off_is_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"kind": 1}\n{"kind": "forw')
+    assert main(["trace", str(run)]) == 0
+    shown = capsys.readouterr()
+    assert len([e for e in json.loads((run / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]) == 6
+    assert "trace.json: open it" in shown.out
+    assert "ends in the middle of a line" in shown.err and "A line of events.jsonl is not what" in shown.err
+
+
+def test_a_file_without_events_or_one_that_cannot_be_written_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out in ("step.json", "step.svg"):
+        assert main(["trace", str(run), "--out", str(run / "missing" / out)]) == 2
+        assert "cannot be written" in (told := capsys.readouterr().err) and told.count("\n") == 1
+    (run / "events.jsonl").write_text('{"kind": 1}\n')
+    assert main(["trace", str(run)]) == 2
+    assert "not what a run writes" in (told := capsys.readouterr().err) and told.count("\n") == 1
+
+
+def test_hosts_clocks_are_set_right(run: Path) -> None:
+    ahead = [replace(each, start=each.start + 50, end=each.end + 50) if each.rank else each for each in STEP]
+    (run / "events.jsonl").write_text(lines(ahead))
+    starts = {each["ts"] for each in drawn(traced(run, 4)) if "ts" in each}
+    assert max(starts) < 2e6
 
 
 def test_a_picture_shows_every_kind_of_op_also_the_shortest(run: Path) -> None:
@@ -105,7 +146,6 @@ def test_a_run_without_events_names_the_setting(tmp_path: Path, capsys: pytest.C
     assert "log.events-every" in capsys.readouterr().err
 
 
-def test_events_survive_the_file_and_exposure_is_a_share_of_wall_time(run: Path) -> None:
-    assert read_events(run / "events.jsonl")[1:] == STEP
+def test_exposure_is_a_share_of_wall_time() -> None:
     assert exposed_fraction(STEP[:3], 2.0) == pytest.approx(0.2)
     assert exposed_fraction([], 0.0) == 0.0
