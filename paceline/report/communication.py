@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.command_line import quantities as said
+from paceline.core.ops import COMPUTE
 from paceline.report.html import Html, Section, bar, join, table, tag
 from paceline.report.link_limit import link_limit
 from paceline.report.meetings import JOINT, Meeting
 from paceline.report.run import Run
-from paceline.report.steps import Step
+from paceline.report.steps import Step, met
 
 _MOST_BARS = 40
 
@@ -47,36 +48,32 @@ class Collective:
 
 def collectives(steps: Sequence[Step], by_target: bool = False) -> list[Collective]:
     """The collectives of steps, by kind and phase or each by itself, in the order in which they begin."""
-    found: dict[str, list[Meeting]] = {}
-    for step in steps:
-        for meeting in step.meetings:
-            event = meeting.events[0]
-            what = f"{event.kind} of {event.target}" if by_target else event.kind
-            found.setdefault(f"{what}, {event.phase}", []).append(meeting)
-    return [_sum_up(name, each, len(steps)) for name, each in found.items()]
+
+    def name(meeting: Meeting) -> str:
+        event = meeting.events[0]
+        return f"{event.kind} of {event.target}, {event.phase}" if by_target else f"{event.kind}, {event.phase}"
+
+    return [_sum_up(called, each) for called, each in met(steps, name).items()]
 
 
-def _sum_up(name: str, met: Sequence[Meeting], steps: int) -> Collective:
-    bandwidths = [meeting.algorithm_bandwidth for meeting in met if meeting.algorithm_bandwidth is not None]
-    on_the_bus = [meeting.bus_bandwidth for meeting in met if meeting.bus_bandwidth is not None]
+def _sum_up(name: str, parts: Sequence[tuple[float, Meeting]]) -> Collective:
+    listed = [meeting for _, meeting in parts]
+    bandwidths = [each.algorithm_bandwidth for each in listed if each.algorithm_bandwidth is not None]
+    on_the_bus = [each.bus_bandwidth for each in listed if each.bus_bandwidth is not None]
+    has_formula = listed[0].events[0].kind in JOINT - {"barrier"} and any(len(each.ranks) > 1 for each in listed)
 
-    # Each rank takes part in the meetings of one group.
-    groups = max(1, len({meeting.ranks for meeting in met}))
-
-    def per_rank(values: Sequence[float]) -> float:
-        return sum(values) / steps / groups
+    def per_rank(value: Callable[[Meeting], float]) -> float:
+        return sum(part * value(meeting) for part, meeting in parts)
 
     return Collective(
         name=name,
-        count=len(met) / steps / groups,
-        bytes=per_rank([meeting.events[0].bytes for meeting in met]),
-        sent=per_rank([statistics.fmean(event.sent for event in meeting.events) for meeting in met]),
-        formula=per_rank([meeting.events[0].bytes * meeting.share for meeting in met])
-        if met[0].events[0].kind in JOINT - {"barrier"} and len(met[0].ranks) > 1
-        else None,
-        seconds=per_rank([meeting.seconds for meeting in met]),
-        waiting=per_rank([statistics.fmean(map(meeting.waited, meeting.events)) for meeting in met]),
-        exposed=per_rank([statistics.fmean(event.exposed for event in meeting.events) for meeting in met]),
+        count=per_rank(lambda meeting: 1),
+        bytes=per_rank(lambda meeting: meeting.events[0].bytes),
+        sent=per_rank(lambda meeting: statistics.fmean(event.sent for event in meeting.events)),
+        formula=per_rank(lambda meeting: meeting.events[0].bytes * meeting.share) if has_formula else None,
+        seconds=per_rank(lambda meeting: meeting.seconds),
+        waiting=per_rank(lambda meeting: statistics.fmean(map(meeting.waited, meeting.events))),
+        exposed=per_rank(lambda meeting: statistics.fmean(event.exposed for event in meeting.events)),
         algorithm_bandwidth=statistics.median(bandwidths) if bandwidths else None,
         bus_bandwidth=statistics.median(on_the_bus) if on_the_bus else None,
     )
@@ -115,6 +112,7 @@ def communication(run: Run) -> Section:
     ]
     body = [
         table("Collectives of a step, on average", heads, rows),
+        tag("p", _left_out(run), class_="note") if _left_out(run) else "",
         tag(
             "p",
             "The formula counts what a rank has to send at least: 2 (N − 1) / N of the buffer for an all-reduce, "
@@ -144,14 +142,28 @@ def _sentence(kinds: Sequence[Collective], each: Sequence[Collective]) -> str:
     )
 
 
+def _left_out(run: Run) -> str:
+    """What a step's events do not have, as it is still under way when they are written down."""
+    if run.program is None:
+        return ""
+    known = {event.kind for step in run.steps for event in step.events if event.phase == "update"}
+    sent = sum(op.sent for op in run.program.ops if op.phase == "update" and op.kind not in COMPUTE | known)
+    told = "What a rank sends behind its update, {}, is not among them: it goes on while the next step begins."
+    return told.format(said.size(sent)) if sent else ""
+
+
 def _by_link(run: Run) -> str:
     """What the fitted link is, as one more sentence."""
     if run.link is None:
         return ""
     return (
         f" Fitted to what they take, a rank's link carries {run.link.in_words} and costs "
-        f"{said.seconds(run.link.latency)} a round; the middle collective took {said.share(run.link.typical_miss)} "
-        "more or less than that."
+        f"{said.seconds(run.link.latency)} a round; "
+        + (
+            "how well cannot be said, as a line goes through any two kinds or sizes of collective."
+            if run.link.is_exact
+            else f"the middle collective took {said.share(run.link.typical_miss)} more or less than that."
+        )
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.command_line import quantities as said
@@ -14,10 +16,21 @@ from paceline.report.run import Run
 from paceline.report.steps import mean_times
 from paceline.report.summary import key_figures, verdict
 
+_ALIKE = 1.0005
+"""Below it, the one run is not quicker than the other to a tenth of a percent."""
 _TIMES = 2.0
 """From here on, how many times as many is easier to grasp than how much more."""
 _OF_EVERY_RUN = ("folder", "resume")
 """Settings in which runs differ as they are two."""
+
+
+def told_apart(one: Run, other: Run) -> tuple[Run, Run]:
+    """Two runs with names that differ: of folders of one name with as many of those that they lie in as that takes."""
+    first, second = one.path.resolve().parts, other.path.resolve().parts
+    if one.name != other.name or first == second:
+        return one, other
+    count = next(count for count in range(2, len(first + second)) if first[-count:] != second[-count:])
+    return replace(one, called="/".join(first[-count:])), replace(other, called="/".join(second[-count:]))
 
 
 def comparison(one: Run, other: Run) -> list[Section]:
@@ -48,12 +61,17 @@ def _sentence(one: Run, other: Run) -> str:
         return "Of one of the runs at least it is not known how many tokens/s it did."
     quick, slow = (one, other) if rates[0] >= rates[1] else (other, one)
     times = max(rates[0], rates[1]) / min(rates[0], rates[1]) if min(rates[0], rates[1]) > 0 else 1.0
-    sentence = (
-        f"{quick.name} does {said.share(times - 1)} more tokens/s than {slow.name}"
-        if times < _TIMES
-        else f"{quick.name} does {said.digits(times)} times as many tokens/s as {slow.name}"
-    )
-    losses = [{row.step: row.figures["train/loss"] for row in run.history.kept} for run in (one, other)]
+    sentence = f"{one.name} and {other.name} do as many tokens/s"
+    if times >= _ALIKE:
+        sentence = (
+            f"{quick.name} does {said.share(times - 1)} more tokens/s than {slow.name}"
+            if times < _TIMES
+            else f"{quick.name} does {said.digits(times)} times as many tokens/s as {slow.name}"
+        )
+    losses = [
+        {row.step: loss for row in run.history.kept if math.isfinite(loss := row.figures.get("train/loss", math.nan))}
+        for run in (one, other)
+    ]
     if common := sorted(losses[0].keys() & losses[1].keys()):
         step = common[-1]
         mine, others = (by_step[step] for by_step in losses)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -124,19 +124,18 @@ class History:
     @cached_property
     def kept(self) -> tuple[Row, ...]:
         """Rows about intervals of steps that count: of what was done again, the last time."""
-        return tuple(row for row, until in self._until() if row.step <= until)
-
-    def _until(self) -> list[tuple[Row, float]]:
-        return [
-            (row, min((later.first for later in self.lives[index + 1 :]), default=math.inf))
-            for index, life in enumerate(self.lives)
-            for row in life.rows
-        ]
+        return self._that_count(lambda life: life.rows)
 
     @cached_property
     def validations(self) -> tuple[Row, ...]:
-        """Rows about validations."""
-        return tuple(row for life in self.lives for row in life.validations)
+        """Rows about validations after steps that count."""
+        return self._that_count(lambda life: life.validations)
+
+    def _that_count(self, rows: Callable[[Life], Sequence[Row]]) -> tuple[Row, ...]:
+        untils = [min((later.first for later in self.lives[i + 1 :]), default=math.inf) for i in range(len(self.lives))]
+        return tuple(
+            row for life, until in zip(self.lives, untils, strict=True) for row in rows(life) if row.step <= until
+        )
 
     @property
     def steps(self) -> int:

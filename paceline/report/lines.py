@@ -38,9 +38,14 @@ class Damage:
 
     def describe(self, name: str) -> list[str]:
         """A sentence for each thing that is wrong."""
-        cut = [f"{name} ends in the middle of a line, which is left out: the run was cut off."] if self.is_cut else []
+        cut = (
+            f"{name} ends in the middle of a line, which is left out: the run was cut off, or was writing it just then."
+        )
         many = f"{self.lines:,} lines of {name} are" if self.lines > 1 else f"A line of {name} is"
-        return [*([f"{many} not what a run writes, and left out."] if self.lines else []), *cut]
+        return [
+            *([f"{many} not what a run writes, and left out."] if self.lines else []),
+            *([cut] if self.is_cut else []),
+        ]
 
 
 def read_lines(

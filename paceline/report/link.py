@@ -67,6 +67,11 @@ class Link:
         return math.isfinite(self.bandwidth)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether it goes through all that it is fitted to, as a line does through any two points."""
+        return self.samples == 2 and self.worst_miss < 1e-6
+
+    @property
     def in_words(self) -> str:
         """Its bandwidth."""
         return said.rate(self.bandwidth) if self.has_limit else "more than can be told"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.command_line import quantities as said
 from paceline.report.html import Html, figures, join, table, tag
 from paceline.report.link import COUNTED, Link, rounds_and_share
 from paceline.report.meetings import Meeting
 from paceline.report.run import Run
+from paceline.report.steps import met
 
 
 def link_limit(run: Run) -> Html:
@@ -39,13 +42,19 @@ def link_limit(run: Run) -> Html:
                 ),
                 ("link_latency", "Latency of a round, fitted", said.seconds(link.latency), link.latency),
                 ("link_miss", "The middle collective misses that by", said.share(link.typical_miss), link.typical_miss),
-            ]
+            ][: 2 if link.is_exact else None]
         ),
         table("A step's collectives against the fitted link, on average", heads, _rows(run, link)),
         tag(
             "p",
             f"The link is fitted to the time in the middle of each of {link.samples} kinds and sizes of collective, "
-            f"with the least relative error; the one that it says worst it misses by {said.share(link.worst_miss)}. A "
+            "with the least relative error; "
+            + (
+                "a line goes through any two"
+                if link.is_exact
+                else f"the one that it says worst it misses by {said.share(link.worst_miss)}"
+            )
+            + ". A "
             "collective is counted as a ring: 2 (N − 1) rounds for an all-reduce, N − 1 for an all-gather or a "
             "reduce-scatter, each with the latency and a part of the buffer. The limit is the two times together; what "
             "is taken beyond it went elsewhere, such as into ranks that were not given a processor.",
@@ -56,24 +65,21 @@ def link_limit(run: Run) -> Html:
 
 
 def _rows(run: Run, link: Link) -> list[tuple[str, ...]]:
-    found: dict[str, list[Meeting]] = {}
-    for meeting in (meeting for step in run.steps for meeting in step.meetings if meeting.is_whole):
+    def name(meeting: Meeting) -> str:
         event = meeting.events[0]
-        if event.kind in COUNTED:
-            found.setdefault(f"{event.kind}, {event.phase}", []).append(meeting)
-    return [(name, *_cells(met, link, len(run.steps))) for name, met in found.items()]
+        return f"{event.kind}, {event.phase}" if meeting.is_whole and event.kind in COUNTED else ""
+
+    return [(called, *_cells(each, link)) for called, each in met(run.steps, name).items()]
 
 
-def _cells(met: list[Meeting], link: Link, steps: int) -> tuple[str, ...]:
-    # Each rank takes part in the meetings of one group.
-    parts = steps * len({meeting.ranks for meeting in met})
+def _cells(parts: Sequence[tuple[float, Meeting]], link: Link) -> tuple[str, ...]:
     rounds = carried = took = 0.0
-    for meeting in met:
+    for part, meeting in parts:
         event = meeting.events[0]
         often, share = rounds_and_share(event.kind, len(meeting.ranks))
-        rounds += often / parts
-        carried += event.bytes * share / parts
-        took += meeting.seconds / parts
+        rounds += part * often
+        carried += part * event.bytes * share
+        took += part * meeting.seconds
     moving, latency = carried / link.bandwidth, rounds * link.latency
     times = map(said.seconds, (latency, moving + latency, took))
     of_it = said.share((moving + latency) / took) if took > 0 else "–"

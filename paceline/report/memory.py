@@ -54,7 +54,7 @@ _NOTE = (
 
 
 def _sentence(run: Run, held: Sequence[Event]) -> str:
-    peak, plan = run.history.most("memory/peak_bytes"), plan_of(run)
+    peak, plan = run.peak_bytes, plan_of(run)
     told = []
     if peak is not None:
         told.append(f"At most a rank held {said.size(peak)}")

@@ -18,12 +18,13 @@ from paceline.comm.world import World, current_world
 from paceline.core.errors import UserError
 from paceline.core.events import Event, exposed_in_step
 from paceline.executor.chunk_products import ChunkProducts, chunk_products
+from paceline.report.facts import Facts
 from paceline.report.history import RESUMED, Row
 from paceline.report.html import escape
 from paceline.report.page import page, write_page
 from paceline.report.program import Program
 from paceline.report.recording import Recorded
-from paceline.report.run import Facts, Run, read_own_loop
+from paceline.report.run import Run, read_own_loop
 from paceline.train.environment import environment_facts
 from paceline.train.gradient_norms import norm_lines, product_lines
 from paceline.train.metrics import peak_memory

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         UserError: There is no such run; or of a figure: there are two, it has no events, or matplotlib is missing.
     """
     options = parse(ReportArguments, arguments, "paceline report")
+    from paceline.report.comparison import told_apart
     from paceline.report.page import comparison_page, page, write_page
     from paceline.report.run import read_run
     from paceline.train.run_folder import find_run
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     runs = [read_run(find_run(name)) for name in (options.run, options.other) if name]
     name = f"beside-{runs[1].name}.html" if len(runs) > 1 else "report.html"
+    if len(runs) > 1:
+        runs = [*told_apart(*runs)]
     out = Path(options.out).expanduser() if options.out else runs[0].path / name
     write_page(comparison_page(runs) if len(runs) > 1 else page(runs[0]), out)
     print(f"{out}: open it in a browser")

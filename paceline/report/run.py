@@ -13,6 +13,7 @@ import msgspec
 
 from paceline.core.errors import UserError
 from paceline.report.chunk_norms import ChunkNorms, chunk_norms, read_gradients
+from paceline.report.facts import Facts, read_facts
 from paceline.report.forecast import Forecast, read_forecast
 from paceline.report.gradient_norms import Norms
 from paceline.report.history import History, Row
@@ -35,20 +36,6 @@ MOST_EVENTS = 100_000
 """So many are read for a page, which has 50 bytes of each."""
 
 
-class Facts(msgspec.Struct):
-    """What environment.json says that a page needs."""
-
-    started: str = ""
-    host: str = ""
-    processor: str = ""
-    gpus: list[str] = []
-    ranks: int = 0
-    ranks_per_host: int = 0
-    threads_per_rank: int = 0
-    backend: str = ""
-    versions: dict[str, str | None] = {}
-
-
 @dataclass(frozen=True)
 class Run:
     """What is known of a run.
@@ -67,6 +54,7 @@ class Run:
         forecast: What was predicted of it; None where it has not ended, or nothing was.
         chunk_norms: Of what ranks' gradients add up to, chunk by chunk, in the same step; None if that is not known.
         is_own_loop: Whether it is a recording of a loop of the user's own, of which ops alone are known.
+        called: Its name where the folder's own does not tell it from another run's.
     """
 
     path: Path
@@ -82,11 +70,12 @@ class Run:
     forecast: Forecast | None = None
     chunk_norms: ChunkNorms | None = None
     is_own_loop: bool = False
+    called: str = ""
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
-        return self.path.resolve().name
+        """What it is called: the folder's own name, unless it is to be told from another's."""
+        return self.called or self.path.resolve().name
 
     @cached_property
     def world_size(self) -> int:
@@ -133,6 +122,13 @@ class Run:
         return by_length[(len(by_length) - 1) // 2] if by_length else None
 
     @property
+    def peak_bytes(self) -> float | None:
+        """What a rank held at its fullest, by whatever tells of it: figures, recorded ops, and the run as it ended."""
+        told = [self.history.most("memory/peak_bytes"), *(event.memory for step in self.steps for event in step.events)]
+        told += [self.forecast.peak_bytes.measured] if self.forecast is not None else []
+        return max(filter(None, told), default=None)
+
+    @property
     def slowest(self) -> Step | None:
         """Of the steps that were read, the one that took longest."""
         return max(self.steps, key=lambda step: step.seconds, default=None)
@@ -150,7 +146,7 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
 
     problems: list[str] = []
     config = _config(path, problems)
-    facts = _facts(path / ENVIRONMENT, problems)
+    facts = read_facts(path / ENVIRONMENT, problems)
     damage = Damage()
     lines = read_lines(path / METRICS, msgspec.json.Decoder(dict[str, Any]), damage)
     rows = [Row.of(line.value) for line in lines]
@@ -246,12 +242,11 @@ def _program(
 def _step(
     recording: Recording, strategy: Strategy | None, world: int, program: Program | None, problems: list[str]
 ) -> Step:
-    try:
-        groups = groups_of(strategy, world)
-    except UserError:
-        # Lines of a rank that the strategy has no place for, or another run's settings.
-        groups = groups_of(None, world)
-    step = Step(recording, groups, program.after if program is not None and program.suits(recording) else None)
+    step = Step(
+        recording,
+        groups_of(strategy, world),
+        program.after if program is not None and program.suits(recording) else None,
+    )
     problems += _what_is_missing(step, world, len(recording.events) < recording.place.count)
     return step
 
@@ -287,11 +282,3 @@ def _config(path: Path, problems: list[str]) -> TrainConfig | None:
     except (UserError, OSError) as error:
         problems.append(f"The run's settings cannot be read: {error}.")
         return None
-
-
-def _facts(path: Path, problems: list[str]) -> Facts:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Facts)
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}.")
-        return Facts()

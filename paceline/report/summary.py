@@ -34,7 +34,7 @@ def key_figures(run: Run) -> list[tuple[str, str, str, float | None]]:
     """The single numbers, as `figures` takes them."""
     history, spent, slow = run.history, run.history.goodput, straggler(run.steps)
     rate, mfu, exposed = history.mean("perf/tokens_per_second"), history.mean("perf/mfu"), exposed_share(run)
-    flops, peak = history.mean("perf/tflops"), history.most("memory/peak_bytes")
+    flops, peak = history.mean("perf/tflops"), run.peak_bytes
     planned = plan_of(run)
     plan = 0 if planned is None else planned.total
     loss, bits = history.last_figure("train/loss"), history.last_figure("val/bits_per_byte")
@@ -107,7 +107,7 @@ def verdict(run: Run) -> str:
         )
     first, part = parts[0]
     return (
-        f"{_WORDS[first]} {'bind' if first == 'between ops' else 'binds'} this run: it is {said.share(part)} {about} "
+        f"{_WORDS[first]} binds this run: it is {said.share(part)} {about} "
         f"({said.seconds(length)} in the middle), {rest}.{hope}"
     )
 

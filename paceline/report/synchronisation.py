@@ -27,7 +27,7 @@ def synchronisation(run: Run) -> Section:
     """The section."""
     body: list[Html] = []
     sentence = "The schedule of this run is not known; below is a step of two ranks in numbers."
-    if run.program is not None and run.world_size > 1:
+    if run.program is not None and run.program.schedule.world_size > 1:
         listed, refused = compared(run.program, run.what_if)
         sentence = _sentence(run, listed)
         body += [
@@ -78,9 +78,9 @@ def _assumed(run: Run) -> str:
 
 def _of_the_run(run: Run, program: Program) -> Html:
     """The run's own step, with what it needs to be stepped through."""
-    times = None if run.what_if is None else run.what_if.times()
+    times, world = None if run.what_if is None else run.what_if.times(), program.schedule.world_size
     ways = ["ring"] if program.schedule.shards > 1 or program.schedule.has_server else ["ring", "tree"]
-    found = {way: moments(program, way, times, run.chunk_norms) for way in ways} if run.world_size <= MOST_RANKS else {}
+    found = {way: moments(program, way, times, run.chunk_norms) for way in ways} if world <= MOST_RANKS else {}
     drawn = {way: each for way, each in found.items() if each is not None}
     if not drawn:
         why = "its ranks or its ops are too many to be drawn"
@@ -91,7 +91,7 @@ def _of_the_run(run: Run, program: Program) -> Html:
         for bucket in holdings.buckets
     ]
     values = {
-        "ranks": run.world_size,
+        "ranks": world,
         "chunks": holdings.chunks,
         "buckets": buckets,
         "ways": [[moment.to_list() for moment in each] for each in drawn.values()],

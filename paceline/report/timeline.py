@@ -92,6 +92,12 @@ def timeline_data(run: Run) -> dict[str, Any]:
     kinds: dict[str, int] = {}
     names: dict[str, int] = {}
     steps = [_columns(step, ranks_shown(run), kinds, names) for step in run.steps]
+    for step, columns in zip(run.steps, steps, strict=True):
+        # One that another number of ranks ran is not the schedule's.
+        known, recording = run.program, step.recording
+        columns["isPredicted"] = (
+            known is not None and recording.world_size == known.schedule.world_size and known.suits(recording)
+        )
     typical = next((index for index, step in enumerate(run.steps) if step is run.typical), 0)
     return {
         "kinds": list(kinds),

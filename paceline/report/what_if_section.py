@@ -82,7 +82,7 @@ def _sentence(tried: WhatIf, singles: Sequence[Single]) -> str:
         f"As run (zero {own.stage}, {said.count(own.devices, 'device')}, buckets of {said.digits(own.bucket_mb)} MiB, "
         f"{links}) a step is predicted to take {said.seconds(now)}"
     )
-    best, words = min(found)
+    best, words = min(found, default=(now, ""))
     if best > (1 - _LEAST_GAIN) * now:
         more = ", nor would twice the bandwidth" if tried.link.has_limit else ""
         return f"{told}; no other stage or bucket size would shorten it by 1 %{more}."

@@ -41,6 +41,20 @@ def test_a_rank_takes_part_in_one_group_of_several() -> None:
     assert (found.count, found.bytes, found.sent, found.formula, found.seconds) == (1, 1000, 500, 500, 2)
 
 
+def test_where_ranks_became_more_on_the_way_a_step_has_what_its_ranks_did() -> None:
+    two, three = ([collective(rank, 0, 2) for rank in range(n)] for n in (2, 3))
+    (found,) = collectives([step(two), step(three, 3)])
+    assert (found.count, found.bytes, found.sent, found.seconds) == (1, 1000, 1000, 2)
+
+
+def test_collectives_over_groups_and_over_all_ranks_are_each_ranks_own() -> None:
+    groups = groups_of(Strategy(zero=3, shard=2), 4)
+    over_all = [collective(rank, 0, 1, target="statistics", stream="statistics", sent=8) for rank in range(4)]
+    replicas = [collective(rank, 2, 4, stream="replicate") for rank in range(4)]
+    (found,) = collectives([Step(recording([*over_all, *replicas]), groups)])
+    assert (found.count, found.bytes, found.sent, found.seconds) == (2, 2000, 1008, 3)
+
+
 @pytest.mark.parametrize(("kind", "world"), [("broadcast", 2), ("barrier", 2), ("all_reduce", 1)])
 def test_where_ranks_do_not_send_alike_there_is_no_formula(kind: str, world: int) -> None:
     events = [collective(rank, 0, 2, kind=kind) for rank in range(world)]

@@ -53,6 +53,14 @@ def test_steps_that_are_done_again_count_once() -> None:
     assert spent.other == 1
 
 
+def test_a_validation_of_steps_that_were_lost_is_none() -> None:
+    resumed = {"step": 10, "time": 130.0, "run/resumed_from": 10}
+    assert [row.step for row in history(*RUN, resumed, figures(15, 135.0)).validations] == []
+    again = {"step": 20, "time": 150.0, "val/loss": 2.25}
+    found = history(*RUN, resumed, figures(20, 141.0), again).validations
+    assert [(row.step, row.figures["val/loss"]) for row in found] == [(20, 2.25)]
+
+
 def test_time_in_which_a_stopped_run_did_not_run_is_not_its_own() -> None:
     resumed = {"step": 20, "time": 99_000.0, "run/resumed_from": 20}
     spent = history(*RUN, resumed, figures(30, 99_010.0)).goodput

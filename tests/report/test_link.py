@@ -54,6 +54,12 @@ def test_the_link_that_collectives_went_over_is_found(late: float) -> None:
     assert [link.seconds(kind, 2, size) for kind, size, _ in done] == pytest.approx([each for *_, each in done])
 
 
+def test_through_two_points_a_line_always_goes() -> None:
+    done = [by_ring("all_reduce", 100), by_ring("all_reduce", 200), by_ring("all_reduce", 400)]
+    found = [fitted_link(steps(*done[:count])) for count in (2, 3)]
+    assert [link is not None and link.is_exact for link in found] == [True, False]
+
+
 def test_what_it_misses_is_said() -> None:
     link = fitted_link(steps(("all_gather", 200, 0.2), ("all_gather", 400, 0.2), ("all_gather", 800, 0.8)))
     assert link is not None and 0.1 < link.worst_miss < 1

@@ -5,16 +5,21 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from paceline.command_line import quantities as said
+from paceline.core.events import Event
 from paceline.core.simulate import simulate
 from paceline.report.page import page as page_of
 from paceline.report.page import write_page
+from paceline.report.program import Program, program_of
 from paceline.report.run import Run, read_run
 from paceline.report.variants import Setting
 from paceline.report.what_if import WhatIf
+from paceline.train.command_line import parse_train_arguments
 from tests.report.browser import Browser
 from tests.report.events import lines
 from tests.report.test_what_if import costs
@@ -28,20 +33,29 @@ def linked(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return over(1e6, run, tmp_path_factory.mktemp("linked") / "run")
 
 
-def over(bandwidth: float, run: Path, folder: Path) -> Run:
-    """A run like another, over a link that is known."""
+def over(bandwidth: float, run: Path, folder: Path, **strategy: Any) -> Run:
+    """A run like another, over a link that is known, perhaps with another strategy."""
     shutil.copytree(run, folder)
-    known = read_run(folder).program
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings["strategy"] = strategy or settings["strategy"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    config = parse_train_arguments([str(folder / "config.yaml")])
+    known = program_of(folder, config, 2)
     assert known is not None
-    events = []
-    for rank in (0, 1):
-        schedule = replace(known.schedule, rank=rank)
-        done = simulate(schedule, costs(schedule, bandwidth), known.micro_batches, 3)
-        events += [event for event in done if event.step == 2]
-    (folder / "events.jsonl").write_text(lines(events))
+    (folder / "events.jsonl").write_text(lines(executed(known, bandwidth)))
     found = read_run(folder)
     write_page(page_of(found), folder / "report.html")
     return found
+
+
+def executed(known: Program, bandwidth: float) -> list[Event]:
+    """The events of a step of all ranks."""
+    events = []
+    for rank in range(known.schedule.world_size):
+        schedule = replace(known.schedule, rank=rank)
+        done = simulate(schedule, costs(schedule, bandwidth), known.micro_batches, 3)
+        events += [event for event in done if event.step == 2]
+    return events
 
 
 @pytest.fixture
@@ -197,3 +211,45 @@ def test_where_bytes_are_free_there_is_no_bandwidth_to_choose(run: Path, page: B
     expected = found.what_if.predict(replace(found.what_if.own, devices=4))
     assert seconds(page) == pytest.approx(expected.seconds, rel=1e-4)
     assert "bandwidth cannot be told" in page.text("#what-if .sentence")
+
+
+def test_where_no_single_change_goes_with_the_settings(run: Path, page: Browser, tmp_path: Path) -> None:
+    """A server's gradients lie in one buffer, at no other stage; and where bytes are free, so is any bandwidth."""
+    server = {"collective": "parameter_server", "packing": "flat", "synchronize": "after", "gradients": "sum"}
+    found = over(float("inf"), run, tmp_path / "run", **server)
+    assert found.what_if is not None and {each.setting.devices for each in found.single_changes} == {
+        1,
+        4,
+        8,
+        16,
+        32,
+        64,
+    }
+    page.open(found.path / "report.html")
+    assert "no other stage or bucket size would shorten it by 1 %." in page.text("#what-if .sentence")
+    slide(page, "stage", RIGHT)
+    assert page.text("#what-if-told").startswith("These settings do not go together: ")
+
+
+def test_steps_of_other_ranks_are_not_beside_the_schedules(run: Path, page: Browser, tmp_path: Path) -> None:
+    """As of a run that went on with three ranks: the page is about two, whose steps are most."""
+    found = over(1e6, run, tmp_path / "run")
+    assert found.config is not None
+    more = program_of(found.path, found.config, 3)
+    assert found.program is not None and more is not None
+    two, three = executed(found.program, 1e6), executed(more, 1e6)
+    steps = [replace(event, step=step) for step, each in ((2, two), (5, two), (8, three)) for event in each]
+    (found.path / "events.jsonl").write_text(lines(steps))
+    write_page(page_of(read_run(found.path)), found.path / "report.html")
+    page.open(found.path / "report.html")
+    assert page.run("holdings.data.ranks") == 2
+    assert page.run("timeline.data.steps.map((step) => step.isPredicted)") == [True, True, False]
+    script = """(() => { const picker = document.getElementById('step');
+      picker.value = arguments[0];
+      picker.dispatchEvent(new Event('change')); })()"""
+    page.run(script, 2)
+    assert page.run("timeline.state.step.lanes.every((lane) => lane.length === 2)")
+    assert page.run("document.getElementById('predicted').disabled")
+    page.run(script, 0)
+    assert page.run("timeline.state.step.lanes.some((lane) => lane.length === 3)")
+    assert not page.run("document.getElementById('predicted').disabled")

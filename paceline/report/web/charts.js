@@ -24,7 +24,10 @@ const charts = (() => {
         pen.moveTo(at, top);
         pen.lineTo(at, top + height);
         pen.stroke();
-        pen.fillText(letter, at + 2 * ratio, top + 9 * ratio);
+        // At the right edge there is room for a letter on the left alone.
+        const isLast = at + 12 * ratio > left + width;
+        pen.textAlign = isLast ? "right" : "left";
+        pen.fillText(letter, at + (isLast ? -2 : 2) * ratio, top + 9 * ratio);
       }
     }
     pen.restore();

@@ -22,7 +22,9 @@ const timeline = (() => {
   // ---- steps
 
   function show(index) {
-    const step = state.predictions ? withPrediction(data.steps[index]) : data.steps[index];
+    const { isPredicted: canPredict } = data.steps[index];
+    const step = state.predictions && canPredict ? withPrediction(data.steps[index]) : data.steps[index];
+    document.getElementById("predicted").disabled = !canPredict;
     state.step = step;
     state.index = index;
     state.length = Math.max(1, ...step.start.map((start, i) => start + step.took[i]));
@@ -125,7 +127,7 @@ const timeline = (() => {
 
   function resize() {
     width = canvas.clientWidth;
-    gutter = width < 600 ? 76 : 150;
+    gutter = width < 600 ? 88 : 150;
     const height = AXIS + Math.max(1, state.lanes.length) * LANE + 4, ratio = window.devicePixelRatio || 1;
     canvas.style.height = height + "px";
     canvas.width = Math.round(width * ratio);
@@ -240,7 +242,7 @@ const timeline = (() => {
       }
       context.fillStyle = before !== rank ? colours.text : colours.soft;
       context.font = `${foretold ? "italic " : ""}12px system-ui, sans-serif`;
-      const long = width < 600 ? `${rank} ${name.slice(0, 7)}` : `rank ${rank} ${name}`;
+      const long = width < 600 ? `${rank} ${name}` : `rank ${rank} ${name}`;
       context.fillText(foretold ? long + (width < 600 ? " (p)" : ", predicted") : long, 4, top(lane) + LANE / 2, gutter - 8);
       before = rank;
     }
