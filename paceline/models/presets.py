@@ -12,7 +12,7 @@ def _gpt2(layers: int, width: int, heads: int) -> ModelConfig:
     return ModelConfig(layers=layers, width=width, heads=heads, context=1024, vocabulary=50257)
 
 
-def _llama(
+def llama(
     layers: int,
     width: int,
     heads: int,
@@ -23,6 +23,7 @@ def _llama(
     tied: bool = False,
     rope_theta: float = 500_000.0,
 ) -> ModelConfig:
+    """A Llama's shape, of Llama 3's vocabulary and positions by default; the arguments are as in `ModelConfig`."""
     return ModelConfig(
         layers=layers,
         width=width,
@@ -50,10 +51,10 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt2-124m": _gpt2(layers=12, width=768, heads=12),
     "gpt2-350m": _gpt2(layers=24, width=1024, heads=16),
     "gpt2-1.5b": _gpt2(layers=48, width=1600, heads=25),
-    "llama-1b": _llama(layers=16, width=2048, heads=32, kv_heads=8, ff=8192, tied=True),
-    "llama-8b": _llama(layers=32, width=4096, heads=32, kv_heads=8, ff=14336),
-    "llama-70b": _llama(layers=80, width=8192, heads=64, kv_heads=8, ff=28672),
-    "llama2-7b": _llama(
+    "llama-1b": llama(layers=16, width=2048, heads=32, kv_heads=8, ff=8192, tied=True),
+    "llama-8b": llama(layers=32, width=4096, heads=32, kv_heads=8, ff=14336),
+    "llama-70b": llama(layers=80, width=8192, heads=64, kv_heads=8, ff=28672),
+    "llama2-7b": llama(
         layers=32,
         width=4096,
         heads=32,

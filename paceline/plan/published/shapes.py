@@ -8,6 +8,7 @@ from dataclasses import replace
 from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
 from paceline.models.flops import parameter_count
+from paceline.models.presets import llama
 from paceline.plan.published.table import Row
 
 CONTEXT = 2048
@@ -26,20 +27,9 @@ def _mpt(layers: int, width: int, heads: int) -> ModelConfig:
 def _llama(
     layers: int, width: int, heads: int, ff: int, kv_heads: int = 0, vocabulary: int = 32000, tied: bool = False
 ) -> ModelConfig:
-    return ModelConfig(
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        ff=ff,
-        context=4096 if vocabulary == 32000 else 8192,
-        vocabulary=vocabulary,
-        norm="rmsnorm",
-        position="rotary",
-        activation="swiglu",
-        bias=False,
-        tied=tied,
-    )
+    """Llama 1's or 2's, of 4,096 tokens as is usual, or 8,192 with another vocabulary."""
+    context = 4096 if vocabulary == 32000 else 8192
+    return llama(layers, width, heads, kv_heads, ff, context, vocabulary, tied, rope_theta=10_000.0)
 
 
 def _nanotron(layers: int, width: int, heads: int, ff: int, tied: bool = False) -> ModelConfig:
