@@ -87,7 +87,7 @@ class Found(NamedTuple):
     """What was found in an events.jsonl.
 
     Attributes:
-        places: Of steps, in order; of one that was done again, the last time counts.
+        places: Of steps that count, in order: of one that was done again, the last time.
         is_whole: Whether the file was read from end to end.
     """
 
@@ -128,8 +128,13 @@ def find_recordings(path: Path, damage: Damage, most_bytes: int = LARGE) -> Foun
 
 
 def _by_step(places: Iterable[Place]) -> list[Place]:
-    found = {place.step: place for place in places}
-    return [found[step] for step in sorted(found)]
+    found: list[Place] = []
+    for place in places:
+        # A run that went back did again what it had done since: that does not count.
+        while found and found[-1].step >= place.step:
+            found.pop()
+        found.append(place)
+    return found
 
 
 def _places(path: Path, damage: Damage, start: int = 0) -> Iterator[Place]:

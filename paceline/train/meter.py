@@ -110,7 +110,8 @@ class Meter:
                 "wait": self._wait / self._count,
                 "crowded": min(1.0, (waited_for_a_core() - self._crowded) / seconds),
                 "peak": peak_memory(self._world.device),
-                "events": [event.to_dict() for event in _last_step(events)],
+                # The engine counts from 0 again in a run that goes on.
+                "events": [event.to_dict() | {"step": step - 1} for event in _last_step(events)],
                 "arrivals": self._slow_rank.account(events),
                 "norms": norms_of_rank(self._engine),
             },

@@ -149,6 +149,8 @@ def test_charts_show_the_figures_that_were_logged(run: Path, shown: Browser) -> 
         == len(shown.run("[...document.querySelectorAll('.u-over')]"))
     )
     assert shown.run("charts.data.marks.checkpoint") == [16]
+    steps = shown.run("charts.plots()[1].axes[0]._values")
+    assert steps and all("." not in step for step in steps), "steps are whole numbers"
 
 
 # ---- layout

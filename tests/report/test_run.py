@@ -104,7 +104,8 @@ def test_of_a_step_that_was_done_again_the_last_time_counts(tmp_path: Path) -> N
     for again in (shifted(9, 50), shifted(9, 0)):
         (tmp_path / "events").write_text(lines([*shifted(9), *shifted(19, 10), *again]))
         places = find_recordings(tmp_path / "events", Damage()).places
-        assert [(place.step, place.count) for place in places] == [(9, 8), (19, 8)]
+        # Step 20 was lost when the run went back to before step 10.
+        assert [(place.step, place.count) for place in places] == [(9, 8)]
         assert read_recording(tmp_path / "events", places[0], 100).events == tuple(again)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -51,6 +52,8 @@ def test_the_same_ranks_go_on_to_the_bit(ranks: RankPool, nano: list[str], tmp_p
     status, out, err = trained(ranks, 2, tmp_path, resumed)
     assert (status, err) == (0, "") and "going on after step 5" in out
     assert curve(tmp_path / "whole") == whole
+    events = [json.loads(line)["step"] + 1 for line in (tmp_path / "whole" / "events.jsonl").read_text().splitlines()]
+    assert set(events) == {14}, "events have the run's steps, whoever goes on with it"
     assert [int(line["step"]) for line in metrics(tmp_path / "whole") if "run/resumed_from" in line] == [5]
     replaced = tmp_path / "whole" / "checkpoints" / "replaced"
     assert [path.name for path in sorted(replaced.iterdir())] == names[1:], "what was there is not lost"

@@ -7,6 +7,8 @@ const charts = (() => {
     if (!sources.has(from)) sources.set(from, JSON.parse(document.getElementById(from).textContent));
   }
   const DASHES = [[], [6, 4]], MARKS = { restart: ["R", [2, 3]], skipped: ["S", [8, 3]], checkpoint: ["C", [1, 5]] };
+  // Steps are whole numbers.
+  const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((k) => k * 10 ** power)).flat();
   let drawn = [];
 
   function mark(plot, marks) {
@@ -42,7 +44,7 @@ const charts = (() => {
     const said = (plot, value) => (value === null || value === undefined ? "–" : drawing.digits(value));
     return {
       width, height: 190, scales: { x: { time: false }, y: chart.notes ? { range: around } : {} },
-      axes: [{ ...axis, size: 30 }, { ...axis, size: 62, values: (plot, values) => values.map(short) }],
+      axes: [{ ...axis, size: 30, ...(chart.x ? {} : { incrs: WHOLE }) }, { ...axis, size: 62, values: (plot, values) => values.map(short) }],
       series: [
         { label: chart.x || "step", value: (plot, value) => (value === null || value === undefined ? "–" : value.toLocaleString("en")) },
         ...chart.lines.map((line, index) => ({
