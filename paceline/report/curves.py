@@ -100,6 +100,9 @@ def _sentence(run: Run) -> str:
         return "No loss of the run is a number."
     first, last = kept[0], kept[-1]
     best = min(kept, key=lambda row: row.figures["train/loss"])
+    if len(kept) == 1:
+        only = said.digits(first.figures["train/loss"])
+        return f"At step {first.step:,}, the only one that is told of, the loss was {only}."
     sentence = (
         f"From step {first.step:,} to {last.step:,} the loss went from {said.digits(first.figures['train/loss'])} to "
         f"{said.digits(last.figures['train/loss'])}"

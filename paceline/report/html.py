@@ -105,4 +105,7 @@ def data(name: str, value: Mapping[str, Any]) -> Html:
 
 def _may_be_shown(character: str) -> bool:
     code = ord(character)
+    # Of a name that turns the direction of writing around, what follows would be read backwards.
+    if 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069:
+        return False
     return (code >= 0x20 or character in "\t\n") and not 0x7F <= code < 0xA0 and not 0xD800 <= code < 0xE000

@@ -187,6 +187,8 @@ def test_on_paper_there_is_no_button_and_no_dark(run: Path, page: Browser) -> No
     page.settle()
     assert page.run("getComputedStyle(document.querySelector('.controls')).display") == "none"
     assert page.run("drawing.colour('page')") == "#ffffff"
+    # Printers leave backgrounds out, which colours in keys are.
+    assert page.run("getComputedStyle(document.querySelector('.key')).printColorAdjust") == "exact"
 
 
 # ---- what no run should hold
@@ -196,7 +198,7 @@ HOSTILE = [
     "</script><script>window.hacked = 1</script>",
     "<img src=x onerror='window.hacked = 1'>",
     "\u2028\u2029<!--",
-    "'\"><svg onload=window.hacked=1>",
+    "'\"><svg onload=window.hacked=1>\u202e",
     "]]>&lt;{{1}}${1}\x00\x1b[31m\ud800",
 ]
 
@@ -214,6 +216,7 @@ def test_names_that_are_markup_stay_text(page: Browser, tmp_path: Path) -> None:
     assert page.text("h1") == "<b onclick=hacked=1>run"
     assert page.run("window.hacked === undefined")
     assert page.run("document.querySelectorAll('img, b').length") == 0
+    assert "\u202e" not in page.text("#communication") and "At step 1, the only one" in page.text("#curves .sentence")
 
 
 def test_only_the_pages_own_scripts_may_run(run: Path, browser: Browser, tmp_path: Path) -> None:
