@@ -177,7 +177,8 @@ def _read(
     # What other ranks, or these in another way, have sent is not what this one will send.
     mine = (engine.world.world_size, json.loads(json.dumps(asdict(engine.strategy))))
     is_same = (manifest.world_size, manifest.strategy) == mine
-    residuals = own.get("residuals", {}) if is_same else {}
+    # Older checkpoints call them owed.
+    residuals = own.get("residuals", own.get("owed", {})) if is_same else {}
     held = {**manifest.values, "random": own["random"], "place": place, "residuals": residuals}
     wanted = ("extra", "modules", "schedulers", "random", "place", "residuals")
     return {key: decode(held[key], reader.read) for key in wanted}
