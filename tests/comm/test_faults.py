@@ -49,23 +49,31 @@ def test_a_killed_peer_is_noticed_at_once_and_named_whatever_of_it_lives_on(rank
         ranks(2, die_or_wait, leaves, transport=transport)
 
 
-def be_silent() -> Any:
+def wait_until_told(told: Path) -> None:
+    """What a rank does that is elsewhere: nothing, until another has seen what it was to see, or for long after."""
+    deadline = time.monotonic() + 4
+    while not told.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def be_silent(told: Path) -> Any:
     world = pl.init()
     transport = open_transport(replace(world, timeout=0.5))
     buffer = transport.allocate(64, torch.float32)
     if world.rank == 1:
-        time.sleep(2)
+        wait_until_told(told)
         transport.close()
         return ""
     with pytest.raises(CommunicationError) as caught:
         transport.run("all_reduce", buffer, "bucket 7")
+    told.touch()
     transport.close()
     return str(caught.value)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_silent_peer_is_named_within_the_time_limit(ranks, transport) -> None:
-    assert "rank 1 did not answer within 0.5 s" in ranks(2, be_silent, transport=transport)[0]
+def test_a_silent_peer_is_named_within_the_time_limit(ranks, tmp_path, transport) -> None:
+    assert "rank 1 did not answer within 0.5 s" in ranks(2, be_silent, tmp_path / "told", transport=transport)[0]
 
 
 def be_stopped(collective: str) -> str:
@@ -172,7 +180,7 @@ def test_what_failed_first_is_what_every_rank_raises(ranks, transport, n, collec
     assert others == [(f"rank {n - 1} gave up: ValueError: a broken batch",) * 2] * (n - 1)
 
 
-def wait_for_one_that_knows_of_nothing(inside: bool) -> tuple[str, float]:
+def wait_for_one_that_knows_of_nothing(inside: bool, told: Path) -> tuple[str, float]:
     """Rank 0 fails; rank 1 waits for rank 2, which is elsewhere and sees nothing of it."""
     world = pl.init()
     transport = open_transport(world)
@@ -194,17 +202,21 @@ def wait_for_one_that_knows_of_nothing(inside: bool) -> tuple[str, float]:
             transport.run("all_gather", buffer, "bucket 1")
         message = str(caught.value)
     seconds = time.monotonic() - start
-    if world.rank == 2:
-        # Long after that. In a barrier it would see that rank 1 waits for it.
-        time.sleep(4)
+    if world.rank == 1:
+        told.touch()
+    elif world.rank == 2:
+        # In a barrier it would see that rank 1 waits for it.
+        wait_until_told(told)
     pl.barrier()
     transport.close()
     return message, seconds
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_who_waits_for_a_rank_that_knows_of_nothing_is_told_of_another_one_that_failed(ranks, inside: bool) -> None:
-    (_, _), (message, seconds), (_, _) = ranks(3, wait_for_one_that_knows_of_nothing, inside)
+def test_who_waits_for_a_rank_that_knows_of_nothing_is_told_of_another_one_that_failed(
+    ranks, tmp_path, inside: bool
+) -> None:
+    (_, _), (message, seconds), (_, _) = ranks(3, wait_for_one_that_knows_of_nothing, inside, tmp_path / "told")
     assert message == "rank 0 gave up: ValueError: in the loop"
     assert seconds < 3
 
