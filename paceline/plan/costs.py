@@ -60,7 +60,8 @@ def unit_seconds(work: Work, hardware: Hardware, strategy: Strategy) -> dict[str
 
 def _recomputed(unit: UnitWork, strategy: Strategy) -> tuple[Operation, ...]:
     keeps = strategy.recompute == "keep_attention"
-    return tuple(operation for operation in unit.forward if not (keeps and operation.kind == "attention"))
+    again = unit.forward if unit.again is None else unit.again
+    return tuple(operation for operation in again if not (keeps and operation.kind == "attention"))
 
 
 def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:

@@ -29,6 +29,8 @@ class ObservedPass(TorchDispatchMode):
     Attributes:
         forward: Operations of each unit's forward pass.
         backward: Operations of each unit's backward pass.
+        again: How many of each unit's forward operations come before the last tensor that autograd keeps: what torch's
+            checkpoint runs once more (its early stop).
         failed: The operator that raised, with its unit.
         unknown: Operators that look as if they multiplied matrices, but whose cost is not known.
         changed: Whether something wrote to memory that was there before the current unit began.
@@ -45,6 +47,7 @@ class ObservedPass(TorchDispatchMode):
         super().__init__()
         self.forward: dict[str, list[Operation]] = defaultdict(list)
         self.backward: dict[str, list[Operation]] = defaultdict(list)
+        self.again: dict[str, int] = defaultdict(int)
         self.failed: tuple[str, str] | None = None
         self.unknown: set[str] = set()
         self.changed = self.paused = False
@@ -139,6 +142,8 @@ class ObservedPass(TorchDispatchMode):
     def saved(self, tensor: Tensor) -> Tensor:
         """Notes that autograd keeps a tensor; for `torch.autograd.graph.saved_tensors_hooks`."""
         serial = self._register(tensor)
+        if self.phase == "forward":
+            self.again[self.unit] = len(self.forward[self.unit])
         if serial is not None and self.phase == "forward":
             self._savers.setdefault(serial, self.unit)
         return tensor

@@ -144,7 +144,8 @@ def extended(one: Work, two: Work, samples: int) -> Work | None:
 
     units: list[UnitWork] = []
     for a, b in zip(one.units, two.units, strict=True):
-        if _kinds(a.forward) != _kinds(b.forward) or _kinds(a.backward) != _kinds(b.backward):
+        pairs = ((a.forward, b.forward), (a.backward, b.backward), (a.again or (), b.again or ()))
+        if any(_kinds(first) != _kinds(second) for first, second in pairs):
             return None
         units.append(
             UnitWork(
@@ -157,6 +158,7 @@ def extended(one: Work, two: Work, samples: int) -> Work | None:
                 sizes(a.forward_peak, b.forward_peak),
                 sizes(a.backward_peak, b.backward_peak),
                 sizes(a.backward_whole, b.backward_whole),
+                None if a.again is None or b.again is None else operations(a.again, b.again),
             )
         )
     return replace(

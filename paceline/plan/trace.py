@@ -204,6 +204,7 @@ class _Trace:
                 max(0, peaks.get(("forward", name), 0) - before),
                 max(0, peaks.get(("backward", name), 0) - before),
                 max(0, whole.get(name, 0) - before),
+                _grouped(seen.forward[name][: seen.again[name]]),
             )
         for name, key in self.skipped.items():
             found[name] = replace(found[self.ran[key][1]], unit=name)

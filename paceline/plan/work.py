@@ -59,6 +59,8 @@ class UnitWork:
         unit: Its name in the layout; "" is what the model does outside of its units.
         forward: Operations of the forward pass.
         backward: Operations of the backward pass, without what recomputing adds.
+        again: Operations of the forward that run once more where the unit is recomputed, which ends where the last
+            tensor is saved; None: all of them.
         kept: Bytes of activations that live from the unit's forward to its backward, each storage once.
         kept_input: Bytes of them that are left where the unit is recomputed: its inputs.
         kept_attention: Bytes of them that are left with `recompute="keep_attention"`.
@@ -77,6 +79,7 @@ class UnitWork:
     forward_peak: int = 0
     backward_peak: int = 0
     backward_whole: int = 0
+    again: tuple[Operation, ...] | None = None
 
     @property
     def flops(self) -> float:

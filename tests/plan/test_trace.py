@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from paceline.calibrate.timed_pass import timed_pass
 from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
@@ -246,3 +247,25 @@ def test_what_recomputed_units_keep_is_what_the_engine_keeps(how: Any) -> None:
     # Each checkpoint holds the state of the random numbers, too.
     assert kept + GATED.layers * torch.get_rng_state().nbytes == pytest.approx(real, rel=0.001)
     del loss
+
+
+@pytest.mark.parametrize("how", ["unit", "keep_attention"])
+def test_what_recomputed_units_run_again_is_what_the_engine_runs_again(how: Any) -> None:
+    from paceline.models.recompute import recompute
+    from paceline.models.units import find_blocks
+
+    model = Transformer(GATED)
+    work = trace(model, 4, device="cpu")
+    expected = sum(
+        unit.flops
+        + sum(
+            each.flops * each.count
+            for each in (unit.again or ())
+            if unit.unit.startswith("blocks.") and (how == "unit" or each.kind != "attention")
+        )
+        for unit in work.units
+    )
+    tokens = torch.zeros(4, 32, dtype=torch.int64)
+    recompute([model.get_submodule(name) for name in find_blocks(model)], how, 1)
+    ran = timed_pass(model, (tokens, tokens), 1)
+    assert sum(each.operation.flops * each.operation.count for each in ran.calls) == expected
