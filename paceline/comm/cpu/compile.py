@@ -117,7 +117,7 @@ class _Builder:
         start, stop = round_.receives[0].start, round_.receives[0].stop
         summands = [self._local[rank][start:stop] for rank in sorted(self._local)]
         copies = [self._local[peer][start:stop] for peer in peers]
-        scratch = self._scratch.take("sum", CHUNK, self._wide)
+        scratch = self._scratch.take("sum", min(CHUNK, stop - start), self._wide)
         kernel = sum_kernel(self._own[start:stop], summands, scratch, self._scale, copies)
         prepared = PreparedRound(_start(number), True, (), peers, [kernel], publishes_end=True)
         self.rounds.append(prepared)
@@ -197,7 +197,8 @@ class _Builder:
                 prepared.write_back.append(copy_kernel(final, target))
                 offset += size
             ordered = [tensors[rank] for rank in sorted(tensors)]
-            prepared.kernels.append(sum_kernel(target, ordered, self._scratch.take("sum", CHUNK, self._wide), scale))
+            scratch = self._scratch.take("sum", min(CHUNK, size), self._wide)
+            prepared.kernels.append(sum_kernel(target, ordered, scratch, scale))
 
     def _message(self, prepared: PreparedRound, source: Tensor, keeps: bool) -> memoryview:
         """The bytes of a message, which the round puts together if they are not the source's own."""

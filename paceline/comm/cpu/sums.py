@@ -30,7 +30,7 @@ def sum_kernel(
     Args:
         out: One dimension; may be one of `parts`.
         parts: Two or more tensors of the shape of `out` and of one dtype.
-        scratch: `CHUNK` elements of the dtype to accumulate in (`accumulation_dtype`).
+        scratch: As many elements as `out` has, `CHUNK` at most, of the dtype to accumulate in (`accumulation_dtype`).
         scale: Factor applied to the sum.
         copies: Of the shape and dtype of `out`; get the sum too.
     """
