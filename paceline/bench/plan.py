@@ -23,7 +23,7 @@ from paceline.launch.pool import RankPool
 from paceline.materialise.freed import return_freed_memory
 from paceline.measuring.cases import Case
 from paceline.measuring.loops import one_process, parallel
-from paceline.measuring.meters import watching_allocations, watching_memory
+from paceline.measuring.meters import held_bytes, watching_allocations, watching_memory
 from paceline.measuring.results import write_json
 from paceline.models.config import ModelConfig
 from paceline.models.presets import preset
@@ -118,13 +118,18 @@ def _ranks(
             for number, (strategy, seconds) in enumerate(zip(strategies, times, strict=True)):
                 report(f"{ranks} ranks: {case.name}, memory ({number + 1} of {len(strategies)})")
                 held = pool.run(_memory, case, strategy, limit=600)
-                rows.append(_row(case, ranks, strategy, seconds, held))
+                rows.append(_row(case, ranks, strategy, seconds, held, before.framework))
     report(f"{ranks} ranks: measuring the machine again")
     return rows, between(before, measured_here(ranks, options.calibration / 2))
 
 
 def _row(
-    case: Case, ranks: int, strategy: Strategy, seconds: Sequence[float], held: Sequence[tuple[int, int]]
+    case: Case,
+    ranks: int,
+    strategy: Strategy,
+    seconds: Sequence[float],
+    held: Sequence[tuple[int, int]],
+    framework: int,
 ) -> PlanRow:
     quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return PlanRow(
@@ -137,7 +142,7 @@ def _row(
         undisturbed(seconds) * 1e3,
         (quartiles[2] - quartiles[0]) / 2 * 1e3,
         max(allocated for allocated, _ in held),
-        max(process for _, process in held),
+        framework + max(grown for _, grown in held),
     )
 
 
@@ -204,7 +209,10 @@ def _times(case: Case, strategies: Sequence[Strategy], rounds: int, steps: int) 
 
 
 def _memory(case: Case, strategy: Strategy) -> tuple[int, int]:
-    """Bytes of this rank at its fullest, in the first three steps: allocated, and those of the whole process."""
+    """Bytes of this rank at its fullest, in the first three steps: allocated, and what its process grew by.
+
+    What the process had before is not the setting's: the heap of one that has trained others has their gaps.
+    """
     world = pl.init(device="cpu")
 
     def train() -> nn.Module:
@@ -219,9 +227,10 @@ def _memory(case: Case, strategy: Strategy) -> tuple[int, int]:
     gc.collect()
     return_freed_memory()
     pl.barrier()
+    before = held_bytes(world.device)
     with watching_memory(world.device) as peak:
         model = train()
-        process = peak()
+        grown = peak() - before
     pl.barrier()
     pl.release(model)
     del model
@@ -234,4 +243,4 @@ def _memory(case: Case, strategy: Strategy) -> tuple[int, int]:
     pl.barrier()
     pl.release(model)
     pl.shutdown()
-    return allocated, process
+    return allocated, grown

@@ -38,8 +38,8 @@ class PlanRow:
         spread_ms: Half of what lies between the quartiles.
         allocated_bytes: What torch's allocator and the memory between ranks held at a rank's fullest moment: the like
             of a GPU's `max_memory_allocated`.
-        process_bytes: What the fullest rank's process had of the kernel at most: with the interpreter, libraries, and
-            what the C library keeps.
+        process_bytes: What the fullest rank's process had of the kernel at most: what it grew by, with what the C
+            library keeps, and what a process has as the machine was measured: interpreter, libraries, their buffers.
         predicted_ms: The planner's.
         predicted_bytes: The planner's of what is allocated, and
         predicted_process_bytes: with what it counts for the framework.

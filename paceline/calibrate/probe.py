@@ -22,8 +22,30 @@ from paceline.plan.stages import Shapes, shapes
 from paceline.plan.trace import trace
 from paceline.plan.work import Work
 
-CONTENTIONS = [0.0, 0.05, 0.1, 0.15, 0.2, 0.275, 0.35, 0.42, 0.5, 0.6, 0.75, 0.9, 1.0, 1.2, 1.4, 1.7, 2.0]
-"""Shares by which computing is slower beside a collective that are tried: at 1 each has half of a core."""
+CONTENTIONS = [
+    0.0,
+    0.05,
+    0.1,
+    0.15,
+    0.2,
+    0.275,
+    0.35,
+    0.42,
+    0.5,
+    0.6,
+    0.75,
+    0.9,
+    1.0,
+    1.2,
+    1.4,
+    1.7,
+    2.0,
+    3.0,
+    5.0,
+    10.0,
+]
+"""Shares by which computing is slower beside a collective that are tried: at 1 each has half of a core, at 10 computing
+all but stands still, as it does where ranks leave no core idle."""
 
 IN_STEPS = [0.9 * 1.02**step for step in range(65)]
 """How many times as long computing takes in a step as by itself: from 0.9 to 3.2."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import NamedTuple
 
@@ -13,20 +14,21 @@ from torch import Tensor
 
 import paceline as pl
 from paceline.calibrate.rates import line, rates
-from paceline.calibrate.timed_pass import timed_pass, undisturbed
+from paceline.calibrate.timed_pass import clock, timed_pass, undisturbed
 from paceline.comm.connect import open_transport
 from paceline.comm.transport import Transport
 from paceline.comm.world import World
 from paceline.core.strategy import Stage, Strategy
+from paceline.launch.cores import available_cores
 from paceline.materialise.freed import keep_freed_memory, return_freed_memory
-from paceline.measuring.cases import ADAMW, Case
+from paceline.measuring.cases import ADAMW, Case, Precision
 from paceline.measuring.loops import one_process, parallel
 from paceline.measuring.meters import held_bytes
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
 from paceline.plan.hardware import Rates
 
-DTYPES = ("float32", "bfloat16")
+DTYPES: tuple[Precision, ...] = ("float32", "bfloat16")
 
 SHAPES: tuple[tuple[ModelConfig, int], ...] = (
     (ModelConfig(layers=1, width=96, heads=3, context=96, vocabulary=1024), 2),
@@ -98,22 +100,39 @@ def measure_in(world: World, seconds: float) -> Measured:
     framework = _framework(world)
     repeats = max(3, round(seconds / 3))
     found, launch = _operators(repeats)
-    ceiling = {dtype: _ceiling(getattr(torch, dtype), repeats) for dtype in DTYPES}
+    ceiling: dict[str, float] = {dtype: _ceiling(getattr(torch, dtype), repeats) for dtype in DTYPES}
     found |= {"update": _update(repeats), "copy_in": _copies(repeats, 4), "cast": _copies(repeats, 2)}
+    crowding = _crowding(world)
+    found, launch = _slower(found, crowding), launch * crowding
     if world.world_size > 1:
         found |= _collectives(world, repeats)
-    smallest = _engine(Strategy(), EMPTY, world, 5 * repeats)
+    (smallest,) = _engine([Strategy()], EMPTY, world, 5 * repeats)
     stages: tuple[Stage, ...] = (0, 1, 2, 3) if world.world_size > 1 else (0,)
+    plain = [Strategy(zero=stage) for stage in stages]
+    *whole, half = _engine([*plain, Strategy(precision="bfloat16")], PROBE, world, 2 * repeats)
     steps: dict[str, dict[Stage, float]] = {
-        "float32": {stage: _engine(Strategy(zero=stage), PROBE, world, repeats) for stage in stages},
-        "bfloat16": {0: _engine(Strategy(precision="bfloat16"), PROBE, world, repeats)},
+        "float32": dict(zip(stages, whole, strict=True)),
+        "bfloat16": {0: half},
     }
     return Measured(found, launch, ceiling, _bandwidth(repeats), framework, smallest, steps)
 
 
+def _crowding(world: World) -> float:
+    """How many times as long as on a core of its own computing takes where ranks of one thread are more than cores."""
+    return max(1.0, world.local_world_size / available_cores()) if clock() is time.thread_time else 1.0
+
+
+def _slower(found: Mapping[str, Rates], share: float) -> dict[str, Rates]:
+    return {name: Rates(*(share * part for part in astuple(rates))) for name, rates in found.items()}
+
+
 def _framework(world: World) -> int:
-    """Bytes of a process that has trained something of next to nothing: libraries, and what their first use takes."""
-    one_process(EMPTY, world, "float32").step()
+    """Bytes of a process that has trained, without what it trained: libraries, and what those of matmuls keep.
+
+    Of one model in each precision: oneDNN keeps 10 MiB and more of kernels that it compiles for bfloat16's shapes.
+    """
+    for precision in DTYPES:
+        one_process(PROBE, world, precision).step()
     gc.collect()
     return_freed_memory()
     return held_bytes(world.device)
@@ -210,21 +229,23 @@ def _collective(transport: Transport, name: str, buffer: Tensor, repeats: int) -
     return undisturbed([max(each) for each in zip(*slowest, strict=True)])
 
 
-def _engine(strategy: Strategy, case: Case, world: World, repeats: int) -> float:
-    """Seconds of a step of the slowest rank."""
-    training = parallel(strategy, case, world, "float32")
-    times = []
+def _engine(strategies: Sequence[Strategy], case: Case, world: World, repeats: int) -> list[float]:
+    """Seconds of a step of the slowest rank, with each strategy by turns: what disturbs for a while disturbs all."""
+    trainings = [parallel(strategy, case, world, "float32") for strategy in strategies]
+    times: list[list[float]] = [[] for _ in trainings]
     for number in range(repeats + 2):
-        pl.barrier()
-        began = time.perf_counter()
-        for _ in range(2):
-            training.step()
-        training.settle()
-        if number > 1:
-            times.append((time.perf_counter() - began) / 2)
-    pl.release(training.model)
-    slowest: Sequence[Sequence[float]] = pl.all_gather_json(times)
-    return undisturbed([max(each) for each in zip(*slowest, strict=True)])
+        for training, found in zip(trainings, times, strict=True):
+            pl.barrier()
+            began = time.perf_counter()
+            for _ in range(2):
+                training.step()
+            training.settle()
+            if number > 1:
+                found.append((time.perf_counter() - began) / 2)
+    for training in trainings:
+        pl.release(training.model)
+    everyone: Sequence[Sequence[Sequence[float]]] = pl.all_gather_json(times)
+    return [undisturbed([max(each) for each in zip(*of_one, strict=True)]) for of_one in zip(*everyone, strict=True)]
 
 
 def _times(run: Callable[[], object], repeats: int) -> list[float]:
@@ -247,13 +268,13 @@ def _least(run: Callable[[], object], repeats: int) -> float:
 
 def _cold(run: Callable[[], object], repeats: int) -> float:
     """Of a call that finds its memory out of the caches, where a pass of a model leaves what it does not use."""
-    others = torch.ones(BEYOND_CACHES // 4)
+    others, now = torch.ones(BEYOND_CACHES // 4), clock()
     pl.barrier()
     run()
     times = []
     for _ in range(repeats):
         others.add_(1)
-        began = time.perf_counter()
+        began = now()
         run()
-        times.append(time.perf_counter() - began)
+        times.append(now() - began)
     return undisturbed(times)

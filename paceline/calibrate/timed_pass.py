@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,18 +21,28 @@ class Timed(NamedTuple):
     seconds: float
 
 
+def clock() -> Callable[[], float]:
+    """What tells how long computing takes: of one thread its time on a core, else the time that goes by.
+
+    The former is the same whoever else has the core in between: other ranks, where these are more than cores, or other
+    programs. The operators' own threads are not on the caller's clock, so of several nobody can tell.
+    """
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
 class _Clock(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         super().__init__()
+        self.now = now
         self.calls: list[Timed] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        began = time.perf_counter()
+        began = self.now()
         result = func(*args, **kwargs)
-        seconds = time.perf_counter() - began
+        seconds = self.now() - began
         counted = operation(func, args, kwargs, result)
         if counted is not None:
             self.calls.append(Timed(counted, seconds / counted.count))
@@ -55,16 +66,16 @@ def timed_pass(model: nn.Module, arguments: tuple[Tensor, ...], passes: int) -> 
         arguments: What it is called with.
         passes: How often each.
     """
-    wholes, clocks = list[float](), list[list[Timed]]()
+    wholes, clocks, now = list[float](), list[list[Timed]](), clock()
     for number in range(passes + 1):
-        began = time.perf_counter()
+        began = now()
         _run(model, arguments)
-        whole = time.perf_counter() - began
-        with _Clock() as clock:
+        whole = now() - began
+        with _Clock(now) as seen:
             _run(model, arguments)
         if number:  # the first one makes memory and threads
             wholes.append(whole)
-            clocks.append(clock.calls)
+            clocks.append(seen.calls)
     calls = [Timed(each[0].operation, undisturbed([one.seconds for one in each])) for each in zip(*clocks, strict=True)]
     return Pass(calls, undisturbed(wholes))
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,3 +103,16 @@ def test_what_a_step_adds_to_operators_is_what_the_steps_show() -> None:
         assert found.measured[name].per_flop == pytest.approx(true.measured[name].per_flop, rel=0.03)
     # What a step adds to operators of next to nothing is taken for the host's.
     assert found.hooks == pytest.approx(true.hooks, rel=0.3)
+
+
+def test_where_ranks_are_more_than_cores_each_computes_for_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "available_cores", lambda: 2)
+    monkeypatch.setattr(rank, "clock", lambda: time.thread_time)
+    world = SimpleNamespace(local_world_size=4)
+    assert rank._crowding(world) == 2.0  # type: ignore[arg-type]
+    world.local_world_size = 1
+    assert rank._crowding(world) == 1.0  # type: ignore[arg-type]
+    # What went by on the clock has the others' turns in it.
+    monkeypatch.setattr(rank, "clock", lambda: time.perf_counter)
+    world.local_world_size = 4
+    assert rank._crowding(world) == 1.0  # type: ignore[arg-type]
