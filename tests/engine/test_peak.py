@@ -78,7 +78,7 @@ def train(strategy: pl.Strategy, windows: int) -> tuple[int, int, int]:
     peaks = []
     for _ in range(windows):
         pl.barrier()
-        with patch("paceline.bench.meters.held_bytes", in_use), watching_memory(CPU) as most:
+        with patch("paceline.measuring.meters.held_bytes", in_use), watching_memory(CPU) as most:
             for _ in range(2):
                 step()
             pl.barrier()
