@@ -134,6 +134,15 @@ class FlatGradients:
         first = int(whole.storage_offset()) + start - slot.offset
         return whole.as_strided((stop - start,), (1,), first)
 
+    def show_in(self, index: int, other: Tensor, gradient: Tensor) -> None:
+        """Copies a parameter's gradient, or this rank's shard of it, to where that is in a whole one, if it has come."""
+        is_whole = other.shape == self._layout.slots[index].spec.shape
+        if gradient.__dict__.get("_wait") is not None or other.stride() != self.views[index].stride() or not is_whole:
+            return
+        part = other if other.shape == gradient.shape else self.own_part(index, other)
+        if part.shape == gradient.shape:
+            part.copy_(gradient)
+
     def reduced_of(self, index: int) -> Tensor | None:
         """The reduced gradient of a parameter, of this rank's shard where it has one; None where that is empty."""
         return self._reduced_views[index]

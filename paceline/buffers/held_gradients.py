@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -28,7 +29,7 @@ class HeldGradients:
     def __init__(self) -> None:
         """There are none yet."""
         self._tensors: dict[int, Tensor] = {}
-        self._replaced: dict[int, tuple[Tensor, int, int]] = {}
+        self._replaced: dict[int, _Replaced] = {}
 
     def begin(self, flat: FlatGradients, gradients: Mapping[int, Tensor]) -> None:
         """A backward begins.
@@ -37,13 +38,14 @@ class HeldGradients:
             flat: Where gradients lie.
             gradients: What is `p.grad`, by index, with no other reference to it.
         """
-        self._replaced.clear()
+        self._flat = flat
         former, self._tensors = self._tensors, {}
         if not gradients:
             return
         references, uses = _unheld()
         with torch._C.DisableTorchFunctionSubclass():
             counts, ours = _references(gradients), flat.handed_out()
+            self._replaced = {index: each for index, each in self._replaced.items() if each.is_kept(ours)}
             storages = {i: storage_of(g) for i, g in gradients.items() if g.layout == torch.strided}
             known = Counter(storages.values())
             for index, gradient in gradients.items():
@@ -80,30 +82,48 @@ class HeldGradients:
             return held if (held.shape, held.dtype) == (like.shape, dtype) else None
 
     def replace(self, index: int, gradient: Tensor) -> None:
-        """Another tensor is `p.grad` from now on, and edits of the one before would be lost."""
-        held = self._tensors.get(index)
-        if held is gradient:
-            self._replaced.pop(index, None)
-        elif held is not None:
-            self._replaced[index] = (held, held._version, gradient.data_ptr())
+        """Another tensor is `p.grad` from now on, and edits of the one before would be lost.
+
+        That shows the values here, as far as this rank has them, so that an edit which would change them changes it.
+        """
+        held, replaced = self._tensors.get(index), self._replaced.get(index)
+        if held is not None and held is not gradient and (replaced is None or replaced.tensor is not held):
+            replaced = self._replaced[index] = _Replaced(held)
+        if replaced is not None and replaced.tensor is gradient:
+            del self._replaced[index]
+        elif replaced is not None:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                replaced.given = gradient.data_ptr()
+                self._flat.show_in(index, replaced.tensor, gradient)
+                replaced.take()
 
     def require_unedited(self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot]) -> None:
         """Refuses to go on where a loop has edited a tensor that was `p.grad` and could not stay it.
 
+        To be called before each `begin`.
+
         Raises:
             EngineError: It has.
         """
-        for index, (held, version, given) in self._replaced.items():
+        for index, replaced in list(self._replaced.items()):
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = parameters[index].grad
-                lost = gradient is not None and gradient.data_ptr() == given and held._version != version
-            if lost:
-                raise EngineError(
-                    f"{slots[index].spec.name}: the tensor that was p.grad before backward was edited after it, but "
-                    "p.grad is another one now (this rank's shard, or of another dtype), so the edit would be lost. "
-                    "Ask p.grad again after each backward, or set strategy.zero to 0 in float32, where it stays the "
-                    "same tensor"
-                )
+                if gradient is None or gradient.data_ptr() != replaced.given:
+                    # The loop has set it to another, and under DDP, too, this one would be p.grad no more.
+                    del self._replaced[index]
+                    continue
+                if not replaced.is_edited():
+                    continue
+                is_zero = not replaced.tensor.any()
+            if is_zero and not gradient.as_subclass(Tensor).any():
+                # Both were set to zero, as p.grad alone would have been.
+                replaced.take()
+                continue
+            raise EngineError(
+                f"{slots[index].spec.name}: the tensor that was p.grad before backward was edited after it, but p.grad "
+                "is another one now (this rank's shard, or of another dtype), so the edit would be lost. Ask p.grad "
+                "again after each backward, or set strategy.zero to 0 in float32, where it stays the same tensor"
+            )
 
     def publish(self) -> None:
         """The step's gradients are published, and none is to be given back any more."""
@@ -113,6 +133,39 @@ class HeldGradients:
         """Forgets what a step that is given up has left."""
         self._tensors.clear()
         self._replaced.clear()
+
+
+@dataclass
+class _Replaced:
+    """A tensor that was `p.grad` and could not stay it.
+
+    Attributes:
+        tensor: That.
+        given: Where in memory the one lies that took its place.
+    """
+
+    tensor: Tensor
+    given: int = 0
+
+    def take(self) -> None:
+        """Takes it as it is now for unedited."""
+        self._version, self._bits = self.tensor._version, _bits(self.tensor).clone()
+
+    def is_edited(self) -> bool:
+        """Whether somebody wrote to it since; by way of `.data` or `.numpy()` that moves no version on."""
+        return self.tensor._version != self._version or not torch.equal(self._bits, _bits(self.tensor))
+
+    def is_kept(self, ours: Collection[int]) -> bool:
+        """Whether a loop still has it, or its memory, which may be one of buffers of `ours`, by `storage_of`."""
+        references, uses = _alone()
+        is_ours = storage_of(self.tensor) in ours
+        return is_ours or uses_of(self.tensor) > uses or _references({0: self.tensor})[0] > references
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, as NaN is not equal to itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _references(gradients: Mapping[int, Tensor]) -> dict[int, int]:
@@ -126,3 +179,10 @@ def _unheld() -> tuple[int, int]:
     probe = nn.Parameter(torch.zeros(1))
     probe.grad = torch.zeros(1)
     return _references({0: probe.grad})[0], uses_of(probe.grad) - 1
+
+
+@cache
+def _alone() -> tuple[int, int]:
+    """References to a tensor that one variable holds and that is nobody's `grad`, and uses of its storage."""
+    probe = torch.zeros(1)
+    return _references({0: probe})[0], uses_of(probe)

@@ -140,6 +140,64 @@ def test_edits_of_what_shards_replace_count_or_are_refused(
             torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
+def by_numpy(gradient: Tensor) -> None:
+    gradient.numpy()[...] *= 0.5
+
+
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda gradient: gradient.mul_(0.5),
+    "by data": lambda gradient: gradient.data.mul_(0.5),
+    "by numpy": by_numpy,
+}
+
+
+def edited_in_the_second_step(zero: int, edit: str) -> tuple[int, str]:
+    """In which step that is refused, and what is said."""
+    model = pl.parallelize(build(), Strategy(zero=zero))  # type: ignore[arg-type]
+    optimizer, held = torch.optim.SGD(model.parameters(), lr=0.1), its_own(model)
+    try:
+        for step in range(3):
+            loss_of(model, step).backward()
+            if step == 1:
+                EDITS[edit](held[0])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    except EngineError as error:
+        return step, str(error)
+    finally:
+        pl.reset(model)
+        pl.release(model)
+    return -1, ""
+
+
+@pytest.mark.parametrize(("zero", "edit"), diagonal([1, 2, 3], list(EDITS)))
+def test_an_edit_is_refused_however_and_whenever_it_is_made(ranks: RankPool, zero: int, edit: str) -> None:
+    for step, told in ranks(2, edited_in_the_second_step, zero, edit):
+        assert step == 1 and told.startswith("0.weight: the tensor that was p.grad before backward was edited after it")
+
+
+def zeroed_with_it(strategy: Strategy | None) -> list[Tensor]:
+    """A loop that zeroes its own tensors and `p.grad` between steps, whichever of them that is."""
+    model = build() if strategy is None else pl.parallelize(build(), strategy)
+    optimizer, held = torch.optim.SGD(model.parameters(), lr=0.1), its_own(model)
+    for step in range(4):
+        loss_of(model, step).backward()
+        optimizer.step()
+        for gradient in held:
+            gradient.zero_()
+        optimizer.zero_grad(set_to_none=False)
+    weights = [value.clone() for value in model.state_dict().values()]
+    if strategy is not None:
+        pl.release(model)
+    return weights
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_was_p_grad_may_be_zeroed_with_what_is(ranks: RankPool, zero: int) -> None:
+    strategy = Strategy(zero=zero)  # type: ignore[arg-type]
+    torch.testing.assert_close(ranks(2, zeroed_with_it, strategy), [zeroed_with_it(None)] * 2, atol=1e-12, rtol=0)
+
+
 def low_loss_of(model: nn.Module, seed: int, rank: int, ranks: int) -> Tensor:
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
     return (model(x.chunk(ranks)[rank]).float() - 1).square().mean()
