@@ -24,6 +24,7 @@ import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm import meeting, watch
+from paceline.comm.cpu import registry
 from paceline.comm.devices import choose, index_of, look, tell_all
 from paceline.comm.environment import JOINING, read_environment
 from paceline.comm.folder_store import FolderStore
@@ -207,9 +208,15 @@ def shutdown() -> None:
     """Leaves the job; `pl.init()` may then join another. Safe to call twice.
 
     A process that ends leaves by itself. Call it where it goes on without the others, such as in a notebook or a test.
-    Models that are still parallel are of no more use: `pl.release` them first. On GPUs every rank calls it, and a rank
-    that leaves because of an exception does so without the others.
+    Models that are still parallel are of no more use, and ranks that wait for this one in one of them are told so:
+    `pl.release` them first. On GPUs every rank calls it, and a rank that leaves because of an exception does so without
+    the others.
     """
+    registry.leave(_ENDING_SECONDS)
+    _leave()
+
+
+def _leave() -> None:
     global _world
     watch.end()
     if dist.is_initialized():
@@ -238,7 +245,7 @@ def note_failure() -> None:
 def _leave_at_exit() -> None:
     """As `shutdown`, but on GPUs waits for no other rank, which may have failed or be elsewhere."""
     if _world is None or _world.backend != "nccl" or not dist.is_initialized():
-        shutdown()
+        _leave()
         return
     # What the interpreter keeps of an exception that ends the program.
     if not (_failed or getattr(sys, "last_value", None) is not None):

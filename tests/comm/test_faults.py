@@ -180,7 +180,7 @@ def test_what_failed_first_is_what_every_rank_raises(ranks, transport, n, collec
     assert others == [(f"rank {n - 1} gave up: ValueError: a broken batch",) * 2] * (n - 1)
 
 
-def wait_for_one_that_knows_of_nothing(inside: bool, told: Path) -> tuple[str, float]:
+def wait_for_one_that_knows_of_nothing(collective: str, inside: bool, told: Path) -> tuple[str, float]:
     """Rank 0 fails; rank 1 waits for rank 2, which is elsewhere and sees nothing of it."""
     world = pl.init()
     transport = open_transport(world)
@@ -191,7 +191,7 @@ def wait_for_one_that_knows_of_nothing(inside: bool, told: Path) -> tuple[str, f
         transport.abort("ValueError: in the loop")
     elif world.rank == 0:
         stream = ThreadStream("gather")
-        pending = stream.submit(lambda: transport.run("all_gather", buffer, "bucket 1"), "bucket 1")
+        pending = stream.submit(lambda: transport.run(collective, buffer, "bucket 1"), "bucket 1")
         time.sleep(0.3)
         transport.abort("ValueError: in the loop")
         with pytest.raises(CommunicationError):
@@ -199,7 +199,7 @@ def wait_for_one_that_knows_of_nothing(inside: bool, told: Path) -> tuple[str, f
         stream.close()
     elif world.rank == 1:
         with pytest.raises(CommunicationError) as caught:
-            transport.run("all_gather", buffer, "bucket 1")
+            transport.run(collective, buffer, "bucket 1")
         message = str(caught.value)
     seconds = time.monotonic() - start
     if world.rank == 1:
@@ -212,13 +212,50 @@ def wait_for_one_that_knows_of_nothing(inside: bool, told: Path) -> tuple[str, f
     return message, seconds
 
 
+# Between sockets, rank 1 exchanges messages with rank 2 alone.
+@pytest.mark.parametrize(("transport", "collective"), [("auto", "all_gather"), ("tcp", "broadcast/tree@2")])
 @pytest.mark.parametrize("inside", [True, False])
 def test_who_waits_for_a_rank_that_knows_of_nothing_is_told_of_another_one_that_failed(
-    ranks, tmp_path, inside: bool
+    ranks, tmp_path, transport: str, collective: str, inside: bool
 ) -> None:
-    (_, _), (message, seconds), (_, _) = ranks(3, wait_for_one_that_knows_of_nothing, inside, tmp_path / "told")
+    place = tmp_path / "told"
+    told = ranks(3, wait_for_one_that_knows_of_nothing, collective, inside, place, transport=transport)
+    message, seconds = told[1]
     assert message == "rank 0 gave up: ValueError: in the loop"
     assert seconds < 3
+
+
+def train_until_one_leaves(fails: bool) -> None:
+    """Rank 1 leaves the job after two steps, and rank 0 goes on."""
+    world = pl.init()
+    model = pl.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), pl.Strategy(zero=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for step in range(4):
+            if world.rank == 1 and step == 2:
+                if fails:
+                    raise ValueError("a broken batch")
+                return
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+    finally:
+        pl.shutdown()
+
+
+def told_of_one_that_leaves(fails: bool) -> str:
+    try:
+        train_until_one_leaves(fails)
+    except (CommunicationError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("transport", ["auto", full("tcp")])
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_waits_for_a_rank_that_leaves_the_job_is_told_why(ranks, transport: str, fails: bool) -> None:
+    told, _ = ranks(2, told_of_one_that_leaves, fails, transport=transport)
+    cause = "ValueError: a broken batch" if fails else "pl.shutdown() while models were parallel: pl.release them first"
+    assert told.startswith(f"rank 1 gave up: {cause}")
 
 
 def abort_while_waiting() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
@@ -29,6 +30,7 @@ class _Registered(Protocol):
     def close_sockets(self) -> None: ...
 
 
+_LOOK_SECONDS = 0.005
 _transports: weakref.WeakSet[_Registered] = weakref.WeakSet()
 
 
@@ -79,12 +81,30 @@ def under_way() -> list[str]:
     return sorted(filter(None, (transport.under_way for transport in list(_transports))))
 
 
+def leave(patience: float) -> None:
+    """Tells peers that this rank comes to no collective any more: of the exception that is on its way, if there is one.
+
+    Args:
+        patience: Seconds for which those under way may be ended before.
+    """
+    error, reason = sys.exc_info()[1], "pl.shutdown() while models were parallel: pl.release them first, on every rank"
+    if error is None:
+        end = time.monotonic() + patience
+        while not others_idle() and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+    _give_up(explain(error) if error is not None else reason)
+
+
+def _give_up(reason: str) -> None:
+    for transport in list(_transports):
+        transport.abort(reason)
+
+
 def _tell_of_exception() -> None:
     """Tells peers, at the interpreter's end, of an exception that nobody caught."""
     error = getattr(sys, "last_value", None)
     if error is not None:
-        for transport in list(_transports):
-            transport.abort(explain(error))
+        _give_up(explain(error))
 
 
 def _after_fork() -> None:

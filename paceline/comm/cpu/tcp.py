@@ -6,12 +6,15 @@ Every message says which collective and round it belongs to, so ranks that disag
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
 import struct
+import sys
+import termios
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from paceline.comm.cpu.signals import plain, text_of
@@ -22,6 +25,8 @@ _HEADER = struct.Struct("<QQIIQ")
 """Number of the collective, its digest, stage, kind, bytes that follow the text."""
 _TEXT = 448
 _DATA, _ABORTED = 0, 1
+_INSIDE = 1
+"""The stage that a rank names which gave up in the middle of its latest collective, and not between two."""
 _POLL_SECONDS = 0.1
 _AT_ONCE = 1 << 18
 """Bytes of a message that are worth waking up for: waking for each packet would take a core from computing."""
@@ -107,6 +112,7 @@ class TcpConnections:
             ready, moved = poll.poll(1000 * _POLL_SECONDS), self.sent_bytes + self._received_bytes
             if not ready:
                 look()
+                self._look_around(incoming)
                 # Fewer bytes than are worth waking up for show that a peer is there, too.
                 ready = [(each, select.POLLIN) for each, peer in by_number.items() if peer in incoming]
             for descriptor, events in ready:
@@ -127,9 +133,14 @@ class TcpConnections:
             elif silence.left() <= 0:
                 raise self._silent(sorted({*outgoing, *incoming})[0])
 
-    def abort(self, reason: str) -> None:
-        """Tells peers that this rank will not go on, where no message is half sent, and sends nothing after that."""
-        header = _HEADER.pack(self.number, self._digest, 0, _ABORTED, 0) + text_of(reason)
+    def abort(self, reason: str, inside: bool = False) -> None:
+        """Tells peers that this rank will not go on, where no message is half sent, and sends nothing after that.
+
+        Args:
+            reason: Why.
+            inside: Whether it is in the middle of a collective; see `Signals.abort`.
+        """
+        header = _HEADER.pack(self.number, self._digest, _INSIDE * inside, _ABORTED, 0) + text_of(reason)
         with self._sending:
             for peer, connection in self._sockets.items():
                 with contextlib.suppress(OSError):
@@ -217,6 +228,38 @@ class TcpConnections:
                 f"{plain(self._text)}; rank {self._name(peer)} is in collective {number}, {text}. Every rank must run "
                 "the same model with the same strategy and the same number of micro-batches"
             )
+
+    def _look_around(self, awaited: Collection[int]) -> None:
+        """Raises if a peer gave up without which the collective cannot end, though nothing of it is awaited now.
+
+        The awaited ones may not know of it: see `Signals._look_around`.
+        """
+        others = {self._sockets[peer].fileno(): peer for peer in self._sockets if peer not in awaited}
+        poll = select.poll()
+        for descriptor in others.keys() - {-1}:
+            poll.register(descriptor, select.POLLRDHUP)
+        for descriptor, _ in poll.poll(0):
+            peer = others[descriptor]
+            if (said := self._last_words(peer)) is not None:
+                number, is_inside, text = said
+                if number < self.number or (number == self.number and is_inside):
+                    raise aborted_by(self._name(peer), text)
+
+    def _last_words(self, peer: int) -> tuple[int, bool, str] | None:
+        """The collective in which a peer gave up, whether in its middle, and why; what it has sent stays unread.
+
+        None where it said nothing of it.
+        """
+        unread = memoryview(b"")
+        with contextlib.suppress(OSError):
+            size = fcntl.ioctl(self._sockets[peer], termios.FIONREAD, bytes(4))
+            unread = memoryview(self._sockets[peer].recv(int.from_bytes(size, sys.byteorder), socket.MSG_PEEK))
+        while len(unread) >= _HEADER.size + _TEXT:
+            number, _, stage, kind, follows = _HEADER.unpack_from(unread)
+            if kind == _ABORTED:
+                return number, stage == _INSIDE, plain(bytes(unread[_HEADER.size : _HEADER.size + _TEXT]))
+            unread = unread[_HEADER.size + _TEXT + follows :]
+        return None
 
     def _why_gone(self, peer: int) -> CommunicationError:
         """Why a peer that takes nothing more ended, if it said so."""

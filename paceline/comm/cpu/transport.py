@@ -291,7 +291,6 @@ class CpuTransport:
         """Tells peers why this rank will not go on, once."""
         if self._failure is None:
             self._failure = reason
-            if self._signals is not None:
-                self._signals.abort(reason, inside=self._running is not None)
-            if self._connections is not None:
-                self._connections.abort(reason)
+            for each in (self._signals, self._connections):
+                if each is not None:
+                    each.abort(reason, inside=self._running is not None)
