@@ -23,12 +23,12 @@ def _get(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _assign(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    former = _get(parameter)
+    # Between steps a parameter tells the dtype of its update, in which a loop may make its gradient.
+    former, shown = _get(parameter), (parameter.shape, parameter.dtype)
     with torch._C.DisableTorchFunctionSubclass():
         replaces = isinstance(gradient, GradientShard) or (
             isinstance(gradient, Tensor)
-            and former is not None
-            and (former.shape, former.dtype) == (gradient.shape, gradient.dtype)
+            and (gradient.shape, gradient.dtype) in (shown, former is not None and (former.shape, former.dtype))
         )
     if replaces and gradient is not None:
         set_gradient(parameter, gradient)

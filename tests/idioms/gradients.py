@@ -59,6 +59,20 @@ def gradients_edited_by_hand(side: Side) -> Found:
     return state(model)
 
 
+@idiom()
+def gradients_made_before_backward(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.zeros(p.shape, dtype=p.dtype)
+        for x, y in side.micro_batches(net, step):
+            (net(x) - y).square().mean().div(side.micro).backward()
+        optimizer.step()
+    return state(model)
+
+
 @idiom(against="ddp", low=False, refused=(("zero 1", "."), ("zero 2", "."), ("zero 3", ".")))
 def hooks_on_parameters(side: Side) -> Found:
     """A hook that scales a gradient, and one that looks at it after it has been added."""
