@@ -18,7 +18,7 @@ from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.engine import recovery
 from paceline.engine.engine import Engine
-from paceline.hooks.plain_copies import ENGINE, SET, copy_plain, reduce_plain
+from paceline.hooks.plain_copies import ENGINE, SET, copy_plain, inside, reduce_plain
 from paceline.materialise.freed import keep_freed_memory
 
 M = TypeVar("M", bound=nn.Module)
@@ -71,12 +71,12 @@ def parallelize(
     world = current_world()
     if world.device.type == "cpu":
         keep_freed_memory()
-    engine = Engine(model, strategy or Strategy(), world, init, weights)
-    setattr(model, ENGINE, engine)
-    reference: weakref.ref[nn.Module] = weakref.ref(model)
-    model.no_sync = partial(_no_sync, weakref.ref(engine))  # type: ignore[assignment]
-    model.__deepcopy__ = partial(copy_plain, reference)  # type: ignore[assignment]
-    model.__reduce_ex__ = partial(reduce_plain, reference)  # type: ignore[method-assign]
+    engine, module = Engine(model, strategy or Strategy(), world, init, weights), inside(model)
+    setattr(module, ENGINE, engine)
+    reference: weakref.ref[nn.Module] = weakref.ref(module)
+    module.no_sync = partial(_no_sync, weakref.ref(engine))  # type: ignore[assignment]
+    module.__deepcopy__ = partial(copy_plain, reference)  # type: ignore[assignment]
+    module.__reduce_ex__ = partial(reduce_plain, reference)  # type: ignore[method-assign]
     return model
 
 
@@ -288,5 +288,5 @@ def release(model: nn.Module) -> Any:
     """
     recovery.close(engine_of(model), whole=True)
     for name in SET:
-        delattr(model, name)
+        delattr(inside(model), name)
     return model

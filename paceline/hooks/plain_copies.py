@@ -13,6 +13,12 @@ SET = (ENGINE, "no_sync", "__deepcopy__", "__reduce_ex__")
 """What is set on a model while it is parallel."""
 
 
+def inside(model: nn.Module) -> nn.Module:
+    """The module itself, of what torch.compile has made of one, which hands on to it some of what is set, not all."""
+    found: nn.Module = getattr(model, "_orig_mod", model)
+    return found
+
+
 def copy_plain(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
     """What `copy.deepcopy` makes of a parallel model."""
     model = reference()

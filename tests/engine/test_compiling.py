@@ -5,6 +5,7 @@ What code a compiler makes is not in question, but what it looks at while it rea
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.core.strategy import Strategy
+from paceline.hooks.plain_copies import SET
 from tests.engine.models import assert_same, snapshot
 from tests.ranks import RankPool
 
@@ -177,6 +179,22 @@ def test_whatever_is_compiled_computes_as_one_process(ranks: RankPool, way: Comp
                 assert_same(state, alone[CASES[case][1]], atol=1e-9)
             except AssertionError as error:
                 raise AssertionError(f"{way.__name__} at {case}: {error}") from None
+
+
+def released_inside(zero: int) -> tuple[list[str], bool]:
+    """What is left of parallel training on a module that was compiled before, and whether its copy has its weights."""
+    model = build()
+    compiled = whole_before(model, Strategy(zero=zero))  # type: ignore[arg-type]
+    compiled(data(0, 4)[0]).sum().backward()
+    copied = copy.deepcopy(compiled)
+    pl.release(model)
+    same = all(torch.equal(a, b) for a, b in zip(copied.parameters(), model.parameters(), strict=True))
+    return [name for name in SET if name in (*vars(model), *vars(compiled))], same
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_module_inside_a_compiled_one_can_be_released(ranks: RankPool, zero: int) -> None:
+    assert ranks(2, released_inside, zero) == [([], True)] * 2
 
 
 def looked_at(zero: int) -> list[Tensor | None]:
