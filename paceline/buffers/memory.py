@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.comm.transport import Transport
-from paceline.core.buffers import Buffer, BufferKind, Buffers
+from paceline.core.buffers import Buffer, BufferKind
 from paceline.core.layout import Slot
 from paceline.core.ops import Span
 
@@ -32,7 +32,7 @@ class Tensors:
         self._views: dict[tuple[Span, torch.dtype | None], Tensor] = {}
         self._transports, self._device = transports, device
 
-    def allocate(self, buffers: Buffers, *kinds: BufferKind) -> None:
+    def allocate(self, buffers: Iterable[Buffer], *kinds: BufferKind) -> None:
         """Allocates the buffers of some kinds, zeroed, instead of those of these kinds that there are.
 
         A collective call where ranks communicate.
@@ -78,6 +78,14 @@ def parameter_in(flat: Tensor, slot: Slot, start: int) -> Tensor:
     """
     offset = int(flat.storage_offset()) + slot.offset - start
     return flat.as_strided(slot.spec.shape, slot.spec.stride, offset)
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The elements of a tensor that lie apart in memory, to be written: of those that `expand` repeats, one."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def placeholder(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.buffers.memory import apart
 from paceline.comm.connect import open_stream, open_transport
 from paceline.comm.control import new_generation
 from paceline.comm.streams import CommStream
@@ -124,7 +125,7 @@ class Collectives:
 
     def broadcast(self, tensors: Iterable[Tensor], purpose: str) -> None:
         """Sends rank 0's tensors to every rank. A collective call."""
-        for tensor in tensors:
+        for tensor in map(apart, tensors):
             if tensor.numel():
                 data = tensor.detach().reshape(-1)
                 if data.stride() != (1,):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from paceline.buffers.memory import apart
 from paceline.comm.control import all_gather_json
 from paceline.core.schedule import Schedule
 from paceline.executor.collectives import Collectives
@@ -89,7 +90,7 @@ class ModuleBuffers:
             by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
             for name, buffer, _ in self._all():
                 if name in self.sent and buffer.numel():
-                    by_dtype.setdefault(buffer.dtype, {})[id(buffer)] = buffer
+                    by_dtype.setdefault(buffer.dtype, {})[id(buffer)] = apart(buffer)
             for dtype, buffers in by_dtype.items():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers.values()])
                 op = schedule.send_buffers(str(dtype).removeprefix("torch."), micro_batch, flat.numel(), flat.itemsize)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
@@ -59,12 +59,22 @@ def cast_inputs(
             return cast
         return tree_map(lambda each: each.to(dtype) if _is_wide(each) else each, value)
 
+    def widen(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        # It inverts matrices, which has no kernels in low precision, and multiplies with a buffer.
+        return tuple(each.float() for each in args) if applies() else None
+
+    def narrow(part: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        return output.to(dtype) if applies() else None
+
     units = list(units)
+    orthogonal = [part for part in model.modules() if isinstance(part, _Orthogonal)]
     entered = dict.fromkeys((model, *units, *(part for unit in units for part in _beside_buffers(unit))))
     enters, leaves = ModuleHook(before), ModuleHook(after)
     return [
         *(module.register_forward_pre_hook(enters, with_kwargs=True) for module in entered),
         *(module.register_forward_hook(leaves, always_call=True) for module in entered),
+        *(part.register_forward_pre_hook(ModuleHook(widen)) for part in orthogonal),
+        *(part.register_forward_hook(ModuleHook(narrow)) for part in orthogonal),
     ]
 
 

@@ -30,11 +30,15 @@ def spectral_norm(side: Side) -> Found:
     return trained(side, nn.Sequential(*parts, nn.Tanh(), nn.Linear(WIDTH, 2)))
 
 
-@idiom(low=False)
+@idiom(off=0.1)
 def orthogonal_weights(side: Side) -> Found:
     torch.manual_seed(0)
-    turned = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH).to(side.dtype))
-    return trained(side, nn.Sequential(turned, nn.Tanh(), nn.Linear(WIDTH, 2)))
+    maps = ("matrix_exp", "cayley", "householder")
+    turned = [
+        nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH).to(side.dtype), orthogonal_map=each)
+        for each in maps
+    ]
+    return trained(side, nn.Sequential(*turned, nn.Tanh(), nn.Linear(WIDTH, 2)))
 
 
 @idiom(against="ddp", off=0.2)
@@ -139,3 +143,21 @@ def dropout(side: Side) -> Found:
     torch.manual_seed(100 + side.rank)
     fit(side, net, torch.optim.SGD(model.parameters(), 0.1), 3)
     return {**state(model), "next": torch.rand(3, dtype=torch.float64)}
+
+
+@idiom(against="one", off=0.1)
+def a_buffer_made_by_expand(side: Side) -> Found:
+    """One row in memory, which each forward moves."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, 2)
+            self.register_buffer("scales", torch.ones(1, 2).expand(4, 2))
+
+        def forward(self, x):
+            self.scales = (self.scales[:1] * 0.5).expand(4, 2)
+            return self.linear(x) * self.scales.mean(0)
+
+    torch.manual_seed(side.rank)
+    return trained(side, Scaled())
