@@ -135,7 +135,7 @@ class FlatGradients:
         return whole.as_strided((stop - start,), (1,), first)
 
     def show_in(self, index: int, other: Tensor, gradient: Tensor) -> None:
-        """Copies a parameter's gradient, or this rank's shard of it, to where that is in a whole one, if it has come."""
+        """Copies a parameter's gradient, or this rank's shard of it, to its place in a whole one, once it has come."""
         is_whole = other.shape == self._layout.slots[index].spec.shape
         if gradient.__dict__.get("_wait") is not None or other.stride() != self.views[index].stride() or not is_whole:
             return

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.buffers.former_memory import FormerMemory
 from paceline.buffers.handed_out import HandedOut
 from paceline.buffers.memory import Tensors, parameter_in
 from paceline.core.buffers import Buffers, has_master
-from paceline.core.layout import Bucket
+from paceline.core.layout import Bucket, Flat
 from paceline.core.schedule import Schedule
 
 
@@ -32,6 +33,7 @@ class FlatParameters:
         shard_index: Which of them is this rank's.
         views: Each parameter whole, to compute with, where that is gathered.
         local: This rank's shard of each managed one, as it is updated.
+        former: Where they lay before, as far as a loop has tensors there.
     """
 
     def __init__(
@@ -55,7 +57,17 @@ class FlatParameters:
         self.is_sharded, self.shares_memory = schedule.shards_parameters, schedule.shares_memory
         self._dtypes: list[torch.dtype] = [getattr(torch, flat.dtype) for flat in layout.flats]
         self.has_masters = any(has_master(flat) for flat in layout.flats)
-        tensors.allocate(self._buffers, "parameters", "master")
+        follows = turns is None and not self.is_sharded
+        moved = {index: self.all[index] for index in self.bucket_of if follows and self._is_managed(index)}
+        self.former = FormerMemory(moved, [slot.spec.name for slot in layout.slots])
+        # Those that no other rank reaches stay where they are, as a loop may have tensors there.
+        self._staying = {
+            index
+            for index, flat in enumerate(layout.flats)
+            if turns is None and self._buffers.by_name[_name(index)].stream is None and self._may_stay(index, flat)
+        }
+        left = {_name(index) for index in self._staying}
+        tensors.allocate([buffer for buffer in self._buffers if buffer.name not in left], "parameters", "master")
         with torch.no_grad():
             for whole in turns if turns is not None else (self.all,):
                 for parameter in whole:
@@ -69,6 +81,15 @@ class FlatParameters:
         self._handed_out, self._own_uses = HandedOut(), 0
         self.views: list[Tensor] = []
         self.assign_slots(schedule)
+        for parameter, whole in zip(self.all, self.views, strict=True):
+            parameter.data = whole
+
+    def _may_stay(self, index: int, flat: Flat) -> bool:
+        """Whether the parameters of a flat buffer can be computed with and updated where they are."""
+        slots = zip(self.all, self.layout.slots, strict=True)
+        own = [(p, slot.spec) for p, slot in slots if slot.flat == index]
+        as_laid_out = all(p.stride() == spec.stride and str(p.dtype) == f"torch.{flat.dtype}" for p, spec in own)
+        return as_laid_out and not has_master(flat) and not any(p.is_inference() for p, _ in own)
 
     def _is_managed(self, index: int) -> bool:
         flat = self.layout.flats[self.layout.slots[index].flat]
@@ -104,13 +125,15 @@ class FlatParameters:
         """Copies a parameter that is whole to where it, or this rank's shard of it, lies from now on."""
         slot, values = self.layout.slots[index], self.all[index].detach()
         spec = slot.spec
+        if slot.flat in self._staying:
+            return
         if values.stride() != spec.stride:
             dense = torch.empty_strided(spec.shape, spec.stride, dtype=values.dtype, device=values.device)
             values = dense.copy_(values)
         values = values.as_strided((spec.numel,), (1,))
         bucket = self.bucket_of.get(index)
         if not self.is_sharded:
-            self._tensors.by_name[f"parameters {slot.flat}"][slot.offset : slot.stop].copy_(values)
+            self._tensors.by_name[_name(slot.flat)][slot.offset : slot.stop].copy_(values)
         if bucket is None:
             return
         start, stop = self._range_of(index)
@@ -136,8 +159,10 @@ class FlatParameters:
 
     def _whole_view(self, index: int) -> Tensor:
         slot, bucket = self.layout.slots[index], self.bucket_of.get(index)
+        if slot.flat in self._staying:
+            return self.all[index].data
         if not self.is_sharded:
-            name = f"parameters {slot.flat}"
+            name = _name(slot.flat)
             whole = self._tensors.by_name[name]
             view = parameter_in(whole, slot, 0)
             return self._handed_out.view(name, whole, view) if self.shards > 1 else view
@@ -171,7 +196,7 @@ class FlatParameters:
                     self.shard(bucket).copy_(self.master(bucket))
 
     def _uses(self) -> int:
-        return sum(self._handed_out.uses(f"parameters {index}") for index in range(len(self.layout.flats)))
+        return sum(self._handed_out.uses(_name(index)) for index in range(len(self.layout.flats)))
 
     def count_own_uses(self) -> None:
         """Takes the tensors that now are in the memory of parameters for the engine's own."""
@@ -183,7 +208,7 @@ class FlatParameters:
 
         To be asked where parameters rest.
         """
-        return self._uses() > self._own_uses
+        return bool(self.former) or self._uses() > self._own_uses
 
     def parameter_at(self, bucket: Bucket, element: int) -> int:
         """The parameter that an element of a bucket belongs to."""
@@ -200,6 +225,11 @@ class FlatParameters:
     def units_of(self, indices: Collection[int]) -> set[str]:
         """The units that some parameters belong to."""
         return {self.layout.slots[index].spec.unit for index in indices}
+
+
+def _name(flat: int) -> str:
+    """The buffer of what is computed with of a flat buffer's parameters."""
+    return f"parameters {flat}"
 
 
 def _contents(bucket: Bucket, schedule: Schedule) -> str:

@@ -90,17 +90,12 @@ class Buffers:
             if place.shards_parameters:
                 yield Buffer(f"parameters {index}", "parameters", *_computed(flat), flat.numel // place.shards, sent)
                 continue
-            carrier = "reduce" if place.has_server else sent
-            # What nobody updates, each rank may edit for itself.
+            # What nobody updates is sent to nobody, and each rank may edit it for itself.
+            carrier: Stream | None = None
+            if flat.trainable:
+                carrier = "reduce" if place.has_server else sent
             shared = place.shares_memory and flat.trainable
-            yield Buffer(
-                f"parameters {index}",
-                "parameters",
-                *_computed(flat),
-                flat.numel,
-                carrier,
-                shared,
-            )
+            yield Buffer(f"parameters {index}", "parameters", *_computed(flat), flat.numel, carrier, shared)
         for index, flat in enumerate(place.layout.flats):
             if has_master(flat):
                 share = flat.numel // place.shards

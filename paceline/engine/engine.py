@@ -72,9 +72,9 @@ class Engine:
             UserError: Ranks built different models, or it cannot be made with `init` and `weights`.
         """
         strategy = strategy_on(strategy, world.device)
-        strategy.shards(world.world_size)
+        shards = strategy.shards(world.world_size)
         require_hooks(module)
-        require_own_parameters(module)
+        require_own_parameters(module, strategy.gathers and shards > 1)
         self.module, self.strategy, self.world = module, strategy, world
         self.units = find_units(module, strategy.units)
         made_by = materialiser(module, self.units.values(), world, init, weights)

@@ -74,6 +74,7 @@ class FullParameters:
                 self._may_be_edited()
         if shared_by is not None:
             shared_by.barrier(WRITTEN)
+        program.parameters.flat.former.follow(program.parameters.flat.views)
 
     def attend(self) -> None:
         """Takes part in another rank's `model.state_dict()`, a bucket at a time, and keeps nothing of it."""

@@ -67,8 +67,6 @@ class Parameters:
         self._edits = Edits(self.all, {index: flat.own_part(index) for index in lost})
         for index in flat.managed:
             own(self.all[index], owner, index)
-        for parameter, whole in zip(self.all, flat.views, strict=True):
-            parameter.data = whole
         if flat.is_sharded:
             self._placeholder = {index: placeholder(flat.views[index]) for index in flat.managed}
         self.rest()
@@ -240,6 +238,7 @@ class Parameters:
         Raises:
             EngineError: A parameter was edited since `rest`.
         """
+        self.flat.former.require_unedited()
         edited = self._edited_while_open() if self.flat.is_sharded else self._edits.found()
         if edited is None and self.loses_edits and not self.flat.is_sharded:
             with torch._C.DisableTorchFunctionSubclass():

@@ -65,6 +65,7 @@ def weights_replaced(engine: Engine) -> None:
         engine.program.collectives.barrier(WRITTEN)
     engine.forward.gather_update()
     parameters.rest()
+    parameters.flat.former.follow(parameters.flat.views)
 
 
 def require_between_steps(engine: Engine, what: str, replaces: bool = False) -> None:

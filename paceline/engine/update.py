@@ -134,8 +134,9 @@ class Update:
         if parameters.flat.managed:
             parameters.rest()
             if parameters.flat.has_aliases:
-                # Such as an average of `p.data` that the loop has kept: what is read there must have arrived.
+                # Such as a list of `p.data` that the loop has kept: what is read there must have arrived.
                 self._forward.wait_for_updates()
+                parameters.flat.former.follow(parameters.flat.views)
         else:
             executor.complete()
             parameters.waiting.clear()

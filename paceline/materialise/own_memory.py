@@ -6,15 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from paceline.buffers.former_memory import used_elsewhere
 from paceline.core.errors import UserError
 from paceline.tensors.sharded_parameter import is_owned
 
 
-def require_own_parameters(model: nn.Module) -> None:
+def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
     """Refuses a model whose parameters would be others once each has been given its place in a flat buffer.
 
+    Args:
+        model: Not parallel yet.
+        will_be_sharded: Whether this rank is to have only shards of them.
+
     Raises:
-        UserError: Some have no shape yet, belong to another parallel model, or share memory.
+        UserError: Some have no shape yet, belong to another parallel model, or share memory; or are to be sharded, and
+            somebody has a tensor in their memory.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
@@ -34,6 +40,13 @@ def require_own_parameters(model: nn.Module) -> None:
         by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
     for together in by_storage.values():
         _require_apart(together)
+    if will_be_sharded and (taken := used_elsewhere({n: p for each in by_storage.values() for n, p in each}, 1)):
+        raise UserError(
+            f"parallelize: a tensor that was taken from {next(iter(taken))} before (p.data, p.detach(), state_dict()) "
+            "is still kept. With zero=3 this rank is to have only its shard of the parameter: the tensor would stay as "
+            "it is now, and keep the whole in memory. Drop it or take a .clone() of it, and read parameters inside "
+            "`with pl.full_parameters(model):`"
+        )
 
 
 def _require_apart(parameters: list[tuple[str, Tensor]]) -> None:

@@ -176,3 +176,46 @@ def waits_in_gpu_memory(strategy: Strategy) -> bool:
 @pytest.mark.parametrize("name", some(ON_GPUS, ["zero 1, each"]))
 def test_a_loop_that_keeps_no_weights_does_not_wait_there_either(ranks: RankPool, name: str) -> None:
     assert ranks(2, waits_in_gpu_memory, ON_GPUS[name]) == [False, False]
+
+
+# ---- kept from before pl.parallelize
+
+
+def written_to_from_before(zero: int) -> str:
+    """What is said of a write to `p.data` that was taken before, a few elements of it."""
+    model = build()
+    kept = [parameter.data for parameter in model.parameters()]
+    model = pl.parallelize(model, Strategy(zero=zero))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    kept[0][3, 2] += 1
+    try:
+        loss_of(model, 1)
+    except EngineError as error:
+        return str(error)
+    finally:
+        pl.reset(model)
+        pl.release(model)
+    return ""
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_what_is_written_to_memory_that_a_parameter_has_left_is_refused(ranks: RankPool, zero: int) -> None:
+    for told in ranks(2, written_to_from_before, zero):
+        assert told.startswith("0.weight was written to by way of a tensor that was taken from it before")
+
+
+def memory_before_and_after() -> tuple[bool, bool]:
+    """Whether parameters stay where they are, and follow what is written there, units adopted in the order they run."""
+    model = build()
+    kept = [parameter.data for parameter in model.parameters()]
+    model = pl.parallelize(model)
+    loss_of(model, 0).backward()
+    kept[0][3, 2] = 7.0
+    same = all(p.data_ptr() == value.data_ptr() for p, value in zip(model.parameters(), kept, strict=True))
+    return same, bool(model.state_dict()["0.weight"][3, 2] == 7)
+
+
+def test_parameters_that_no_rank_reaches_stay_where_they_are(ranks: RankPool) -> None:
+    assert ranks(2, memory_before_and_after) == [(True, True)] * 2

@@ -38,7 +38,12 @@ def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, 
         kind: storage_bytes(tensor for name, tensor in program._tensors.by_name.items() if name.startswith(kind))
         for kind in ("parameters", "master", "unsharded", "gradients", "gradient slot", "reduced")
     }
+    stay = not kinds["parameters"]
+    if stay:
+        # They are where they were, as no other rank reaches them.
+        kinds["parameters"] = storage_bytes(program.parameters.all)
     places = {tensor.untyped_storage().data_ptr() for tensor in program._tensors.by_name.values()}
+    places |= {view.untyped_storage().data_ptr() for view in program.parameters.flat.views}
     for parameter in program.parameters.all:
         # What is not there to compute with takes one element.
         shown = plain_view(parameter).untyped_storage()
@@ -58,7 +63,8 @@ def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, 
     locals_ = [parameters.flat.local.get(index) for index in range(len(parameters.all))]
     updated = sum((p if own is None else own).numel() for p, own in zip(parameters.all, locals_, strict=True))
     padding = sum(flat.numel for flat in engine.layout.flats) // engine.schedule.shards - updated
-    held = replace(held, optimizer=held.optimizer + 2 * 4 * padding)
+    # Nor is there any for it in parameters that stay where they were.
+    held = replace(held, optimizer=held.optimizer + 2 * 4 * padding, parameters=held.parameters + 4 * padding * stay)
     pl.release(model)
     return predicted, held
 

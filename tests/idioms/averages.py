@@ -53,6 +53,23 @@ def average_read_from_parameters(side: Side) -> Found:
     return {f"{i}": kept.double() for i, kept in enumerate(average)}
 
 
+@idiom(refused=(("zero 3", "taken from .* before"),), off=0.08)
+def average_of_data_kept_from_before(side: Side) -> Found:
+    model = mlp(side)
+    kept = [p.data for p in model.parameters()]
+    numbers = kept[0].numpy()
+    average = [value.clone() for value in kept]
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        fit(side, net, optimizer, 1)
+        for mean, value in zip(average, kept, strict=True):
+            mean.mul_(0.7).add_(value, alpha=0.3)
+    with side.whole(model), torch.no_grad():
+        next(model.parameters()).mul_(2)
+    return {"numbers": torch.from_numpy(numbers.copy()).double()} | {str(i): m.double() for i, m in enumerate(average)}
+
+
 @idiom(refused=(("zero 3", "."),))
 def averaged_model_of_torch(side: Side) -> Found:
     model = mlp(side)

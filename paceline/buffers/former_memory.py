@@ -1,0 +1,83 @@
+"""Memory that parameters lay in before they were laid out, where a loop still has tensors of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.buffers.handed_out import storage_of, uses_of
+from paceline.core.errors import EngineError
+
+K = TypeVar("K")
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class FormerMemory:
+    """What a loop took of parameters before `pl.parallelize`, such as a list of `p.data`, follows them.
+
+    Under DDP that memory is the parameters' for good. Here these lie elsewhere, so what they become is copied to it.
+    Where the loop has kept nothing, nothing is done.
+    """
+
+    def __init__(self, parameters: Mapping[int, nn.Parameter], names: Sequence[str]) -> None:
+        """Keeps what the loop has kept.
+
+        Args:
+            parameters: By index, which are about to be given other memory.
+            names: Of all parameters.
+        """
+        self._names = names
+        # Each lies there twice meanwhile: as the parameter and as this.
+        self._kept = used_elsewhere({index: p.data for index, p in parameters.items()}, 2)
+        self._take()
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._kept)
+
+    def follow(self, values: Sequence[Tensor]) -> None:
+        """Copies what parameters have become to where they were.
+
+        Args:
+            values: Of all parameters, whole.
+        """
+        if not self._kept:
+            return
+        self._kept = used_elsewhere(self._kept, 1)
+        with torch.no_grad():
+            for index, former in self._kept.items():
+                former.copy_(values[index])
+        self._take()
+
+    def require_unedited(self) -> None:
+        """Refuses to go on where somebody else wrote to it, which reaches no parameter.
+
+        Raises:
+            EngineError: Somebody did.
+        """
+        for index, former in self._kept.items():
+            if _checksum(former) != self._checksums[index]:
+                raise EngineError(
+                    f"{self._names[index]} was written to by way of a tensor that was taken from it before "
+                    "pl.parallelize, whose memory it has left: take p.data after pl.parallelize, or write to p itself"
+                )
+
+    def _take(self) -> None:
+        """Takes it as it is now for unedited."""
+        self._checksums = {index: _checksum(former) for index, former in self._kept.items()}
+
+
+def used_elsewhere(tensors: Mapping[K, Tensor], times: int) -> dict[K, Tensor]:
+    """Those whose memory others refer to, too, beside so many tensors for each."""
+    own, alone = Counter(map(storage_of, tensors.values())), uses_of(torch.empty(1)) - 1
+    return {key: each for key, each in tensors.items() if uses_of(each) > times * own[storage_of(each)] + alone}
+
+
+def _checksum(tensor: Tensor) -> int:
+    """The sum of all elements' bits."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return int(plain.view(_INTEGERS[plain.itemsize]).sum(dtype=torch.int64))
