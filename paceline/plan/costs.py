@@ -50,18 +50,21 @@ def unit_seconds(work: Work, hardware: Hardware, strategy: Strategy) -> dict[str
             known[id(operations)] = total(operations, hardware)
         return known[id(operations)]
 
+    repeated: dict[int, tuple[Operation, ...]] = {}
+
+    def recomputed(unit: UnitWork) -> tuple[Operation, ...]:
+        again = unit.forward if unit.again is None else unit.again
+        if id(again) not in repeated:
+            keeps = strategy.recompute == "keep_attention"
+            repeated[id(again)] = tuple(each for each in again if not (keeps and each.kind == "attention"))
+        return repeated[id(again)]
+
     again = recomputed_units([unit.unit for unit in work.units], strategy)
     found = {}
     for unit in work.units:
-        repeated = _recomputed(unit, strategy) if unit.unit in again else ()
-        found[unit.unit] = UnitSeconds(cost(unit.forward), cost(unit.backward), total(repeated, hardware))
+        more = cost(recomputed(unit)) if unit.unit in again else 0.0
+        found[unit.unit] = UnitSeconds(cost(unit.forward), cost(unit.backward), more)
     return found
-
-
-def _recomputed(unit: UnitWork, strategy: Strategy) -> tuple[Operation, ...]:
-    keeps = strategy.recompute == "keep_attention"
-    again = unit.forward if unit.again is None else unit.again
-    return tuple(operation for operation in again if not (keeps and operation.kind == "attention"))
 
 
 def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
