@@ -5,9 +5,9 @@ PYTHON ?= $(firstword $(foreach python,python3.12 python3.11 python3,$(shell $(p
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# Each begins with a half and in the end takes from the other's: neighbours share processes, pages and runs. Modules are
-# kept compiled, as hundreds of processes import them.
-TWO_AT_ONCE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+# Each begins with a third and in the end takes from the others': neighbours share processes, pages and runs. Three on
+# two cores, as tests wait half of their time. Modules are kept compiled, as hundreds of processes import them.
+AT_ONCE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 .PHONY: help train test test-all test-worlds test-gpu check docs clean
 
@@ -18,13 +18,13 @@ train: .venv/installed-text  ## train a small GPT on this machine's own Python s
 	$(BIN)/paceline train --workers 2
 
 test: .venv/installed-dev  ## run the tests, of many cases alike one each: a few minutes
-	$(TWO_AT_ONCE)
+	$(AT_ONCE)
 
 test-all: .venv/installed-dev  ## run every case of every test
-	$(TWO_AT_ONCE) -m ''
+	$(AT_ONCE) -m ''
 
 test-worlds: .venv/installed-dev  ## run the engine's cases among all numbers of ranks and groups
-	$(TWO_AT_ONCE) -m other_worlds
+	$(AT_ONCE) -m other_worlds
 
 # With the torch of a machine that has GPUs: nothing is installed, only pytest must be there.
 test-gpu:  ## run what only a GPU can show, with $(PYTHON)'s own torch
