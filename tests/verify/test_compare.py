@@ -50,11 +50,10 @@ def test_other_weights_at_the_start_are_laid_to_build(compare, strategy: Strateg
     assert explain(first).startswith("before the first step norm.bias") and "build gave" in explain(first)
 
 
-# (model, what is named: kind, step, rank or None for any, unit, op)
+# (model, what is named: kind, step, rank, unit, op)
 MISTAKES = {
     "uses_rank": ("output", 0, 1, "blocks.1", "forward"),
     "keeps_plain_tensor": ("output", 0, 1, "blocks.1", "forward"),
-    "keeps_alias": ("output", 1, None, "blocks.1", "forward"),
     "backward_uses_rank": ("local", 0, 1, "blocks.1", "backward"),
     "running_mean": ("output", 0, 1, "blocks.1", "forward"),
 }
@@ -67,8 +66,17 @@ def test_a_mistake_in_the_model_is_found_where_it_is(compare, model: str, strate
     first = outcome.report.first
     assert outcome.verdict == "differs" and first is not None, outcome.details
     assert (first.kind, first.step, first.micro_batch, first.unit, first.op) == (kind, step, 0, unit, op)
-    assert rank in (None, first.rank)
+    assert rank == first.rank
     assert f"step {step}, micro-batch 0, rank {first.rank}" in explain(first) and f"{op} of {unit}" in explain(first)
+
+
+@pytest.mark.parametrize("stage", [full(0), full(1), 2, 3])
+def test_what_a_model_keeps_of_a_parameter_stays_that_or_is_refused(compare, stage: int) -> None:
+    outcome = compare(spec("keeps_alias"), STAGES[f"zero {stage}"])
+    if stage < 3:
+        assert outcome.verdict == "equal", outcome.details
+    else:
+        assert outcome.verdict == "raises" and "blocks.1.inner.weight" in outcome.raised, outcome
 
 
 def test_the_first_wrong_gradient_is_that_of_the_wrong_operation(compare) -> None:

@@ -120,7 +120,7 @@ def keeps_plain_tensor() -> nn.Module:
 
 
 class KeepsAlias(Block):
-    """Memory that the parameter leaves when it moves into a flat buffer."""
+    """A tensor of the parameter's memory, which the parameter would leave if it moved into a flat buffer."""
 
     def _apply(self, *args: Any, **named: Any) -> nn.Module:
         result = super()._apply(*args, **named)
