@@ -34,13 +34,14 @@ class HandedOut:
             part: A view of it.
         """
         if not buffer.numel():
-            return part.view_as(part)
+            return part.data
         found = self._memory.get(name)
         if found is None or found[0].data_ptr() != buffer.data_ptr() or found[0].numel() != buffer.numel():
             shown = _another_over(buffer)
             found = self._memory[name] = (shown, buffer, uses_of(shown))
         offset = int(part.storage_offset()) - int(buffer.storage_offset())
-        return found[0].as_strided(part.shape, part.stride(), offset)
+        # No view to autograd, which would not let a loop's `p.grad.detach_()` be.
+        return found[0].as_strided(part.shape, part.stride(), offset).data
 
     def uses(self, name: str) -> int:
         """How many tensors were made of a buffer's views, here and by a loop, and are left; 0 where that is unknown."""

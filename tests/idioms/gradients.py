@@ -152,3 +152,20 @@ def old_weights_hold_new_ones_back(side: Side) -> Found:
 
     descend(side, optimizer, loss_of, 2)
     return state(model)
+
+
+@idiom()
+def gradients_detached_in_place_and_zeroed(side: Side) -> Found:
+    """What `zero_grad` was written out as before optimizers had it."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        for x, y in side.micro_batches(net, step):
+            (net(x) - y).square().mean().div(side.micro).backward()
+        optimizer.step()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.detach_()
+                p.grad.zero_()
+    return state(model)
