@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from paceline.comm.transport import CommunicationError, is_of_another
 
+_UNITS = (
+    "the same units of it as often, with strategy.zero=3 (where each may run a unit another number of times, as a cell "
+    "in a loop or experts and layers that it skips, set strategy.accumulation to hold, or name the module that holds "
+    "these in strategy.units)"
+)
+
 ADVICE = {
-    "forward": "A forward pass needs it: every rank must run the model equally often, in evaluation too, and the same "
-    "units of it (where some skip experts or layers, name the module that holds these in strategy.units, or set "
-    "strategy.accumulation to hold). To run it on one rank alone, let every rank enter "
-    "`with pl.full_parameters(model):` and that one run it there, under torch.no_grad()",
-    "backward": "A backward pass needs it: every rank must take as many steps, of as many micro-batches. Where these "
-    "may differ, loop over pl.accumulate(model, batches, uneven=True)",
+    "forward": "A forward pass needs it: every rank must run the model equally often, in evaluation too, and "
+    f"{_UNITS}. To run it on one rank alone, let every rank enter `with pl.full_parameters(model):` and that one run "
+    "it there, under torch.no_grad()",
+    "backward": "A backward pass needs it: every rank must take as many steps, of as many micro-batches, and run "
+    f"{_UNITS}. Where steps or micro-batches may differ, loop over pl.accumulate(model, batches, uneven=True)",
     "update": "optimizer.step() needs it: every rank must call that equally often",
     "model.state_dict()": "Every rank must call model.state_dict(), as save_pretrained does; one of them may write "
     "the file",

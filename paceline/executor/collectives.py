@@ -143,13 +143,13 @@ class Collectives:
         """Returns when all ranks of this shard group have called it. A collective call."""
         return self.transports["gather"].run("barrier", self._token, label)
 
-    def meet(self, label: str) -> None:
+    def meet(self, label: str, purpose: str) -> None:
         """Sees that all ranks of this shard group are about to do the same. A collective call.
 
         Raises:
             CommunicationError: One still waits for something else.
         """
-        self.transports["gather"].run("all_reduce", self._token, label)
+        self._meet("gather", "all_reduce", self._token, label, purpose)
 
     def gather(self, purpose: str, buffer: Tensor, shard: Tensor, label: str) -> None:
         """Fills a buffer that is used once from all shards; `shard` is from the gather transport's `allocate`.

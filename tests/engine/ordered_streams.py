@@ -105,7 +105,7 @@ def ordered_streams() -> Iterator[Watch]:
         watch, work = Watch(cuda), Program.work
         begin, end, meet, run_ops = Executor.begin, Executor.end, Collectives._meet, Executor.run
         pin, unpin = Parameters.pin, Parameters.unpin
-        agree, allocate = Collectives.meet, Tensors.allocate
+        allocate = Tensors.allocate
         clock = CudaClock(DEVICE)
 
         def watched_work(program: Program, op: Op) -> Callable[[], Traffic]:
@@ -158,10 +158,6 @@ def ordered_streams() -> Iterator[Watch]:
             watch.meet(stream, f"{kind} outside of the schedule")
             meet(collectives, stream, kind, *args, **named)
 
-        def watched_agree(collectives: Collectives, label: str) -> None:
-            watch.meet("gather", label)
-            agree(collectives, label)
-
         def watched_allocate(tensors: Tensors, buffers: Buffers, *kinds: BufferKind) -> None:
             for name in [name for name, kind in tensors._kinds.items() if kind in kinds]:
                 watch.give_back(name)
@@ -177,7 +173,6 @@ def ordered_streams() -> Iterator[Watch]:
             patch.object(Parameters, "pin", watched_pin),
             patch.object(Parameters, "unpin", watched_unpin),
             patch.object(Collectives, "_meet", watched_meet),
-            patch.object(Collectives, "meet", watched_agree),
             patch.object(Tensors, "allocate", watched_allocate),
         ):
             yield watch

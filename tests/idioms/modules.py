@@ -247,3 +247,27 @@ def complex_and_scalar_parameters(side: Side) -> Found:
             return self.body(x) * self.gain + self.empty.sum()
 
     return trained(side, Model())
+
+
+@idiom(
+    against="ddp",
+    low=False,
+    refused=(("zero 3", "all_gather cell .* a unit another number of times.* set strategy.accumulation to hold"),),
+)
+def a_cell_run_another_number_of_times_on_each_rank(side: Side) -> Found:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.cell = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            self.other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            self.head = nn.Linear(WIDTH, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(1 + side.rank):
+                x = x + self.other(self.cell(x))
+            return self.head(x)
+
+    torch.manual_seed(0)
+    return trained(side, Model())

@@ -104,7 +104,7 @@ def held(name: str, place: str, pool: RankPool) -> tuple[str, str]:
         words = idiom.refusal({"zero 3"})
     errors = [(kind, message) for kind, message, _ in told if kind]
     if errors:
-        ours = [message for kind, message in errors if kind in ("EngineError", "UserError")]
+        ours = [message for kind, message in errors if kind in ("EngineError", "UserError", "DisagreementError")]
         if not ours:
             return "RAISED", "\n".join(f"{kind}: {message}" for kind, message in errors)
         if words is None or not re.search(words, ours[0]):
