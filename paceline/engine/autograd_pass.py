@@ -56,6 +56,18 @@ class AutogradPass:
     def _leaves_gradients(self, parameters: Sequence[nn.Parameter]) -> bool:
         return torch._C._current_graph_task_id() != self._ignored and will_accumulate(parameters)
 
+    def hands_out(self, unit: str | None) -> bool:
+        """Whether a pass inside the one under way, such as an adjoint's, hands out a unit's gradients.
+
+        To be asked inside autograd. A reentrant checkpoint's leaves them in the parameters.
+        """
+        if torch._C._current_graph_task_id() == self._task:
+            return False
+        program = self._program
+        asked = program.slots_of(unit) if unit is not None else range(len(program.parameters.all))
+        own = [p for p in map(program.parameters.all.__getitem__, asked) if p.requires_grad]
+        return bool(own) and not will_accumulate(own)
+
     @staticmethod
     def require_no_graph(unit: str) -> None:
         """Refuses a pass that makes a graph of the gradients, where parameters are resharded.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-import torch
 from torch import nn
 
 from paceline.core.layout import ROOT
@@ -17,7 +16,8 @@ from paceline.engine.give_up import gives_up
 from paceline.engine.gradients import Gradients
 from paceline.engine.program import Program
 from paceline.engine.unit_order import UnitOrder
-from paceline.hooks.parameters import accumulator, is_accumulated
+from paceline.hooks.modules import packs_saved_tensors
+from paceline.hooks.parameters import is_accumulated, is_complete
 
 
 class BackwardPass:
@@ -56,9 +56,15 @@ class BackwardPass:
         self._outstanding[unit] += 1
 
     def wants(self, unit: str) -> bool:
-        """Whether a unit whose first forward ran inside a reentrant checkpoint has yet to be followed."""
+        """Whether the backward of a forward inside backward has yet to be followed.
+
+        Such as of a unit whose first forward ran inside a reentrant checkpoint.
+        """
         if self.state.phase != "backward":
             # Nothing has told of this pass yet: the checkpoint is around the whole model.
+            return True
+        if self.program.schedule.reshards_after_forward and not packs_saved_tensors():
+            # It has a backward of its own, and the unit may be resharded until then.
             return True
         return unit in self._uncopied and unit not in self._begun and self._outstanding[unit] == 0
 
@@ -113,7 +119,7 @@ class BackwardPass:
 
     def _follows(self, unit: str | None, generation: int) -> bool:
         """Whether the backward under way is this model's; begins it where it is new."""
-        if self.state.phase != "backward" and not self._autograd.is_ours(unit):
+        if self._autograd.hands_out(unit) if self.state.phase == "backward" else not self._autograd.is_ours(unit):
             return False
         self.state.require_current(generation)
         if self.state.phase != "backward":
@@ -192,7 +198,7 @@ class BackwardPass:
             parameter = parameters[index]
             if index in gradients.fired or not parameter.requires_grad:
                 continue
-            if torch._C._will_engine_execute_node(accumulator(parameter)):
+            if not is_complete(parameter):
                 self._slow.add(index)
                 return False
         return True

@@ -197,6 +197,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def packs_saved_tensors() -> bool:
+    """Whether hooks take what autograd saves, as in a checkpoint that computes it again for a backward under way."""
+    return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
 def _records() -> bool:
     return torch.is_grad_enabled() and not in_backward()
 

@@ -85,6 +85,15 @@ def is_accumulated(parameter: nn.Parameter) -> bool:
     return True
 
 
+def is_complete(parameter: nn.Parameter) -> bool:
+    """Whether the pass under way will not add to a parameter's gradient any more, if it has not yet."""
+    try:
+        return not torch._C._will_engine_execute_node(accumulator(parameter))
+    except RuntimeError:
+        # A pass inside it hands the gradient out, and it may be added later.
+        return False
+
+
 def accumulator(parameter: nn.Parameter) -> Node:
     """Where autograd accumulates a parameter's gradient: the node of all graphs that use it as it is now."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -271,3 +271,43 @@ def a_cell_run_another_number_of_times_on_each_rank(side: Side) -> Found:
 
     torch.manual_seed(0)
     return trained(side, Model())
+
+
+class Adjoint(torch.autograd.Function):
+    """Of an ODE: backward computes it again, and asks torch.autograd.grad for the gradients of its parameters."""
+
+    @staticmethod
+    def forward(ctx, function, x, *parameters):
+        ctx.function = function
+        ctx.save_for_backward(x, *parameters)
+        for _ in range(3):
+            x = x + 0.3 * function(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            y = x = x.detach().requires_grad_()
+            for _ in range(3):
+                y = y + 0.3 * ctx.function(y)
+            return (None, *torch.autograd.grad(y, [x, *parameters], gradient))
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
+
+
+@idiom()
+def the_adjoint_of_an_ode(side: Side) -> Found:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.function, self.head = mlp(side, outputs=WIDTH), nn.Linear(WIDTH, 2)
+            self.function[1].requires_grad_(False)
+
+        def forward(self, x):
+            return self.head(Adjoint.apply(self.function, x, *filter(_is_trained, self.function.parameters())))
+
+    torch.manual_seed(0)
+    return trained(side, Model())
