@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.buffers.flat_parameters import FlatParameters
 from paceline.comm.read_later import ReadLater
 
 
@@ -61,6 +62,43 @@ class Edits:
             if known is not None and known.any():
                 return indices[int(known.nonzero()[0])]
         return None
+
+
+class CopyEdits:
+    """Tells whether somebody wrote to whole copies of sharded buckets, where that would be lost.
+
+    All of this rank's shard is compared, as an edit by way of `p.data` moves no version on. A GPU's host is told when
+    it asks of that bucket the next time.
+    """
+
+    def __init__(self, flat: FlatParameters) -> None:
+        """Has compared nothing yet."""
+        self._flat = flat
+        self._later: dict[str, ReadLater] = {}
+
+    def found(self, copies: Mapping[str, Tensor]) -> int | None:
+        """The index of a parameter that a copy has otherwise than this rank's shard; None where there is none.
+
+        Args:
+            copies: Of buckets, by name: flat, in the dtype that is computed with.
+        """
+        for name, whole in copies.items():
+            bucket = self._flat.buckets[name]
+            shard = self._flat.shard(bucket)
+            start = self._flat.shard_index * shard.numel()
+            element = self._first_edited(name, whole[start : start + shard.numel()], shard)
+            if element is not None and element >= 0:
+                return self._flat.parameter_at(bucket, start + int(element))
+        return None
+
+    def _first_edited(self, name: str, own: Tensor, shard: Tensor) -> Tensor | None:
+        """The first element that differs: 0-dim, int64, -1 where none does; None where that is not known yet."""
+        later = _asks_later(own)
+        if not later and torch.equal(own, shard):
+            return None
+        changed = (own != shard) & ~(own.isnan() & shard.isnan())
+        first = torch.where(changed.any(), changed.byte().argmax(), -1)
+        return self._later.setdefault(name, ReadLater()).exchange(first) if later else first
 
 
 def _asks_later(memory: Tensor) -> bool:

@@ -11,6 +11,7 @@ from paceline.buffers.former_memory import FormerMemory
 from paceline.buffers.handed_out import HandedOut
 from paceline.buffers.memory import Tensors, parameter_in
 from paceline.core.buffers import Buffers, has_master
+from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket, Flat
 from paceline.core.schedule import Schedule
 
@@ -209,6 +210,19 @@ class FlatParameters:
         To be asked where parameters rest.
         """
         return bool(self.former) or self._uses() > self._own_uses
+
+    def require_in_place(self) -> None:
+        """Refuses to go on where parameters were moved out of the buffers that are updated and sent.
+
+        Raises:
+            EngineError: They were.
+        """
+        if self._handed_out.is_moved:
+            raise EngineError(
+                "the model's parameters were moved to other memory, as model.share_memory() does, where updates do not "
+                "reach them: share a copy of the model, made and copied to inside `with pl.full_parameters(model):`, "
+                "or the model itself after pl.release(model)"
+            )
 
     def parameter_at(self, bucket: Bucket, element: int) -> int:
         """The parameter that an element of a bucket belongs to."""

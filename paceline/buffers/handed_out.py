@@ -48,6 +48,11 @@ class HandedOut:
         found = self._memory.get(name)
         return uses_of(found[0]) - found[2] if found is not None else 0
 
+    @property
+    def is_moved(self) -> bool:
+        """Whether somebody moved what was given out, as `share_memory_` does, so that it is in no buffer any more."""
+        return any(shown.data_ptr() != buffer.data_ptr() for shown, buffer, _ in self._memory.values())
+
     def storages(self) -> set[int]:
         """The `storage_of` views of buffers that are still over their memory."""
         return {storage_of(shown) for shown, _, _ in self._memory.values()}

@@ -140,7 +140,7 @@ def _load(
     assert prepared is not None
     manifest, place = prepared
     engine.settle()
-    engine.program.parameters.unpin()
+    engine.program.parameters.drop_pins()
     # Every rank has come this far, so that nobody still reads what is written to below.
     engine.state.begin_replacing()
     reader = Reader(folder, manifest.tensors)

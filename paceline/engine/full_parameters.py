@@ -115,8 +115,8 @@ def full(parameters: Parameters, gather: Gather | None, edits: bool = True, on_h
     """
     flat = parameters.flat
     parameters.take_given()
-    whole = WholeParameters(flat, gather, edits, on_host)
     parameters.unpin()
+    whole = WholeParameters(flat, gather, edits, on_host)
     whole.show()
     try:
         yield

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.buffers.edits import Edits
+from paceline.buffers.edits import CopyEdits, Edits
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import Tensors, parameter_in, placeholder
 from paceline.buffers.unsharded import Unsharded
@@ -65,6 +65,7 @@ class Parameters:
         # Where edits of what is computed with would not reach what is updated, or would reach other ranks.
         lost = flat.managed if self.loses_edits and not flat.is_sharded else []
         self._edits = Edits(self.all, {index: flat.own_part(index) for index in lost})
+        self._copy_edits = CopyEdits(flat)
         for index in flat.managed:
             own(self.all[index], owner, index)
         if flat.is_sharded:
@@ -113,10 +114,7 @@ class Parameters:
         hidden = [index for index in indices if index not in self.pinned]
         for index in hidden:
             if self._is_changed(index):
-                raise EngineError(
-                    f"{self.flat.layout.slots[index].spec.name} was written to in a forward or backward, but this rank "
-                    "keeps only its shard of it: edit inside `with pl.full_parameters(model):`, on every rank"
-                )
+                self.refuse_edit(index)
         for index in hidden:
             self.all[index].data = self._placeholder[index]
             guard(self.all[index])
@@ -150,7 +148,12 @@ class Parameters:
         self._edits.set()
 
     def arrived(self, buckets: Iterable[str]) -> None:
-        """The updates of some buckets are here."""
+        """The updates of some buckets are here.
+
+        Raises:
+            EngineError: Parameters no longer are where these came to.
+        """
+        self.flat.require_in_place()
         self.waiting.difference_update(buckets)
 
     def pin(self, index: int, gather: Callable[[Bucket, Tensor], None]) -> None:
@@ -174,17 +177,26 @@ class Parameters:
         self._set_versions([self.all[other] for other in bucket.slots], self._version)
 
     def unpin(self) -> None:
-        """Hides what `pin` made whole."""
+        """Hides what `pin` made whole.
+
+        Raises:
+            EngineError: One was written to meanwhile.
+        """
         if not self.pinned:
             return
-        indices = list(self.pinned)
-        self.pinned.clear()
-        self._pins.clear()
+        if (edited := self._copy_edits.found(self._pins)) is not None:
+            self.refuse_edit(edited)
+        indices, self.pinned, self._pins = list(self.pinned), {}, {}
         closed = [index for index in indices if self.flat.layout.slots[index].spec.unit not in self._open]
         self._present([index for index in indices if index not in closed])
         for index in closed:
             self.all[index].data = self.flat.views[index]
         self._hide(closed)
+
+    def drop_pins(self) -> None:
+        """Forgets what `pin` made whole, whatever became of it: all rest."""
+        self.pinned, self._pins = {}, {}
+        self.rest()
 
     # ---- updates
 
@@ -238,6 +250,7 @@ class Parameters:
         Raises:
             EngineError: A parameter was edited since `rest`.
         """
+        self.flat.require_in_place()
         self.flat.former.require_unedited()
         edited = self._edited_while_open() if self.flat.is_sharded else self._edits.found()
         if edited is None and self.loses_edits and not self.flat.is_sharded:
@@ -252,15 +265,9 @@ class Parameters:
             for index in self.flat.managed_of.get(unit, ()):
                 if index not in self.pinned and self._is_changed(index):
                     return index
-        for bucket in self._kept:
-            start = self.flat.shard_index * bucket.numel // self.flat.shards
-            whole, shard = self.flat.whole(bucket), self.flat.shard(bucket)
-            # An edit by way of `p.data` moves no version on; these are small.
-            if self._open.issuperset(bucket.units) and not whole.is_cuda:
-                changed = whole[start : start + shard.numel()] != shard
-                if changed.any() and not shard[changed].isnan().all():
-                    return self.flat.parameter_at(bucket, start + int(changed.nonzero()[0]))
-        return None
+        kept = {b.name: self.flat.whole(b) for b in self._kept if self._open.issuperset(b.units)}
+        # These are small.
+        return self._copy_edits.found({name: whole for name, whole in kept.items() if not whole.is_cuda})
 
     def refuse_edit(self, index: int) -> None:
         """Says that a parameter cannot be edited where it is.

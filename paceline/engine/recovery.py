@@ -33,8 +33,7 @@ def reset(engine: Engine) -> None:
         parameter.grad = None
     program.parameters.waiting.clear()
     program.parameters.take_given()
-    program.parameters.unpin()
-    program.parameters.rest()
+    program.parameters.drop_pins()
     if program.collectives is not None:
         program.collectives.reopen()
     engine.backward.reset()
@@ -102,6 +101,8 @@ def close(engine: Engine, whole: bool) -> None:
         collectives.note_exception()
         if collectives.has_given_up and managed:
             collectives.require_reopens("pl.release")
+    if managed:
+        engine.program.parameters.flat.require_in_place()
     leave_optimizers(engine)
     if engine.strategy.low:
         cast_singular_vectors(engine.module, torch.float32)

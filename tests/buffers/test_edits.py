@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -77,3 +78,105 @@ def edited(zero: int) -> tuple[int, str]:
 def test_it_is_refused_in_the_next_step(ranks, zero: int) -> None:
     for step, said in ranks(2, edited, zero):
         assert step == 2 and "was edited, but this rank updates" in said
+
+
+class Followed(nn.Module):
+    """A layer, and another that follows it in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learns, self.teaches = nn.Linear(4, 2), nn.Linear(4, 2).requires_grad_(False)
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.teaches.weight.data
+        if self.step == 1:
+            weight.mul_(0.9)
+        self.step += 1
+        return self.learns(x) - self.teaches(x)
+
+
+def edited_in_forward(on_gpus: bool) -> tuple[int, str]:
+    """In which step an edit in the second one's forward was refused, and what was said."""
+    with gpu_memory() if on_gpus else nullcontext():
+        model = pl.parallelize(Followed(), Strategy(zero=3))
+        optimizer = torch.optim.SGD(model.learns.parameters(), lr=0.1)
+        said = -1, ""
+        for step in range(5):
+            try:
+                model(torch.ones(3, 4)).square().mean().backward()
+                optimizer.step()
+            except (EngineError, pl.CommunicationError) as error:
+                # Of a rank whose shard it is, or of one that waits for it.
+                said = step, str(error)
+                pl.reset(model)
+                break
+            optimizer.zero_grad()
+        pl.release(model)
+    return said
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_one_of_what_a_forward_gathered_outside_of_its_unit_is_refused(ranks, on_gpus: bool) -> None:
+    steps, said = zip(*ranks(2, edited_in_forward, on_gpus), strict=True)
+    assert min(steps) == 1 + on_gpus and all("teaches.weight was edited" in each for each in said)
+
+
+def shared(is_waited_for: bool) -> dict[str, str]:
+    """What is said of a model that is shared between two steps, there or by what uses it next."""
+    told = {}
+    uses: dict[str, Callable[[nn.Module], object]] = {
+        "forward": lambda model: model(torch.ones(1, 4)),
+        "state_dict": lambda model: model.state_dict(),
+        "release": pl.release,
+    }
+    for name, use in uses.items():
+        model = pl.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), Strategy(zero=1, bucket_mb=1e-4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_waited_for:
+            pl.engine_of(model).settle()
+        try:
+            model.share_memory()
+            use(model)
+        except EngineError as error:
+            told[name] = str(error)
+    pl.shutdown()
+    return told
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_parameters_moved_out_of_their_buffers_are_refused_whatever_uses_them(ranks, is_waited_for: bool) -> None:
+    for told in ranks(2, shared, is_waited_for):
+        assert list(told) == ["forward", "state_dict", "release"]
+        assert all("as model.share_memory() does" in said for said in told.values())
+
+
+def evaluated_after_sharing() -> tuple[bool, str]:
+    """Whether an evaluation of what was shared before its updates came is right, and what was said."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    alone, x = copy.deepcopy(model), torch.ones(3, 64)
+    said = ""
+    pl.parallelize(model, Strategy(zero=1, bucket_mb=1e-4))
+    for each in (alone, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=1.0)
+        each(x).square().mean().backward()
+        optimizer.step()
+    try:
+        # The first layer's is read, so that this does not wait.
+        model[0].weight.sum(), optimizer.zero_grad()
+        model.share_memory()
+        with torch.no_grad():
+            right = torch.allclose(model(x), alone(x), rtol=1e-4)
+    except EngineError as error:
+        right, said = False, str(error)
+    pl.shutdown()
+    return right, said
+
+
+def test_what_is_evaluated_once_it_was_shared_has_its_updates(ranks) -> None:
+    for right, said in ranks(2, evaluated_after_sharing):
+        assert right or "as model.share_memory() does" in said

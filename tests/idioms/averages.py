@@ -250,6 +250,32 @@ def a_teacher_that_follows(side: Side) -> Found:
     return {**state(model), **state(teacher, "teacher ")}
 
 
+@idiom(refused=(("zero 3", "was edited, but this rank updates only its shard"), ("low", "was edited")))
+def a_teacher_inside_the_model_moves_in_its_forward(side: Side) -> Found:
+    """Momentum contrast: keys are of a teacher that follows by way of p.data."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.learns = mlp(side)
+            self.teaches = copy.deepcopy(self.learns).requires_grad_(False)
+
+        def forward(self, x):
+            for theirs, ours in zip(self.teaches.parameters(), self.learns.parameters(), strict=True):
+                theirs.data.mul_(0.8).add_(ours.data, alpha=0.2)
+            return self.learns(x), self.teaches(x.flip(1))
+
+    model = Model()
+    net = side.parallel(model)
+
+    def loss_of(x, y):
+        queries, keys = net(x)
+        return (queries - keys - y).square().mean()
+
+    fit(side, net, torch.optim.SGD(model.learns.parameters(), 0.1), loss_of=loss_of)
+    return state(model)
+
+
 @idiom()
 def a_target_network_is_loaded_now_and_then(side: Side) -> Found:
     model, target = mlp(side), mlp(side).requires_grad_(False)

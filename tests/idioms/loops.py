@@ -145,3 +145,23 @@ def a_compiled_block(side: Side) -> Found:
     net = side.parallel(model)
     fit(side, net, torch.optim.SGD(model.parameters(), 0.1))
     return state(model)
+
+
+_MOVED = "moved to other memory, as model.share_memory"
+
+
+@idiom(
+    refused=(
+        *((place, "was edited, but this rank updates") for place in ("low", "one copy", "zero 3")),
+        ("zero 1", _MOVED),
+        ("zero 2", _MOVED),
+    )
+)
+def shared_with_other_processes_half_way(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fit(side, net, optimizer, 1)
+    model.share_memory()
+    fit(side, net, optimizer, 2)
+    return state(model)
