@@ -23,8 +23,8 @@ from paceline.report.what_if_section import what_if
 
 _STYLES = ("uPlot.min.css", "page.css")
 _SCRIPTS = (
-    *("uPlot.min.js", "drawing.js", "timeline.js", "charts.js", "simulate.js", "what_if.js"),
-    *("player.js", "numbers.js", "holdings.js"),
+    *("uPlot.min.js", "drawing.js", "timeline_picture.js", "timeline.js", "charts.js"),
+    *("simulate.js", "what_if.js", "player.js", "numbers.js", "holdings.js"),
 )
 
 
