@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.buffers.former_memory import used_elsewhere
+from paceline.buffers.handed_out import storage_of
 from paceline.core.errors import UserError
 from paceline.tensors.sharded_parameter import is_owned
 
@@ -40,6 +42,7 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
         by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
     for together in by_storage.values():
         _require_apart(together)
+    _part_from_normalised(model)
     if will_be_sharded and (taken := used_elsewhere({n: p for each in by_storage.values() for n, p in each}, 1)):
         raise UserError(
             f"parallelize: a tensor that was taken from {next(iter(taken))} before (p.data, p.detach(), state_dict()) "
@@ -47,6 +50,19 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
             "it is now, and keep the whole in memory. Drop it or take a .clone() of it, and read parameters inside "
             "`with pl.full_parameters(model):`"
         )
+
+
+def _part_from_normalised(model: nn.Module) -> None:
+    """Gives weights that spectral normalisation makes anew in each forward memory of their own.
+
+    Until the first one they lie in that of the parameters that they are made of.
+    """
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                weight, original = getattr(module, hook.name), getattr(module, f"{hook.name}_orig")
+                if storage_of(weight) == storage_of(original):
+                    setattr(module, hook.name, weight.clone())
 
 
 def _require_apart(parameters: list[tuple[str, Tensor]]) -> None:
