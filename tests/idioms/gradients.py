@@ -147,8 +147,8 @@ def old_weights_hold_new_ones_back(side: Side) -> Found:
     former = {name: value.to(side.dtype) for name, value in state(model).items()}
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        apart = sum((p - former[name].to(p.dtype)).square().sum() for name, p in model.named_parameters())
-        return (net(x) - y).square().mean() + apart
+        loss = (net(x) - y).square().mean()
+        return loss + sum((p - former[name].to(p.dtype)).square().sum() for name, p in model.named_parameters())
 
     descend(side, optimizer, loss_of, 2)
     return state(model)
