@@ -1,0 +1,195 @@
+"""What failed first is what every rank raises, whomever it waits for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline.comm.connect import open_transport
+from paceline.comm.streams import ThreadStream
+from paceline.comm.transport import CommunicationError
+from tests.comm.told import wait_until_told
+from tests.quick import full
+from tests.train.processes import new_in_shared_memory
+
+
+def wait_for_one_that_fails(collective: str) -> tuple[str, str]:
+    """What all ranks are told where the last fails, in a collective that passes from rank to rank; and again after."""
+    world = pl.init()
+    transport = open_transport(world)
+    buffer = transport.allocate(64, torch.float32)
+    pl.barrier()
+    if world.rank == world.world_size - 1:
+        time.sleep(0.1)
+        transport.abort("ValueError: a broken batch")
+    told = []
+    for _ in range(2):
+        with pytest.raises(CommunicationError) as caught:
+            transport.run(collective, buffer, "bucket 7")
+        told.append(str(caught.value))
+    pl.barrier()
+    transport.close()
+    return told[0], told[1]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_reduce/ring", "all_reduce/tree"])
+def test_what_failed_first_is_what_every_rank_raises(ranks, transport, n, collective) -> None:
+    *others, last = ranks(n, wait_for_one_that_fails, collective, transport=transport)
+    assert last == ("ValueError: a broken batch",) * 2
+    assert others == [(f"rank {n - 1} gave up: ValueError: a broken batch",) * 2] * (n - 1)
+
+
+def wait_for_one_that_knows_of_nothing(collective: str, inside: bool, told: Path) -> tuple[str, float]:
+    """Rank 0 fails; rank 1 waits for rank 2, which is elsewhere and sees nothing of it."""
+    world = pl.init()
+    transport = open_transport(world)
+    buffer = transport.allocate(63, torch.float32)
+    pl.barrier()
+    start, message = time.monotonic(), ""
+    if world.rank == 0 and not inside:
+        transport.abort("ValueError: in the loop")
+    elif world.rank == 0:
+        stream = ThreadStream("gather")
+        pending = stream.submit(lambda: transport.run(collective, buffer, "bucket 1"), "bucket 1")
+        time.sleep(0.3)
+        transport.abort("ValueError: in the loop")
+        with pytest.raises(CommunicationError):
+            stream.wait(pending)
+        stream.close()
+    elif world.rank == 1:
+        with pytest.raises(CommunicationError) as caught:
+            transport.run(collective, buffer, "bucket 1")
+        message = str(caught.value)
+    seconds = time.monotonic() - start
+    if world.rank == 1:
+        told.touch()
+    elif world.rank == 2:
+        # In a barrier it would see that rank 1 waits for it.
+        wait_until_told(told)
+    pl.barrier()
+    transport.close()
+    return message, seconds
+
+
+# Between sockets, rank 1 exchanges messages with rank 2 alone.
+@pytest.mark.parametrize(("transport", "collective"), [("auto", "all_gather"), ("tcp", "broadcast/tree@2")])
+@pytest.mark.parametrize("inside", [True, False])
+def test_who_waits_for_a_rank_that_knows_of_nothing_is_told_of_another_one_that_failed(
+    ranks, tmp_path, transport: str, collective: str, inside: bool
+) -> None:
+    place = tmp_path / "told"
+    told = ranks(3, wait_for_one_that_knows_of_nothing, collective, inside, place, transport=transport)
+    message, seconds = told[1]
+    assert message == "rank 0 gave up: ValueError: in the loop"
+    assert seconds < 3
+
+
+def train_until_one_leaves(fails: bool) -> None:
+    """Rank 1 leaves the job after two steps, and rank 0 goes on."""
+    world = pl.init()
+    model = pl.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), pl.Strategy(zero=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for step in range(4):
+            if world.rank == 1 and step == 2:
+                if fails:
+                    raise ValueError("a broken batch")
+                return
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+    finally:
+        pl.shutdown()
+
+
+def told_of_one_that_leaves(fails: bool) -> str:
+    try:
+        train_until_one_leaves(fails)
+    except (CommunicationError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("transport", ["auto", full("tcp")])
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_waits_for_a_rank_that_leaves_the_job_is_told_why(ranks, transport: str, fails: bool) -> None:
+    told, _ = ranks(2, told_of_one_that_leaves, fails, transport=transport)
+    cause = "ValueError: a broken batch" if fails else "pl.shutdown() while models were parallel: pl.release them first"
+    assert told.startswith(f"rank 1 gave up: {cause}")
+
+
+def abort_while_waiting() -> str:
+    """What rank 0's thread raises that waits for rank 1, when its own main thread aborts."""
+    world = pl.init()
+    transport, stream = open_transport(world), ThreadStream("test")
+    buffer = transport.allocate(64, torch.float32)
+    told = ""
+    if world.rank == 0:
+        pending = stream.submit(lambda: transport.run("all_reduce", buffer, "bucket 7"), "bucket 7")
+        time.sleep(0.1)
+        transport.abort("ValueError: a broken batch")
+        with pytest.raises(CommunicationError) as caught:
+            stream.wait(pending)
+        told = str(caught.value)
+    pl.barrier()
+    stream.close()
+    transport.close()
+    return told
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_thread_of_the_rank_that_failed_raises_the_cause_too(ranks, transport) -> None:
+    assert ranks(2, abort_while_waiting, transport=transport)[0] == "ValueError: a broken batch"
+
+
+UNCAUGHT = """
+import sys
+import torch
+import paceline as pl
+from paceline import comm
+
+if __name__ == "__main__":
+    rank = pl.init(device="cpu", timeout=60).rank
+    comm.all_reduce(torch.ones(4))
+    if rank == 1:
+        raise ValueError("a broken batch")
+    comm.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", full("tcp")])
+def test_an_exception_that_ends_one_rank_stands_last_on_the_others_and_nothing_hangs(tmp_path, transport) -> None:
+    before = set(os.listdir("/dev/shm"))
+    program = tmp_path / "program.py"
+    program.write_text(UNCAUGHT)
+    began = time.monotonic()
+    ranks = []
+    for rank in range(3):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "3",
+            "PACELINE_RENDEZVOUS": f"file://{tmp_path}/store",
+            "PACELINE_TRANSPORT": transport,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        ranks.append(
+            subprocess.Popen([sys.executable, str(program)], env=environment, stderr=subprocess.PIPE, text=True)
+        )
+    # Torch says before each line which rank it is of.
+    told = [rank.communicate(timeout=60)[1].strip().splitlines()[-1].partition(": ")[2] for rank in ranks]
+    assert time.monotonic() - began < 50
+    cause = "ValueError: a broken batch"
+    lost = f"paceline.comm.transport.CommunicationError: rank 1 gave up: {cause}"
+    assert told == [lost, cause, lost]
+    assert not new_in_shared_memory(before)
