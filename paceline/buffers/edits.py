@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.comm.read_later import ReadLater
+from paceline.core.layout import Bucket
 
 
 class Edits:
@@ -67,14 +68,49 @@ class Edits:
 class CopyEdits:
     """Tells whether somebody wrote to whole copies of sharded buckets, where that would be lost.
 
-    All of this rank's shard is compared, as an edit by way of `p.data` moves no version on. A GPU's host is told when
-    it asks of that bucket the next time.
+    This rank's shard is compared, as an edit by way of `p.data` moves no version on. A GPU's host is told when it asks
+    of that bucket the next time.
     """
 
     def __init__(self, flat: FlatParameters) -> None:
         """Has compared nothing yet."""
         self._flat = flat
         self._later: dict[str, ReadLater] = {}
+        self._places: dict[str, tuple[list[int], Tensor]] = {}
+        """By bucket: indices of parameters, and where in this rank's shard the elements are that are sampled."""
+
+    def sampled(self, indices: Collection[int]) -> int | None:
+        """The index of a parameter that was written to where its unit is gathered; None where none is seen.
+
+        A few elements of each are compared, as units are resharded all the time; none on GPUs, whose host would wait.
+
+        Args:
+            indices: Of parameters, gathered and as they were when they were.
+        """
+        flat = self._flat
+        buckets = {bucket.name: bucket for index in indices if (bucket := flat.bucket_of.get(index)) is not None}
+        for name, bucket in buckets.items():
+            shard, whole = flat.shard(bucket), flat.whole(bucket)
+            if _asks_later(whole):
+                continue
+            if name not in self._places:
+                self._places[name] = self._sample(bucket)
+            own, places = self._places[name]
+            start = flat.shard_index * shard.numel()
+            seen, kept = whole[start : start + shard.numel()][places], shard[places]
+            if not torch.equal(seen.view(torch.uint8), kept.view(torch.uint8)):
+                return own[int(((seen != kept) & ~(seen.isnan() & kept.isnan())).byte().argmax())]
+        return None
+
+    def _sample(self, bucket: Bucket) -> tuple[list[int], Tensor]:
+        indices, places = [], []
+        for index in bucket.slots:
+            part = self._flat.own_part(index)
+            if part.numel():
+                first = int(part.storage_offset() - self._flat.shard(bucket).storage_offset())
+                indices += [index] * 3
+                places += [first, first + part.numel() // 2, first + part.numel() - 1]
+        return indices, torch.tensor(places, dtype=torch.int64)
 
     def found(self, copies: Mapping[str, Tensor]) -> int | None:
         """The index of a parameter that a copy has otherwise than this rank's shard; None where there is none.

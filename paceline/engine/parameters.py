@@ -29,8 +29,7 @@ class Parameters:
         all: In the order of the layout's slots.
         unsharded: Which sharded units lie gathered where.
         waiting: Names of the buckets whose update is still on its way from the ranks that made it.
-        pinned: Indices of sharded parameters that were used outside their unit, and stay whole until the next forward
-            or update.
+        pinned: Sharded parameters, by index, that were used outside their unit: whole until the next forward or update.
     """
 
     def __init__(
@@ -100,7 +99,10 @@ class Parameters:
         for unit in units:
             if unit in self._open:
                 self._open.discard(unit)
-                self._hide(self.flat.managed_of.get(unit, ()))
+                indices = self.flat.managed_of.get(unit, ())
+                if (edited := self._copy_edits.sampled(indices)) is not None:
+                    self.refuse_edit(edited)
+                self._hide(indices)
 
     def _present(self, indices: Iterable[int]) -> None:
         shown = [index for index in indices if index not in self.pinned]
@@ -137,12 +139,11 @@ class Parameters:
     def rest(self) -> None:
         """Lets all parameters be what they are outside of forward and backward, unedited as they are now."""
         self._open.clear()
-        asks = self.loses_edits or bool(self.waiting)
         rests = [index for index in self.flat.managed if index not in self.pinned]
         for index in rests:
             show(self.all[index])
             self.all[index].data = self._placeholder[index] if self.flat.is_sharded else self.flat.views[index]
-            if asks:
+            if self.loses_edits or self.waiting:
                 guard(self.all[index])
         self._set_versions([self.all[index] for index in rests], self._version + 1)
         self._edits.set()
@@ -262,11 +263,11 @@ class Parameters:
     def _edited_while_open(self) -> int | None:
         """The index of a gathered parameter that no longer is what its shards are; None where there is none."""
         for unit in self._open:
-            for index in self.flat.managed_of.get(unit, ()):
-                if index not in self.pinned and self._is_changed(index):
-                    return index
-        kept = {b.name: self.flat.whole(b) for b in self._kept if self._open.issuperset(b.units)}
-        # These are small.
+            indices = self.flat.managed_of.get(unit, ())
+            changed = (index for index in indices if index not in self.pinned and self._is_changed(index))
+            if (edited := next(changed, self._copy_edits.sampled(indices))) is not None:
+                return edited
+        kept = {b.name: self.flat.whole(b) for b in self._kept if self._open.issuperset(b.units)}  # small ones
         return self._copy_edits.found({name: whole for name, whole in kept.items() if not whole.is_cuda})
 
     def refuse_edit(self, index: int) -> None:

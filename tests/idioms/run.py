@@ -11,11 +11,23 @@ from functools import cache
 import torch
 
 import paceline as pl
-from tests.idioms import averages, buffers, frozen, gradients, loops, losses, modules, optimizers, several, tables
+from tests.idioms import (
+    averages,
+    buffers,
+    frozen,
+    gradients,
+    loops,
+    losses,
+    modules,
+    optimizers,
+    several,
+    tables,
+    weights,
+)
 from tests.idioms.side import IDIOMS, Ddp, Found, Paceline, Side
 from tests.ranks import RankError, RankPool
 
-WRITTEN_IN = (averages, buffers, frozen, gradients, loops, losses, modules, optimizers, several, tables)
+WRITTEN_IN = (averages, buffers, frozen, gradients, loops, losses, modules, optimizers, several, tables, weights)
 """Importing them registers the idioms."""
 
 _STAGES = {f"zero {zero}": pl.Strategy(zero=zero, bucket_mb=1e-4) for zero in range(4)}
