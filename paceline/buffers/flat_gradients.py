@@ -136,12 +136,13 @@ class FlatGradients:
 
     def show_in(self, index: int, other: Tensor, gradient: Tensor) -> None:
         """Copies a parameter's gradient, or this rank's shard of it, to its place in a whole one, once it has come."""
-        is_whole = other.shape == self._layout.slots[index].spec.shape
-        if gradient.__dict__.get("_wait") is not None or other.stride() != self.views[index].stride() or not is_whole:
+        is_whole = other.shape == gradient.shape
+        if not is_whole and (other.shape, other.stride()) != (self.views[index].shape, self.views[index].stride()):
             return
-        part = other if other.shape == gradient.shape else self.own_part(index, other)
-        if part.shape == gradient.shape:
-            part.copy_(gradient)
+        if (wait := gradient.__dict__.get("_wait")) is not None:
+            wait()
+        part = other if is_whole else self.own_part(index, other)
+        part.copy_(gradient)
 
     def reduced_of(self, index: int) -> Tensor | None:
         """The reduced gradient of a parameter, of this rank's shard where it has one; None where that is empty."""

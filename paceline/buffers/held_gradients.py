@@ -15,6 +15,7 @@ from paceline.buffers.flat_gradients import FlatGradients
 from paceline.buffers.handed_out import storage_of, uses_of
 from paceline.core.errors import EngineError
 from paceline.core.layout import Slot
+from paceline.tensors.former_gradient import FormerGradient, become_former, kind_of, refusal
 from paceline.tensors.gradient_shard import GradientShard
 
 
@@ -45,10 +46,13 @@ class HeldGradients:
         references, uses = _unheld()
         with torch._C.DisableTorchFunctionSubclass():
             counts, ours = _references(gradients), flat.handed_out()
+            self._ours = ours
             self._replaced = {index: each for index, each in self._replaced.items() if each.is_kept(ours)}
             storages = {i: storage_of(g) for i, g in gradients.items() if g.layout == torch.strided}
             known = Counter(storages.values())
             for index, gradient in gradients.items():
+                if type(gradient) is FormerGradient:
+                    raise EngineError(refusal(gradient._name))
                 if index in former and gradient.data_ptr() == flat.views[index].data_ptr():
                     # This rank's share has stood in for it since the micro-batch before.
                     self._tensors[index] = former[index]
@@ -76,26 +80,36 @@ class HeldGradients:
             is_part: Whether that is this rank's shard.
         """
         held = self._tensors.get(index)
-        if held is None or type(held) not in ((GradientShard,) if is_part else (Tensor, GradientShard)):
+        if held is None or kind_of(held) not in ((GradientShard,) if is_part else (Tensor, GradientShard)):
             return None
         with torch._C.DisableTorchFunctionSubclass():
             return held if (held.shape, held.dtype) == (like.shape, dtype) else None
 
-    def replace(self, index: int, gradient: Tensor) -> None:
-        """Another tensor is `p.grad` from now on, and edits of the one before would be lost.
+    def replace(self, index: int, gradient: Tensor | None) -> None:
+        """Another tensor is `p.grad` from now on, or none, and edits of the one before would be lost.
 
         That shows the values here, as far as this rank has them, so that an edit which would change them changes it.
+        Where it has not all, reading it is refused.
         """
         held, replaced = self._tensors.get(index), self._replaced.get(index)
         if held is not None and held is not gradient and (replaced is None or replaced.tensor is not held):
             replaced = self._replaced[index] = _Replaced(held)
-        if replaced is not None and replaced.tensor is gradient:
+        if replaced is None:
+            return
+        if replaced.tensor is gradient:
             del self._replaced[index]
-        elif replaced is not None:
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            former = replaced.tensor
+            if storage_of(former) not in self._ours and (gradient is None or gradient.shape != former.shape):
+                # Who reads it by way of another tensor of its memory is not seen.
+                former.fill_(torch.nan)
+            if gradient is not None:
+                self._flat.show_in(index, former, gradient)
                 replaced.given = gradient.data_ptr()
-                self._flat.show_in(index, replaced.tensor, gradient)
-                replaced.take()
+            replaced.take()
+            if gradient is None or self._flat.schedule.shards > 1:
+                become_former(former, self._flat.schedule.layout.slots[index].spec.name)
 
     def require_unedited(self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot]) -> None:
         """Refuses to go on where a loop has edited a tensor that was `p.grad` and could not stay it.
@@ -119,11 +133,7 @@ class HeldGradients:
                 # Both were set to zero, as p.grad alone would have been.
                 replaced.take()
                 continue
-            raise EngineError(
-                f"{slots[index].spec.name}: the tensor that was p.grad before backward was edited after it, but p.grad "
-                "is another one now (this rank's shard, or of another dtype), so the edit would be lost. Ask p.grad "
-                "again after each backward, or set strategy.zero to 0 in float32, where it stays the same tensor"
-            )
+            raise EngineError(refusal(slots[index].spec.name))
 
     def publish(self) -> None:
         """The step's gradients are published, and none is to be given back any more."""
@@ -149,11 +159,11 @@ class _Replaced:
 
     def take(self) -> None:
         """Takes it as it is now for unedited."""
-        self._version, self._bits = self.tensor._version, _bits(self.tensor).clone()
+        self._bits = _bits(self.tensor).clone()
 
     def is_edited(self) -> bool:
-        """Whether somebody wrote to it since; by way of `.data` or `.numpy()` that moves no version on."""
-        return self.tensor._version != self._version or not torch.equal(self._bits, _bits(self.tensor))
+        """Whether somebody wrote to it since, by whatever way, such that it has changed on this rank."""
+        return not torch.equal(self._bits, _bits(self.tensor))
 
     def is_kept(self, ours: Collection[int]) -> bool:
         """Whether a loop still has it, or its memory, which may be one of buffers of `ours`, by `storage_of`."""

@@ -202,6 +202,7 @@ class Gradients:
                 carried, reduced = self.earlier.carried.get(index), self.flat.reduced_of(index)
                 if reduced is None or not (index in chosen or (keep and carried is not None)):
                     self._all[index].grad = None
+                    self.earlier.held.replace(index, None)
                     continue
                 reduced = self.flat.shown_reduced(index, reduced)
                 if carried is not None:
@@ -218,6 +219,7 @@ class Gradients:
             reduced, bucket = self.flat.reduced_of(index), self.flat.bucket_of[index]
             if reduced is None:
                 self._all[index].grad = None
+                self.earlier.held.replace(index, None)
             else:
                 self._give(index, self.flat.shown_reduced(index, reduced), partial(self._wait, bucket))
 
