@@ -118,7 +118,6 @@ def save_beside(
     part.token = raise_first(refused, f"{label} {in_words(optimizers, schedulers)}", "", part.token)
     if world.world_size > 1:
         _require_shared(path, part.token, world)
-    engine.settle()
     add_residuals(part, engine)
     add_tensors(part, engine, ranges, states, keeps_copies=background)
     return begin(Saving(path, step, began), part, world, asdict(engine.strategy), background, beside)

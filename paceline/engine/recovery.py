@@ -68,7 +68,9 @@ def weights_replaced(engine: Engine) -> None:
 
 
 def require_between_steps(engine: Engine, what: str, replaces: bool = False) -> None:
-    """Refuses what would forget gradients that no update has used (see `StepState`), or edits on their way.
+    """Refuses what would forget gradients that no update has used (see `StepState`), or edits.
+
+    Weights are then all here, those that a loop gave other data as that says.
 
     Args:
         engine: The model's.
@@ -80,12 +82,16 @@ def require_between_steps(engine: Engine, what: str, replaces: bool = False) -> 
     """
     if not replaces:
         engine.state.require_whole_weights(what)
+        engine.settle()
+        engine.program.parameters.require_unedited()
     if engine.forward.whole.is_full:
         raise EngineError(
             f"{what} inside `with pl.full_parameters(model):`: what is edited there counts when it ends. Call it "
             "after that, on every rank"
         )
     engine.state.require_between_steps(what, any(p.grad is not None for p in engine.program.parameters.all))
+    if not replaces:
+        engine.program.parameters.take_given()
 
 
 def close(engine: Engine, whole: bool) -> None:

@@ -56,7 +56,6 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
     """
     engine = engine_of(model)
     require_between_steps(engine, "pl.check_replicas")
-    engine.settle()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     sums = {
         f"{held.name}/{held.shard}": checksum(held.tensor)
