@@ -20,7 +20,7 @@ class FormerMemory:
     """What a loop took of parameters before `pl.parallelize`, such as a list of `p.data`, follows them.
 
     Under DDP that memory is the parameters' for good. Here these lie elsewhere, so what they become is copied to it.
-    Where the loop has kept nothing, nothing is done.
+    Where the loop has kept nothing, and no other process has that memory, nothing is done.
     """
 
     def __init__(self, parameters: Mapping[int, nn.Parameter], names: Sequence[str]) -> None:
@@ -63,7 +63,8 @@ class FormerMemory:
             if _checksum(former) != self._checksums[index]:
                 raise EngineError(
                     f"{self._names[index]} was written to by way of a tensor that was taken from it before "
-                    "pl.parallelize, whose memory it has left: take p.data after pl.parallelize, or write to p itself"
+                    "pl.parallelize, by p.data or (from another process) model.share_memory(), whose memory it has "
+                    "left: take p.data after pl.parallelize, or write to p itself"
                 )
 
     def _take(self) -> None:
@@ -72,9 +73,18 @@ class FormerMemory:
 
 
 def used_elsewhere(tensors: Mapping[K, Tensor], times: int) -> dict[K, Tensor]:
-    """Those whose memory others refer to, too, beside so many tensors for each."""
+    """Those whose memory others refer to, too, beside so many tensors for each, or other processes may."""
     own, alone = Counter(map(storage_of, tensors.values())), uses_of(torch.empty(1)) - 1
-    return {key: each for key, each in tensors.items() if uses_of(each) > times * own[storage_of(each)] + alone}
+    return {
+        key: each
+        for key, each in tensors.items()
+        if uses_of(each) > times * own[storage_of(each)] + alone or _is_shared_out(each)
+    }
+
+
+def _is_shared_out(tensor: Tensor) -> bool:
+    """Whether a tensor is in memory for several processes, as `share_memory_` makes; mapped files are none."""
+    return tensor.is_cpu and tensor.is_shared() and tensor.untyped_storage().filename is None
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -22,7 +22,7 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
 
     Raises:
         UserError: Some have no shape yet, belong to another parallel model, or share memory; or are to be sharded, and
-            somebody has a tensor in their memory.
+            somebody has a tensor in their memory, or another process may.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
@@ -46,9 +46,10 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
     if will_be_sharded and (taken := used_elsewhere({n: p for each in by_storage.values() for n, p in each}, 1)):
         raise UserError(
             f"parallelize: a tensor that was taken from {next(iter(taken))} before (p.data, p.detach(), state_dict()) "
-            "is still kept. With zero=3 this rank is to have only its shard of the parameter: the tensor would stay as "
-            "it is now, and keep the whole in memory. Drop it or take a .clone() of it, and read parameters inside "
-            "`with pl.full_parameters(model):`"
+            "is still kept, or other processes have its memory (model.share_memory()). With zero=3 this rank is to "
+            "have only its shard of the parameter: there it would stay as it is now, and keep the whole in memory. "
+            "Drop tensors or take a .clone() of them, parallelize a copy.deepcopy(model) of what is shared, and read "
+            "parameters inside `with pl.full_parameters(model):`"
         )
 
 
