@@ -16,6 +16,7 @@ from paceline.checkpoint.reader import Reader
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
 from paceline.optimizers.shard_states import OF_ALL, SHARD
+from paceline.tensors.state_shard import plain_state
 
 
 class ElementState(NamedTuple):
@@ -140,7 +141,7 @@ class OptimizerStates:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if states := optimizer.state.get(parameter):
-                    yield self._index_of[id(parameter)], states
+                    yield self._index_of[id(parameter)], {name: plain_state(each) for name, each in states.items()}
 
     def _is_of_elements(self, index: int, name: str, state: Any) -> bool:
         if not isinstance(state, Tensor) or (not state.dim() and name in OF_ALL):

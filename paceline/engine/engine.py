@@ -261,9 +261,9 @@ class Engine:
         self.update.begin(optimizer)
 
     @gives_up
-    def update_ends(self) -> None:
+    def update_ends(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped. Where parameters are kept whole elsewhere, they are now sent."""
-        self.update.end()
+        self.update.end(optimizer)
         self.backward.order.updated()
 
     def mean_loss(self, loss: float | Tensor) -> Tensor:

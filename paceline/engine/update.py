@@ -13,7 +13,7 @@ from paceline.core.step_state import StepState
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.materialise.freed import return_freed_memory
-from paceline.optimizers.shard_states import prepare_optimizer, require_states_of
+from paceline.optimizers.shard_states import mark_states, prepare_optimizer, require_states_of
 from paceline.tensors.assigned_gradient import set_gradient
 from paceline.tensors.gradient_shard import GradientShard, as_shard
 
@@ -107,10 +107,11 @@ class Update:
             shard.__class__ = GradientShard
         self._shards = []
 
-    def end(self) -> None:
+    def end(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped: what it updated is rounded, and sent to ranks that keep it whole."""
         parameters, executor = self._program.parameters, self._program.executor
         self._give_shards_back()
+        mark_states(optimizer, parameters.flat)
         self.under_way = self._is_suspended = False
         executor.end()
         ops = self._ops()

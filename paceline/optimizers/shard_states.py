@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
+from paceline.tensors.state_shard import StateShard, become_state_shard
 
 ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.ASGD,
@@ -66,6 +67,20 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
             _cut_states(type(optimizer).__name__, states, flat, index)
 
 
+def mark_states(optimizer: Optimizer, flat: FlatParameters) -> None:
+    """An optimizer has stepped on shards: until it does again, its states say so to who takes them for whole ones."""
+    if flat.shards == 1:
+        return
+    for parameter, states in optimizer.state.items():
+        local = flat.local.get(flat.index_of.get(id(parameter), -1))
+        if local is None:
+            continue
+        for name, state in states.items():
+            if type(state) is Tensor and state.shape == local.shape:
+                slot = flat.layout.slots[flat.index_of[id(parameter)]]
+                become_state_shard(state, f"{name} of {slot.spec.name}")
+
+
 def require_states_of(optimizer: Optimizer, own: int = 0, shards: int = 1) -> None:
     """Refuses states of other shards than those that an optimizer is about to update.
 
@@ -104,6 +119,8 @@ def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, in
     local, spec = flat.local.get(index), flat.layout.slots[index].spec
     assert local is not None
     for name, state in states.items():
+        if isinstance(state, StateShard):
+            state.__class__ = Tensor  # type: ignore[assignment]
         if not isinstance(state, Tensor) or (not state.dim() and name in OF_ALL):
             continue
         if tuple(state.shape) == spec.shape:

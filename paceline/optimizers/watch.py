@@ -31,7 +31,7 @@ class Watcher(Protocol):
         """An optimizer is about to step."""
         ...
 
-    def update_ends(self) -> None:
+    def update_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
         ...
 
@@ -86,7 +86,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for watcher in _watching(optimizer, sys._getframe(1)):
-        watcher.update_ends()
+        watcher.update_ends(optimizer)
 
 
 def _watching(optimizer: Optimizer, step: FrameType) -> list[Watcher]:

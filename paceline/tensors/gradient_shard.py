@@ -11,7 +11,7 @@ from torch._guards import TracingContext
 
 from paceline.core.errors import EngineError, UserError
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {
         *("mul", "div", "true_divide", "neg", "add", "sub", "clamp", "clip", "clamp_min", "clamp_max", "nan_to_num"),
         *("abs", "sign", "isfinite", "isnan", "isinf", "square", "sqrt", "copy", "zero", "fill", "lerp", "addcmul"),
@@ -22,7 +22,7 @@ _ELEMENTWISE = frozenset(
 )
 """Functions of an element alone, which give each rank its shard of the whole's result."""
 
-_DESCRIPTIONS = frozenset(
+DESCRIPTIONS = frozenset(
     {
         *("element_size", "is_floating_point", "is_complex", "data_ptr", "is_contiguous", "untyped_storage"),
         *("storage_offset", "get_device", "__repr__", "__hash__"),
@@ -31,7 +31,7 @@ _DESCRIPTIONS = frozenset(
     }
 )
 
-_SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "T", "mT"})
+SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "T", "mT"})
 
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "linalg_norm", "matrix_norm"})
 
@@ -108,12 +108,12 @@ def _require_elementwise(
 ) -> None:
     name = getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
-    if attribute in _SHAPES:
+    if attribute in SHAPES:
         raise EngineError(
             f"{attribute} of p.grad: it holds this rank's shard of the gradient, flat. Ask p, whose shape the whole "
             "gradient has"
         )
-    if name in ("__get__", "__set__", "__delete__") or name in _DESCRIPTIONS:
+    if name in ("__get__", "__set__", "__delete__") or name in DESCRIPTIONS:
         return
     if name in _NORMS:
         raise UserError(
@@ -127,18 +127,15 @@ def _require_elementwise(
         )
     if name in ("__float__", "__int__", "__bool__", "__index__", "__complex__"):
         raise _refusal(name)
-    plain = name.removeprefix("_foreach_").strip("_").removeprefix("r" if name.startswith("__r") else "")
-    plain = plain[1:] if name.startswith("__i") and name != "__invert__" else plain
-    plain = {"truediv": "div", "rtruediv": "div", "rmul": "mul", "radd": "add", "rsub": "sub"}.get(plain, plain)
     shape = shards[0].shape
     if len(shards) > 1 and not name.startswith("_foreach_") and any(shard.shape != shape for shard in shards):
         raise _refusal(name)
     others = [
         t
-        for t in _tensors((args, tuple(kwargs.values())))
+        for t in tensors_of((args, tuple(kwargs.values())))
         if not isinstance(t, GradientShard) and (t.numel() > 1 or t.dim() > 1)
     ]
-    if plain not in _ELEMENTWISE or others:
+    if not is_elementwise(name) or others:
         raise _refusal(name)
 
 
@@ -150,13 +147,26 @@ def _refusal(name: str) -> EngineError:
     )
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def is_elementwise(name: str) -> bool:
+    """Whether a function's result for an element depends on that element alone.
+
+    Args:
+        name: Its `__name__`, of an operator or of a list's function too.
+    """
+    plain = name.removeprefix("_foreach_").strip("_").removeprefix("r" if name.startswith("__r") else "")
+    plain = plain[1:] if name.startswith("__i") and name != "__invert__" else plain
+    plain = {"truediv": "div", "rtruediv": "div", "rmul": "mul", "radd": "add", "rsub": "sub"}.get(plain, plain)
+    return plain in ELEMENTWISE
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """The tensors among values, in lists and tuples too."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 def _shards(values: Any) -> Iterator[GradientShard]:
-    return (tensor for tensor in _tensors(values) if isinstance(tensor, GradientShard))
+    return (tensor for tensor in tensors_of(values) if isinstance(tensor, GradientShard))

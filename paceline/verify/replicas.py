@@ -16,6 +16,7 @@ from paceline.core.errors import EngineError
 from paceline.engine.api import engine_of
 from paceline.engine.engine import Engine
 from paceline.engine.recovery import require_between_steps
+from paceline.tensors.state_shard import plain_state
 
 _NAMED = 3
 """Tensors of a difference that are told."""
@@ -105,7 +106,8 @@ def _states(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[_Held]:
             for name, state in states.items() if index is not None else ():
                 if isinstance(state, Tensor) and index is not None:
                     shard = engine.schedule.shard_index if index in flat.local else -1
-                    yield _Held(f"{flat.layout.slots[index].spec.name}'s {name} in {what}", shard, state)
+                    what_of = f"{flat.layout.slots[index].spec.name}'s {name} in {what}"
+                    yield _Held(what_of, shard, plain_state(state))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -161,7 +161,7 @@ def decayed(model: nn.Module) -> Found:
         F.mse_loss(model(x)[which], y).backward()
         optimizer.step()
         states = [optimizer.state[p] for p in model.other.parameters() if p in optimizer.state]
-        moments = [state["exp_avg"].clone() for state in states]
+        moments = [state["exp_avg"].as_subclass(torch.Tensor).clone() for state in states]
         with pl.full_parameters(model) if hasattr(model, "_paceline_engine") else contextlib.nullcontext():
             weights = {name: value.detach().clone() for name, value in model.other.named_parameters()}
         found.append({**weights, "moments": torch.cat([m.flatten() for m in moments]) if moments else None})

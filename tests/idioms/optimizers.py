@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import torch
 
 from tests.idioms.side import Found, Side, fit, idiom, mlp, state
@@ -111,4 +114,55 @@ def descent_by_hand(side: Side) -> Found:
             for p in model.parameters():
                 p -= 0.1 * p.grad
         model.zero_grad()
+    return state(model)
+
+
+SHARDS = tuple((place, "an optimizer holds this rank's shard of it") for place in ("zero 1", "zero 2", "zero 3"))
+
+
+@idiom(refused=SHARDS, off=0.1)
+def dead_neurons_begin_anew(side: Side) -> Found:
+    """Some rows of a weight are written, and the optimizer forgets what it knows of them."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    fit(side, net, optimizer, 2)
+    with side.whole(model), torch.no_grad():
+        model[0].weight[2:4] = 0.1
+    states = optimizer.state[model[0].weight]
+    for name in ("exp_avg", "exp_avg_sq"):
+        states[name][2:4] = 0
+    fit(side, net, optimizer, 2)
+    return state(model)
+
+
+@idiom(refused=SHARDS, low=False)
+def the_norm_of_moments_is_noted(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    fit(side, net, optimizer, 2)
+    squares = [states["exp_avg"].double().square().sum() for states in optimizer.state.values()]
+    return {**state(model), "norm": torch.stack(squares).sum().sqrt()}
+
+
+@idiom(off=0.1)
+def moments_are_scaled_copied_and_saved(side: Side) -> Found:
+    """A restart: moments shrink, and what was saved before comes back later."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    fit(side, net, optimizer, 2)
+    kept = copy.deepcopy(optimizer.state_dict())
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    for states in optimizer.state.values():
+        states["exp_avg"].mul_(0.1)
+        states["exp_avg_sq"] = states["exp_avg_sq"] * 0.5
+    fit(side, net, optimizer, 1)
+    optimizer.load_state_dict(kept)
+    fit(side, net, optimizer, 1)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file))
+    fit(side, net, optimizer, 1)
     return state(model)
