@@ -17,6 +17,7 @@ from paceline.core.strategy import Strategy
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
 from tests.engine.models import STAGES, assert_same, gradients, snapshot
+from tests.engine.real_models import FAMILIES, loss_of
 from tests.quick import diagonal, full, some
 
 CONFIG = ModelConfig(layers=2, width=16, heads=2, context=8, vocabulary=11)
@@ -133,6 +134,26 @@ def attentions(how: str) -> int:
 def test_attention_that_is_kept_is_not_computed_again(ranks) -> None:
     counts = {how: ranks(1, attentions, how)[0] for how in ("none", "keep_attention", "unit")}
     assert counts == {"none": CONFIG.layers, "keep_attention": CONFIG.layers, "unit": 2 * CONFIG.layers}
+
+
+def with_a_cache(name: str, how: str) -> dict:
+    """Gradients of a model of transformers that keeps keys and values, with rows that are padded."""
+    family = FAMILIES[name]
+    model = pl.parallelize(family.make(), Strategy(zero=3, recompute=how))  # type: ignore[arg-type]
+    batch = family.batch(0, 2)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, -2:] = 0
+    loss_of(model, batch).backward()
+    found = gradients(model)
+    pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_keys_and_values_are_computed_again_from_the_cache_as_it_was(ranks, name: str) -> None:
+    (expected, _), found = (ranks(2, with_a_cache, name, how) for how in ("none", "unit"))
+    for each in found:
+        assert_same(each, expected)
 
 
 def copied_and_released() -> list[bool]:
