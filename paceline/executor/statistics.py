@@ -34,7 +34,9 @@ class Statistics:
         self._parameters, self._world_size = parameters, world_size
         self._carries, self._buffers = False, 0
         self._values: list[float | Tensor] = []
-        self._result = torch.zeros(0, dtype=torch.float64, device=buffer.device)
+        self._result = torch.zeros(USER_SUMS, dtype=torch.float64, device=buffer.device)
+        self._counted: int | Tensor = 0
+        """Of the result: how many sums it has; or, where this rank gave none, what tells how many others gave."""
         self._flags = buffer[: 2 * parameters].clone()
         self._written: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
@@ -79,13 +81,14 @@ class Statistics:
             self._written = wanted
         own = 2 * self._parameters
         self.buffer[:own].copy_(self._flags)
-        numbers: list[float | Tensor] = [0.0] * (USER_SUMS + 3 + 2 * CHECKS)
+        numbers: list[float | Tensor] = [0.0] * (USER_SUMS + 5 + 2 * CHECKS)
         numbers[: len(self._values)] = self._values
         numbers[USER_SUMS] = 0.0 if squares is None else squares
         numbers[USER_SUMS + 1] = float(carries)
         numbers[USER_SUMS + 2] = float(buffers)
+        numbers[USER_SUMS + 3 : USER_SUMS + 5] = [float(len(self._values)), float(len(self._values)) ** 2]
         for place, check in enumerate(checks):
-            numbers[USER_SUMS + 3 + 2 * place : USER_SUMS + 5 + 2 * place] = [float(check), float(check) ** 2]
+            numbers[USER_SUMS + 5 + 2 * place : USER_SUMS + 7 + 2 * place] = [float(check), float(check) ** 2]
         self._carries, self._buffers = carries, buffers
         on_device = {
             own + place: number
@@ -165,9 +168,11 @@ class Statistics:
         """Ends a synchronised micro-batch: the sums are the result, and new ones begin."""
         device = self.buffer.device
         if self._world_size > 1:
-            start = 2 * self._parameters
-            self._result = self.buffer[start : start + len(self._values)].clone()
+            own = self.buffer[2 * self._parameters :].clone()
+            self._result = own[:USER_SUMS]
+            self._counted = len(self._values) or own[USER_SUMS + 3 : USER_SUMS + 5]
         else:
+            self._counted = len(self._values)
             # Filled in on the device: to copy a number there a GPU's host would wait.
             values = [
                 value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
@@ -177,5 +182,12 @@ class Statistics:
         self.clear()
 
     def result(self) -> Tensor:
-        """The sums over micro-batches and ranks at the last synchronised backward."""
-        return self._result
+        """The sums over micro-batches and ranks at the last synchronised backward.
+
+        A rank that gave none, as it had no micro-batch, has the others'. On a GPU its host waits for their number.
+        """
+        if isinstance(self._counted, Tensor):
+            numbers, squares = self._counted.tolist()
+            # Of k ranks that each gave n, k n and k n².
+            self._counted = round(squares / numbers) if numbers else 0
+        return self._result[: self._counted]

@@ -96,6 +96,25 @@ def uneven(strategy: Strategy, counts: list[tuple[int, ...]]) -> dict:
     return state
 
 
+def counted(strategy: Strategy) -> list[float]:
+    """The sums of a step in which the first rank has no micro-batch, and each other one as many as its number."""
+    world = pl.init()
+    model = pl.parallelize(make(), strategy)
+    engine = pl.engine_of(model)
+    for _ in pl.accumulate(model, range(world.rank), uneven=True):
+        engine.count(1, torch.tensor(10.0))
+        model(data(0, 1)[0]).sum().backward()
+    found = engine.counts().tolist()
+    pl.release(model)
+    return found
+
+
+@several_ranks
+def test_a_rank_without_micro_batches_has_the_sums_of_the_others(ranks, strategy, n) -> None:
+    micro_batches = n * (n - 1) / 2
+    assert ranks(n, counted, strategy) == [[micro_batches, 10 * micro_batches]] * n
+
+
 def uneven_twice(strategy: Strategy, counts: list[list[tuple[int, ...]]]) -> list[dict]:
     return [uneven(strategy, each) for each in counts]
 
