@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buffers.handed_out import storage_of, uses_of
+from paceline.buffers.memory import bits_of
 from paceline.core.errors import EngineError
 
 K = TypeVar("K")
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FormerMemory:
@@ -33,7 +33,7 @@ class FormerMemory:
         self._names = names
         # Each lies there twice meanwhile: as the parameter and as this.
         self._kept = used_elsewhere({index: p.data for index, p in parameters.items()}, 2)
-        self._take()
+        self._unedited = {index: former.clone() for index, former in self._kept.items()}
 
     def __bool__(self) -> bool:
         """Whether there is any."""
@@ -48,10 +48,11 @@ class FormerMemory:
         if not self._kept:
             return
         self._kept = used_elsewhere(self._kept, 1)
+        self._unedited = {index: self._unedited[index] for index in self._kept}
         with torch.no_grad():
             for index, former in self._kept.items():
                 former.copy_(values[index])
-        self._take()
+                self._unedited[index].copy_(former)
 
     def require_unedited(self) -> None:
         """Refuses to go on where somebody else wrote to it, which reaches no parameter.
@@ -60,20 +61,16 @@ class FormerMemory:
             EngineError: Somebody did.
         """
         for index, former in self._kept.items():
-            if _checksum(former) != self._checksums[index]:
+            if not torch.equal(bits_of(former), bits_of(self._unedited[index])):
                 raise EngineError(
                     f"{self._names[index]} was written to by way of a tensor that was taken from it before "
                     "pl.parallelize, by p.data or (from another process) model.share_memory(), whose memory it has "
                     "left: take p.data after pl.parallelize, or write to p itself"
                 )
 
-    def _take(self) -> None:
-        """Takes it as it is now for unedited."""
-        self._checksums = {index: _checksum(former) for index, former in self._kept.items()}
-
 
 def used_elsewhere(tensors: Mapping[K, Tensor], times: int) -> dict[K, Tensor]:
-    """Those whose memory others refer to, too, beside so many tensors for each, or other processes may."""
+    """The tensors whose memory others refer to, too, beside so many tensors for each, or other processes may."""
     own, alone = Counter(map(storage_of, tensors.values())), uses_of(torch.empty(1)) - 1
     return {
         key: each
@@ -85,9 +82,3 @@ def used_elsewhere(tensors: Mapping[K, Tensor], times: int) -> dict[K, Tensor]:
 def _is_shared_out(tensor: Tensor) -> bool:
     """Whether a tensor is in memory for several processes, as `share_memory_` makes; mapped files are none."""
     return tensor.is_cpu and tensor.is_shared() and tensor.untyped_storage().filename is None
-
-
-def _checksum(tensor: Tensor) -> int:
-    """The sum of all elements' bits."""
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return int(plain.view(_INTEGERS[plain.itemsize]).sum(dtype=torch.int64))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.buffers.flat_gradients import FlatGradients
 from paceline.buffers.handed_out import storage_of, uses_of
+from paceline.buffers.memory import bits_of
 from paceline.core.errors import EngineError
 from paceline.core.layout import Slot
 from paceline.tensors.former_gradient import FormerGradient, become_former, kind_of, refusal
@@ -20,7 +21,7 @@ from paceline.tensors.gradient_shard import GradientShard
 
 
 class HeldGradients:
-    """Of each parameter, the tensor that its gradients are added to, where a loop may edit that afterwards.
+    """Keeps the tensor that each parameter's gradients are added to, where a loop may edit it afterwards.
 
     Autograd adds to what `p.grad` holds, which stays the same tensor, and so does DDP. What a loop has kept of it, to
     scale it after each backward, must then be what an optimizer is given. Where the loop has kept neither that tensor
@@ -159,23 +160,17 @@ class _Replaced:
 
     def take(self) -> None:
         """Takes it as it is now for unedited."""
-        self._bits = _bits(self.tensor).clone()
+        self._bits = bits_of(self.tensor).clone()
 
     def is_edited(self) -> bool:
         """Whether somebody wrote to it since, by whatever way, such that it has changed on this rank."""
-        return not torch.equal(self._bits, _bits(self.tensor))
+        return not torch.equal(self._bits, bits_of(self.tensor))
 
     def is_kept(self, ours: Collection[int]) -> bool:
         """Whether a loop still has it, or its memory, which may be one of buffers of `ours`, by `storage_of`."""
         references, uses = _alone()
         is_ours = storage_of(self.tensor) in ours
         return is_ours or uses_of(self.tensor) > uses or _references({0: self.tensor})[0] > references
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, as NaN is not equal to itself."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _references(gradients: Mapping[int, Tensor]) -> dict[int, int]:

@@ -88,6 +88,12 @@ def apart(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, (bytes,), to be compared: NaN is not equal to itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def placeholder(tensor: Tensor) -> Tensor:
     """What has a tensor's shape, dtype and device, takes no memory, reads as NaN and cannot be written."""
     fill = torch.nan if tensor.is_floating_point() else 0

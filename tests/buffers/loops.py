@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import paceline as pl
+from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from tests.engine.as_on_gpus import as_on_gpus
 
@@ -37,6 +39,28 @@ def loss_of(model: nn.Module, seed: int, rank: int = 0, ranks: int = 1) -> Tenso
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(8, width, dtype=torch.float64, generator=generator) for width in (6, 3))
     return (model(x.chunk(ranks)[rank]) - y.chunk(ranks)[rank]).square().mean()
+
+
+def refused_in(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_in: Callable[[int], Tensor], edit: Callable[[], object]
+) -> tuple[int, str]:
+    """In which step an edit between backward and update of the second one is refused, and what is said then.
+
+    Releases the model.
+    """
+    try:
+        for step in range(5):
+            loss_in(step).backward()
+            if step == 1:
+                edit()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    except EngineError as error:
+        return step, str(error)
+    finally:
+        pl.reset(model)
+        pl.release(model)
+    return -1, ""
 
 
 @contextmanager

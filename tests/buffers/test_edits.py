@@ -16,6 +16,7 @@ from paceline.buffers.edits import Edits
 from paceline.comm.read_later import ReadLater
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
+from tests.buffers.loops import refused_in
 
 
 @contextmanager
@@ -58,20 +59,12 @@ def edited(zero: int) -> tuple[int, str]:
         torch.manual_seed(0)
         model = pl.parallelize(nn.Linear(4, 2), Strategy(zero=zero, precision="bfloat16"))  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters())
-        try:
-            for step in range(5):
-                model(torch.ones(3, 4)).float().square().mean().backward()
-                if step == 1:
-                    for parameter in model.parameters():
-                        parameter.data.mul_(0.9)
-                optimizer.step()
-                optimizer.zero_grad()
-        except EngineError as error:
-            return step, str(error)
-        finally:
-            pl.reset(model)
-            pl.release(model)
-    return -1, ""
+
+        def edit() -> None:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)
+
+        return refused_in(model, optimizer, lambda _: model(torch.ones(3, 4)).float().square().mean(), edit)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

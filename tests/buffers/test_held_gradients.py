@@ -15,7 +15,7 @@ from paceline.buffers.flat_gradients import FlatGradients
 from paceline.buffers.held_gradients import HeldGradients
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
-from tests.buffers.loops import STRATEGIES, build, gpu_memory, loss_of
+from tests.buffers.loops import STRATEGIES, build, gpu_memory, loss_of, refused_in
 from tests.quick import diagonal
 from tests.ranks import RankPool
 
@@ -155,19 +155,7 @@ def edited_in_the_second_step(zero: int, edit: str) -> tuple[int, str]:
     """In which step that is refused, and what is said."""
     model = pl.parallelize(build(), Strategy(zero=zero))  # type: ignore[arg-type]
     optimizer, held = torch.optim.SGD(model.parameters(), lr=0.1), its_own(model)
-    try:
-        for step in range(3):
-            loss_of(model, step).backward()
-            if step == 1:
-                EDITS[edit](held[0])
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    except EngineError as error:
-        return step, str(error)
-    finally:
-        pl.reset(model)
-        pl.release(model)
-    return -1, ""
+    return refused_in(model, optimizer, lambda step: loss_of(model, step), lambda: EDITS[edit](held[0]))
 
 
 @pytest.mark.parametrize(("zero", "edit"), diagonal([1, 2, 3], list(EDITS)))

@@ -181,15 +181,22 @@ def test_a_loop_that_keeps_no_weights_does_not_wait_there_either(ranks: RankPool
 # ---- kept from before pl.parallelize
 
 
-def written_to_from_before(zero: int) -> str:
-    """What is said of a write to `p.data` that was taken before, a few elements of it."""
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "an element": lambda kept: kept[3, 2].add_(1),
+    "signs": lambda kept: kept.neg_(),
+    "order": lambda kept: kept.copy_(kept.flip(0)),
+}
+
+
+def written_to_from_before(zero: int, write: str) -> str:
+    """What is said of a write to `p.data` that was taken before."""
     model = build()
     kept = [parameter.data for parameter in model.parameters()]
     model = pl.parallelize(model, Strategy(zero=zero))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, 0).backward()
     optimizer.step()
-    kept[0][3, 2] += 1
+    WRITES[write](kept[0])
     try:
         loss_of(model, 1)
     except EngineError as error:
@@ -201,8 +208,9 @@ def written_to_from_before(zero: int) -> str:
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_what_is_written_to_memory_that_a_parameter_has_left_is_refused(ranks: RankPool, zero: int) -> None:
-    for told in ranks(2, written_to_from_before, zero):
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_to_memory_that_a_parameter_has_left_is_refused(ranks: RankPool, zero: int, write: str) -> None:
+    for told in ranks(2, written_to_from_before, zero, write):
         assert told.startswith("0.weight was written to by way of a tensor that was taken from it before")
 
 
