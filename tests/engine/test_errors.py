@@ -123,3 +123,20 @@ def clipped_to(max_norm: float) -> None:
 def test_a_norm_that_would_turn_gradients_round_is_refused(ranks: RankPool, max_norm: float) -> None:
     with pytest.raises((RankError, UserError), match="expected the highest norm as a number from 0 up"):
         ranks(1, clipped_to, max_norm)
+
+
+def one_inside_another(inner_first: bool) -> str:
+    inner = Stack()
+    outer = nn.Sequential(inner, nn.Linear(2, 2))
+    first, second = (inner, outer) if inner_first else (outer, inner)
+    pl.parallelize(first, pl.Strategy(zero=1))
+    with pytest.raises(pl.UserError) as caught:
+        pl.parallelize(second, pl.Strategy(zero=1))
+    pl.release(first)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_parallel_models_inside_each_other_are_refused(ranks, inner_first: bool) -> None:
+    for message in ranks(2, one_inside_another, inner_first):
+        assert "belongs to another parallel model already: parallelize the outermost model alone" in message

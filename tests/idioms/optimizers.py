@@ -166,3 +166,21 @@ def moments_are_scaled_copied_and_saved(side: Side) -> Found:
     optimizer.load_state_dict(torch.load(file))
     fit(side, net, optimizer, 1)
     return state(model)
+
+
+@idiom(refused=tuple((place, ".") for place in ("zero 1", "zero 2", "zero 3", "low")))
+def one_search_over_two_models(side: Side) -> Found:
+    models = [mlp(side, seed=seed, blocks=1) for seed in range(2)]
+    nets = [side.parallel(model) for model in models]
+    optimizer = torch.optim.LBFGS([p for model in models for p in model.parameters()], lr=0.2, max_iter=4)
+    for step in range(2):
+        x, y = side.batch(step)
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = (sum(net(x) for net in nets) - y).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return {**state(models[0], "first."), **state(models[1], "second.")}

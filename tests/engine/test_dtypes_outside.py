@@ -1,0 +1,84 @@
+"""Models in low precision that keep buffers in fp32, ask weights for their dtype, or are entered by another method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline as pl
+from paceline.core.strategy import Strategy
+from tests.engine.models import assert_same, rows_of, snapshot
+
+
+class Rotary(nn.Module):
+    """A block whose frequencies are a buffer that must stay fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.register_buffer("frequencies", 1e4 ** -(torch.arange(6.0) / 6), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.frequencies.dtype == torch.float32
+        return x + torch.tanh(self.inner(x * (torch.arange(3.0)[:, None] * self.frequencies).cos()))
+
+
+class Vision(nn.Module):
+    """Normalises its input by buffers, casts it to its weights' dtype, and adds positions that are a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(4, 6)
+        self.register_buffer("mean", torch.full((4,), 0.1))
+        self.register_buffer("deviation", torch.full((4,), 1.3))
+        self.register_buffer("positions", torch.arange(18.0).view(3, 6).sin(), persistent=False)
+        self.blocks = nn.ModuleList(Rotary() for _ in range(3))
+        self.head = nn.Linear(6, 2)
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = (x - self.mean) / self.deviation
+        x = self.patches(x.to(self.patches.weight.dtype)) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))
+
+
+ENTRIES: dict[str, Callable[[Vision, Tensor], Tensor]] = {
+    "forward": lambda model, x: model(x),
+    "another method": lambda model, x: model.encode(x),
+}
+
+
+def train(model: nn.Module, entry: str) -> dict[str, Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = rows_of(model, torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(step)))
+        ENTRIES[entry](model, x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Vision()
+
+
+def in_low_precision(zero: int, entry: str) -> dict[str, Tensor]:
+    model = pl.parallelize(build(), Strategy(zero=zero, precision="bfloat16", bucket_mb=1e-4))  # type: ignore[arg-type]
+    found = train(model, entry)
+    pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_meets_fp32_buffers_is_cast(ranks, zero: int, entry: str) -> None:
+    for found in ranks(2, in_low_precision, zero, entry):
+        assert_same(found, train(build(), entry), atol=0.01)

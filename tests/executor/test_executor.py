@@ -1,0 +1,68 @@
+"""The executor runs what was loaded, each op after what it comes after, and refuses any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.comm.streams import HostClock, ThreadStream
+from paceline.core.collectives.rounds import Traffic
+from paceline.core.ops import PREVIOUS, Key, Op
+from paceline.executor.executor import Executor
+
+COPY = Op("copy_in", "u0", 0, "backward", "compute")
+REDUCE = Op("all_reduce", "bucket 0", 0, "backward", "reduce", after=(COPY.key,))
+UNKNOWN = Key("all_reduce", "bucket 9", 0, "backward")
+
+
+@pytest.fixture
+def ran() -> list[Key]:
+    return []
+
+
+@pytest.fixture
+def executor(ran: list[Key]) -> Iterator[Executor]:
+    stream = ThreadStream("test")
+
+    def run(op: Op) -> Traffic:
+        ran.append(op.key)
+        return Traffic(0, 0)
+
+    yield Executor(0, HostClock(), {"reduce": stream}, lambda op: lambda: run(op))
+    stream.close()
+
+
+def test_a_collective_runs_once_what_it_comes_after_is_done(executor: Executor, ran: list[Key]) -> None:
+    executor.load(0, [COPY, REDUCE])
+    executor.begin(COPY.key)
+    executor.end()
+    assert not executor.launched.take()
+    executor.done(COPY.key)
+    assert executor.launched.take()
+    executor.settle()
+    assert ran == [REDUCE.key]
+
+
+def test_what_is_in_no_schedule_cannot_run_nor_be_waited_for(executor: Executor) -> None:
+    executor.load(0, [COPY, REDUCE])
+    with pytest.raises(RuntimeError, match="in no schedule that was loaded"):
+        executor.require([UNKNOWN])
+    with pytest.raises(RuntimeError, match="in no schedule that was loaded"):
+        executor.begin(UNKNOWN)
+
+
+def test_what_the_step_before_left_is_waited_for_and_what_it_did_is_over(executor: Executor, ran: list[Key]) -> None:
+    executor.load(0, [COPY, REDUCE])
+    executor.done(COPY.key)
+    executor.load(1, [])
+    executor.require([REDUCE.key._replace(micro_batch=PREVIOUS), UNKNOWN._replace(micro_batch=PREVIOUS)])
+    assert ran == [REDUCE.key]
+    with pytest.raises(RuntimeError, match="in no schedule that was loaded"):
+        executor.require([REDUCE.key])
+
+
+def test_a_compute_op_that_has_not_run_cannot_be_waited_for(executor: Executor) -> None:
+    executor.load(0, [COPY])
+    with pytest.raises(RuntimeError, match="has not run"):
+        executor.require([COPY.key])
