@@ -11,6 +11,18 @@ JOINING = "PACELINE_JOINING_SECONDS"
 """Names the seconds for which ranks wait for each other to join, where all are known to be there."""
 
 
+OF_A_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "PACELINE_RENDEZVOUS",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables by which a process is a rank of a job; one that starts a job of its own inherits none of them."""
+
+
 def read_environment(env: Mapping[str, str]) -> tuple[int, int, int, int, str]:
     """Reads (rank, world size, local rank, local world size, rendezvous) from a launcher's variables.
 

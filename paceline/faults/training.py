@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.checkpoint.folder import CHECKPOINTS
+from paceline.comm.environment import OF_A_RANK
 from paceline.faults.outcome import Curve, curve, jobs, wrong_with_checkpoints, wrong_with_curve
 from paceline.launch.seat import SEAT
 
@@ -29,15 +30,6 @@ ATTEMPTS = 5
 TAIL = 700
 """Characters of what a training printed last, in a failure's message."""
 _PR_SET_PDEATHSIG = 1
-_OF_A_JOB = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "PACELINE_RENDEZVOUS",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 class FaultError(Exception):
@@ -100,8 +92,8 @@ class Training:
         return [sys.executable, "-m", "paceline", "train", *usual, *self.flags]
 
     def environment(self) -> dict[str, str]:
-        """By which its processes are known."""
-        inherited = {key: value for key, value in os.environ.items() if key not in _OF_A_JOB}
+        """The variables by which its processes are known."""
+        inherited = {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
         return inherited | {MARK: self._mark, "TMPDIR": str(self.folder / "tmp")}
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -175,7 +167,7 @@ class Training:
         )
 
     def checkpoints(self) -> list[Path]:
-        """Those that count, the latest first."""
+        """The checkpoints that count, the latest first."""
         return sorted((path.parent for path in (self.run / CHECKPOINTS).glob("step-*/manifest.json")), reverse=True)
 
     def last_step(self) -> int:

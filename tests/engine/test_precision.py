@@ -125,19 +125,20 @@ class Sum(nn.Module):
         return self.inner(x)
 
 
+def released(model: nn.Module) -> list[float]:
+    """Releases a model; the elements of its gradients that this rank held."""
+    with torch.no_grad():
+        held = [p.grad.as_subclass(torch.Tensor).flatten() for p in model.parameters() if p.grad is not None]
+        found = torch.cat(held).tolist()
+    pl.release(model)
+    return found
+
+
 def unit_gradients(strategy: Strategy, count: int) -> list[float]:
     model = pl.parallelize(Sum(96), strategy)
     for _ in pl.accumulate(model, range(count)):
         model(torch.ones(1, 96)).sum().backward()
-    with torch.no_grad():
-        found = [
-            v
-            for p in model.parameters()
-            if p.grad is not None
-            for v in p.grad.as_subclass(torch.Tensor).flatten().tolist()
-        ]
-    pl.release(model)
-    return found
+    return released(model)
 
 
 def assert_summed(results: list[list[float]], strategy: Strategy, total: int) -> None:
@@ -158,15 +159,7 @@ def unit_gradients_one_by_one(strategy: Strategy, count: int) -> list[float]:
     model = pl.parallelize(Sum(96), strategy)
     for _ in range(count):
         model(torch.ones(1, 96)).sum().backward()
-    with torch.no_grad():
-        found = [
-            v
-            for p in model.parameters()
-            if p.grad is not None
-            for v in p.grad.as_subclass(torch.Tensor).flatten().tolist()
-        ]
-    pl.release(model)
-    return found
+    return released(model)
 
 
 @pytest.mark.parametrize(("strategy", "wide"), diagonal(STAGES, [True, False]))

@@ -7,7 +7,6 @@ over samples.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,15 +36,6 @@ STRATEGIES = {
     "zero 3": Strategy(zero=3),
     "hybrid": Strategy(zero=3, shard=2),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """On tensors this small, threads cost more than they give."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def optimizer_for(kind: str, model: nn.Module) -> torch.optim.Optimizer:

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import pytest
-import torch
 
 from tests.programs.named import HOLES, NEAREST
 from tests.programs.program import Program, draw
@@ -42,15 +41,6 @@ def in_turn(programs: dict[str, Program], quick: Collection[str] = QUICK) -> pyt
         "program",
         [pytest.param(program, id=name, marks=() if name in quick else pytest.mark.full) for name, program in chosen],
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The reference is too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_fine(program: Program, ranks, peer: str = "paceline") -> None:

@@ -18,20 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paceline.cli import main
+from paceline.comm.environment import OF_A_RANK
 from tests.ranks import RankPool
 
 MARK = "PACELINE_TEST_MARK"
 PATIENCE = 150.0
 """Seconds after which a program that has not ended is a failure: many times what it needs on a busy machine."""
-JOB_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "PACELINE_RENDEZVOUS",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 def new_in_shared_memory(before: set[str]) -> set[str]:
@@ -47,7 +39,7 @@ class Program:
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.mark = uuid.uuid4().hex
-        inherited = {key: value for key, value in os.environ.items() if key not in JOB_VARIABLES}
+        inherited = {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
         self.process = subprocess.Popen(
             list(command),
             cwd=folder,
