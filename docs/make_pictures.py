@@ -190,12 +190,9 @@ def photograph(run: Path, out: Path) -> None:
             "--no-sandbox",
             "--disable-gpu",
             "--hide-scrollbars",
-            f"--user-data-dir={folder}/own",
-        ]
-        flags += [
-            f"--user-data-dir={folder}/own",
             "--disable-background-networking",
             "--window-size=1280,1010",
+            f"--user-data-dir={folder}/own",
             f"--screenshot={out.resolve()}",
         ]
         subprocess.run(["chromium", *flags, file.as_uri()], check=True, capture_output=True)

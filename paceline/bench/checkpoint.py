@@ -89,7 +89,7 @@ class Saved:
 
 
 class _Times(NamedTuple):
-    """Of one round, in seconds."""
+    """Seconds of one round."""
 
     stall: float
     lost: float

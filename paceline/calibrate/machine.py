@@ -144,7 +144,7 @@ def _hardware(results: Sequence[Measured], ranks: int, threads: int) -> Hardware
 
 
 def _middle(found: Sequence[Mapping[str, Rates]]) -> dict[str, Rates]:
-    """Of all ranks' rates the medians."""
+    """The medians of all ranks' rates."""
     parts = ("fixed", "per_flop", "per_byte", "per_block")
     return {
         name: Rates(**{part: median(getattr(each[name], part) for each in found) for part in parts})

@@ -175,7 +175,7 @@ def _bandwidth(repeats: int) -> float:
 
 
 def _update(repeats: int) -> Rates:
-    """Of fused AdamW, for each byte that it reads and writes of fp32 parameters, gradients and states."""
+    """Seconds of fused AdamW for each byte that it reads and writes of fp32 parameters, gradients and states."""
     sizes, times = list[float](), list[float]()
     for config, _ in SHAPES:
         model = Transformer(config)
@@ -188,7 +188,7 @@ def _update(repeats: int) -> Rates:
 
 
 def _copies(repeats: int, written: int) -> Rates:
-    """Of a unit's gradients into a bucket, or back in low precision; bytes as plans count them, 2 and 4 an element."""
+    """Rates of copying a unit's gradients into a bucket, or back in low precision; bytes as plans count them, 2 + 4."""
     sizes, times = list[float](), list[float]()
     for numel in (1 << 12, 1 << 16, 1 << 19, 1 << 21):
         dtype = torch.float32 if written == 4 else torch.bfloat16
@@ -217,7 +217,7 @@ def _collectives(world: World, repeats: int) -> dict[str, Rates]:
 
 
 def _collective(transport: Transport, name: str, buffer: Tensor, repeats: int) -> float:
-    """Of the slowest rank, each time."""
+    """Seconds of a collective on the slowest rank of each call."""
     times = []
     for number in range(repeats + 1):
         pl.barrier()
@@ -267,7 +267,7 @@ def _least(run: Callable[[], object], repeats: int) -> float:
 
 
 def _cold(run: Callable[[], object], repeats: int) -> float:
-    """Of a call that finds its memory out of the caches, where a pass of a model leaves what it does not use."""
+    """Seconds of a call whose memory is out of the caches, where a pass of a model leaves what it does not use."""
     others, now = torch.ones(BEYOND_CACHES // 4), clock()
     pl.barrier()
     run()

@@ -47,7 +47,7 @@ def _with_extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that belong to `state_dict`, under each of their names."""
+    """The buffers that belong to `state_dict`, under each of their names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -28,7 +28,7 @@ class Ranges:
     """
 
     def __init__(self, engine: Engine, writers: Sequence[int] | None = None) -> None:
-        """Of one model.
+        """Takes the engine of one model.
 
         Args:
             engine: The model's.

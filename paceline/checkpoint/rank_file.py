@@ -16,7 +16,7 @@ from paceline.checkpoint.manifest import BLOCK_BYTES
 
 
 def file_name(rank: int) -> str:
-    """Of what a rank writes."""
+    """The name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 

@@ -76,7 +76,7 @@ class Reader:
         return self._under.get(prefix, [])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor."""
+        """The dtype of a tensor."""
         dtype: torch.dtype = getattr(torch, self._tensors[name].dtype)
         return dtype
 

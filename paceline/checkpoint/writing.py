@@ -131,7 +131,7 @@ def commit(
 
 
 def versions() -> dict[str, str]:
-    """Of what writes a checkpoint."""
+    """Versions of what writes a checkpoint."""
     from paceline import __version__
 
     return {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -48,7 +48,7 @@ def all_reduce(tensor: Tensor, algorithm: str = "auto", scale: float = 1.0) -> T
 
 
 def scatter(tensor: Tensor, algorithm: str = "auto", root: int = 0) -> Traffic:
-    """Of the root's tensor, chunk r to rank r, into its own chunk r; the rest of the tensor is undefined after it."""
+    """Sends chunk r of the root's tensor to chunk r of rank r's; the rest of the tensor is undefined after it."""
     return _run("scatter", tensor, algorithm, root=root)
 
 

@@ -25,7 +25,7 @@ class Activity(Protocol):
 
     @property
     def words(self) -> str:
-        """Such as "forward of blocks.4"."""
+        """The op in words, such as "forward of blocks.4"."""
         ...
 
     @property

@@ -42,7 +42,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Such as --optim.final-lr-fraction."""
+        """The option's flag, such as --optim.final-lr-fraction."""
         return "--" + ".".join(self.path).replace("_", "-")
 
     @property

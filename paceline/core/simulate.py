@@ -151,7 +151,7 @@ def timeline(
 
 
 def _waits(ops: Sequence[Op], micro_batches: int) -> list[list[int]]:
-    """Of each op the places of those that it comes after, counted from its step's first op."""
+    """The places of what each op comes after, counted from its step's first op."""
     places: dict[Key, int] = {op.key: index - len(ops) for index, op in enumerate(ops)}
     found: list[list[int]] = []
     done: dict[Key, int] = {}

@@ -169,11 +169,11 @@ class Engine:
         norms.keeps = norms.is_on and is_small_enough(self.schedule)
 
     def gradient_norms(self) -> GradientNorms | None:
-        """Those of the latest step; None if none were taken. On a GPU the host waits for that step."""
+        """Norms of the latest step; None if none were taken. On a GPU the host waits for that step."""
         return self.program.norms.read()
 
     def chunk_products(self) -> list[ChunkProducts]:
-        """Of the latest step, once, on rank 0; none if no norms were taken, or for too much. A collective call."""
+        """Products of the latest step, once, on rank 0; none without norms, or of too much. A collective call."""
         return chunk_products(self.schedule, self.program.norms.take())
 
     def remove_hooks(self) -> None:

@@ -31,6 +31,7 @@ def gives_up(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, 
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
+            # Whatever it is, the other ranks go on to wait for this one.
             if self.program.collectives is not None:
                 self.program.collectives.give_up(error)
             raise

@@ -17,7 +17,7 @@ class GradientNorm:
     """The norm of gradients of which ranks have shards, or all of them."""
 
     def __init__(self, program: Program, update: Update, settle: Callable[[], None]) -> None:
-        """Of one model.
+        """Takes what is known of one model's gradients.
 
         Args:
             program: The model's.

@@ -89,6 +89,7 @@ class Program:
         try:
             self._lay_out(materialiser.turns(self._send) if materialiser is not None else None)
         except Exception as error:
+            # A module's own initialisation raises what it likes, and the other ranks wait for this one.
             if self.collectives is not None:
                 self.collectives.give_up(error)
             raise

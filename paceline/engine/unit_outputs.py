@@ -16,7 +16,7 @@ class UnitOutputs:
     """The outputs of one model's units."""
 
     def __init__(self, program: Program, units: Mapping[str, nn.Module], whole: FullParameters) -> None:
-        """Of these units.
+        """Has seen none yet.
 
         Args:
             program: The model's.

@@ -22,7 +22,7 @@ MOST_ELEMENTS = 1 << 26
 
 @dataclass(frozen=True)
 class ChunkProducts:
-    """Those of one bucket, of what ranks gave to the last reduction of a step.
+    """Products of ranks' own gradients of one bucket, as the last reduction of a step was given them.
 
     The squared norm of what some ranks' gradients add up to is the sum of the products of each two of these ranks, in
     whatever order an algorithm adds them up.
@@ -43,7 +43,7 @@ def is_small_enough(schedule: Schedule) -> bool:
 
 
 def chunk_products(schedule: Schedule, local: Mapping[int, Tensor] | None) -> list[ChunkProducts]:
-    """Those of all buckets, on rank 0; none on the others. A collective call.
+    """The products of all buckets, on rank 0; none on the others. A collective call.
 
     Args:
         schedule: Of this rank.
@@ -73,7 +73,7 @@ def _flat(schedule: Schedule, bucket: Bucket, local: Mapping[int, Tensor]) -> Te
 
 
 def _products(rows: Tensor) -> list[float]:
-    """Of each two of some rows, the first with all, the second from itself on, and so forth."""
+    """Products of each two of some rows: of the first with all, of the second from itself on, and so forth."""
     wide = rows.double()
     of_all = wide @ wide.T
     first, second = torch.triu_indices(len(rows), len(rows)).unbind()

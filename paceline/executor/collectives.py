@@ -222,6 +222,7 @@ class Collectives:
             self.give_up(error, besides=op.stream)
             raise advised(error, op.phase, contents) from error
         except BaseException as error:
+            # Whatever it is, the others would wait for what does not come.
             self.give_up(error)
             raise
         return traffic

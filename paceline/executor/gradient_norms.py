@@ -59,7 +59,7 @@ class NormRecords:
                 self._copies |= {index: gradient.clone() for index, gradient in gradients.items()}
 
     def came_late(self, indices: Collection[int]) -> None:
-        """Of these parameters more came in this micro-batch after their norm was taken, so that is not told."""
+        """More came of these parameters in this micro-batch after their norm was taken, so it is not told."""
         if self.is_on:
             self._late.update((self._micro_batch, index) for index in indices)
             self._copies = None if indices else self._copies
@@ -69,13 +69,13 @@ class NormRecords:
         self._reduced = _norms(gradients)
 
     def take(self) -> dict[int, Tensor] | None:
-        """By slot, copies of the local ones of the step's last micro-batch, once; None if more came after that."""
+        """Copies of the last micro-batch's local gradients, by slot, once; None if more came after that."""
         copies, self._copies = self._copies, None
         # Complex numbers' products are none of what a norm consists of.
         return None if copies is None or any(map(torch.is_complex, copies.values())) else copies
 
     def read(self) -> GradientNorms | None:
-        """Of the latest step; None if none were taken to its end. On a GPU the host waits for them."""
+        """Norms of the latest step; None if none were taken to its end. On a GPU the host waits for them."""
         if not self._reduced and not self._local:
             return None
         numbers = sorted({micro_batch for micro_batch, *_ in self._local})

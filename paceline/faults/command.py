@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _chosen(given: FaultsArguments) -> list[Fault]:
-    """Those to list or run.
+    """The faults to list or run.
 
     Raises:
         UserError: There is none of that name.

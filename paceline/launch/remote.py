@@ -57,7 +57,7 @@ class RemoteSeat:
     """The line to it; see `ToWorker`."""
 
     def __init__(self, line: HostLine, number: int) -> None:
-        """By its launcher.
+        """Takes the line to the worker's launcher.
 
         Args:
             line: To its launcher.

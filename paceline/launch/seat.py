@@ -73,7 +73,7 @@ class ToWorker(Protocol):
 
 
 class SeatLine:
-    """That to a worker of this host; see `ToWorker`."""
+    """The line to a worker of this host; see `ToWorker`."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Takes it over: of a kind that keeps messages apart."""

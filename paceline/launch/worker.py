@@ -47,6 +47,7 @@ def run_worker(work: Callable[[], int]) -> int:
     except OutputClosed:
         status = 128 + signal.SIGPIPE
     except Exception as error:
+        # Told by the launcher, below the other workers' output.
         failure = describe_failure(error, int(os.environ.get("RANK", "0")))
         write_failure(Path(report), failure)
         status = failure.exit_status

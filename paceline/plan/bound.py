@@ -32,7 +32,7 @@ class Spent:
 
 
 def spent(work: Work, hardware: Hardware) -> Spent:
-    """By what bounds them, seconds of forward and backward of a micro-batch."""
+    """Seconds of a micro-batch's forward and backward, by what bounds them."""
     known: dict[int, Spent] = {}
     whole = Spent()
     for unit in work.units:

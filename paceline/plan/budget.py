@@ -27,7 +27,7 @@ class Budget:
 
     @property
     def in_words(self) -> str:
-        """Such as "1.00T tokens: 17.2 days, 18.5k kWh, costs 66.0k"."""
+        """The budget in words, such as "1.00T tokens: 17.2 days, 18.5k kWh, costs 66.0k"."""
         parts = [duration(self.seconds)]
         if self.kilowatt_hours:
             parts.append(f"{short(self.kilowatt_hours)} kWh of the devices at most")

@@ -90,7 +90,7 @@ def _moved(name: str, args: Sequence[Any], tensors: Sequence[Tensor], outputs: S
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the elements that are there: an expanded tensor has each but once."""
+    """Bytes of the elements that are there: an expanded tensor has each but once."""
     total = 0
     for tensor in tensors:
         repeated = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if not stride)

@@ -73,12 +73,12 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.compute + self.communication + self.optimizer + self.bubble
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Tokens a second of all devices."""
         return self.tokens / self.seconds
 
     @property
@@ -98,7 +98,7 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """Such as "zero 3, groups of 8"."""
+        """The setting in words, such as "zero 3, groups of 8"."""
         return name_of(self.setting.strategy)
 
 

@@ -41,12 +41,12 @@ class Fsdp2:
 
     @property
     def tokens(self) -> float:
-        """Of a micro-batch on one rank."""
+        """Tokens of a micro-batch on one rank."""
         return self.samples * self.config.context / self.context_ranks
 
     @property
     def parameters(self) -> float:
-        """Of this rank's stage and its part of each matrix, before they are divided."""
+        """Parameters of this rank's stage and its part of each matrix, before they are divided."""
         return stage_parameters(self.config, self.pipeline) / self.tensor
 
     @property

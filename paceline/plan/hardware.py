@@ -57,7 +57,7 @@ class Rates:
     per_block: float = 0.0
 
     def seconds(self, flops: float, size: float, blocks: int = 0) -> float:
-        """Of a call of so many floating-point operations over so many bytes, in so many blocks."""
+        """Seconds of a call of so many floating-point operations over so many bytes, in so many blocks."""
         return self.fixed + self.per_flop * flops + self.per_byte * size + self.per_block * blocks
 
 

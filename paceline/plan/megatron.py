@@ -97,7 +97,7 @@ class Megatron:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, on this rank."""
+        """Tokens of a micro-batch on this rank."""
         return self.samples * self.config.context // self.context_ranks
 
     @property

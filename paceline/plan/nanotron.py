@@ -40,7 +40,7 @@ class Nanotron:
 
     @property
     def parameters(self) -> float:
-        """Of this rank."""
+        """Parameters of this rank."""
         return stage_parameters(self.config, self.pipeline) / self.tensor
 
     @property

@@ -53,7 +53,6 @@ class ObservedPass(TorchDispatchMode):
         self.changed = self.paused = False
         self.phase, self.unit = "forward", ""
         self.order: list[str] = []
-        self._begun: list[int] = []
         self._entered: list[tuple[int, str]] = [(0, "")]
         self._first_of_unit = 0
         self._permanent = {_key(each) for each in permanent}

@@ -65,7 +65,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Such as "zero 3, groups of 8"."""
+        """The stage in words, such as "zero 3, groups of 8"."""
         groups = f", groups of {self.strategy.shard}" if self.strategy.shard else ""
         return f"zero {self.strategy.stage}{groups}"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def count(number: int, word: str, plural: str = "s") -> str:
-    """Such as "8 devices"."""
+    """A number of things in words, such as "8 devices"."""
     return f"{number} {word}{plural if number > 1 else ''}"
 
 

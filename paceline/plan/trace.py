@@ -269,6 +269,7 @@ def _told(seen: ObservedPass, model: nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # A model's own code raises what it likes.
         said = " ".join(str(error).split())[:300]
         name = type(model).__name__
         if seen.failed is None:

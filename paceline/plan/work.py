@@ -39,7 +39,7 @@ class Operation:
 
     @property
     def blocks(self) -> int:
-        """Of attention the blocks of queries that torch's kernel for CPUs computes one after another; else 0.
+        """Blocks of queries that torch's kernel of attention for CPUs computes one after another; else 0.
 
         Each is five small products in backward and two in forward, which take a time of their own: 32 queries, 64 where
         there are 192 and more, 256 from 768 on (ATen/native/cpu/FlashAttentionKernel.cpp).

@@ -17,7 +17,7 @@ from paceline.report.lines import Damage, read_lines
 
 
 class Products(msgspec.Struct, frozen=True):
-    """Of a bucket in a step: a line of chunk_products.jsonl.
+    """Products of a bucket's gradients in a step: a line of chunk_products.jsonl.
 
     Attributes:
         step: Its number, from 1.
@@ -84,7 +84,7 @@ class ChunkNorms:
 
 
 def read_products(path: Path, damage: Damage) -> tuple[Products, ...]:
-    """Those of the latest step that has some.
+    """The products of the latest step that has some.
 
     Args:
         path: The file; none is an empty one.

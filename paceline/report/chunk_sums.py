@@ -41,7 +41,7 @@ class Sums:
         self._before = {bucket.name: holdings.summed(bucket.name) for bucket in holdings.buckets}
 
     def changed(self, names: Iterable[str], is_known: bool) -> tuple[Summed, ...]:
-        """Of some buckets.
+        """What has changed in some buckets.
 
         Args:
             names: Of them.

@@ -24,7 +24,7 @@ class Example:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the chunks."""
+        """Names of the chunks."""
         return tuple(f"chunk {index}" for index in range(len(self.values[0])))
 
 

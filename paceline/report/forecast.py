@@ -30,7 +30,7 @@ class Pair(msgspec.Struct):
 
 
 class Forecast(msgspec.Struct):
-    """Of a run that ended.
+    """A forecast beside what was measured, of a run that ended.
 
     Attributes:
         step_seconds: Of a step.

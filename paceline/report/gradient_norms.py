@@ -54,7 +54,7 @@ class Sums:
 
 
 def read_norms(path: Path, damage: Damage) -> tuple[Norms, ...]:
-    """Those of the latest step that has some, in the order of the file.
+    """The norms of the latest step that has some, in the order of the file.
 
     Args:
         path: The file; none is an empty one.

@@ -83,7 +83,7 @@ class Holdings:
         )
 
     def summed(self, name: str) -> list[tuple[frozenset[int], ...]]:
-        """Of each rank: whose gradients are in each chunk of a bucket, and in what it has apart."""
+        """The ranks whose gradients are in each chunk of a bucket, and in what lies apart, on each rank."""
         apart = [(each,) if self._buffers.has_reduced else () for each in self._reduced[name]]
         return [(*chunks, *more) for chunks, more in zip(self._gradients[name], apart, strict=True)]
 
@@ -188,7 +188,7 @@ class Holdings:
         return trained
 
     def _reshard(self, name: str) -> None:
-        """Of a bucket's parameters each rank has its shard alone."""
+        """Leaves each rank with its shard alone of a bucket's parameters."""
         for rank, chunks in enumerate(self._parameters[name]):
             chunks[:] = [held if chunk == self.own(rank) else NOTHING for chunk, held in enumerate(chunks)]
 

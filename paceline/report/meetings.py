@@ -38,7 +38,7 @@ class Meeting:
 
     @cached_property
     def last(self) -> Event:
-        """Of the rank that came last."""
+        """The event of the rank that came last."""
         return max(self.events, key=lambda event: event.start)
 
     @cached_property
@@ -48,7 +48,7 @@ class Meeting:
 
     @property
     def late(self) -> float:
-        """By how much the last came after the one before it; 0 of a rank that is alone."""
+        """Seconds by which the last came after the one before it; 0 of a rank that is alone."""
         first, *others = sorted((event.start for event in self.events), reverse=True)
         return first - others[0] if others else 0.0
 

@@ -131,7 +131,7 @@ class _Script:
         return sum(len(self._rounds(op)) if op.kind in _ROUNDS and self._by_round else 1 for op in told)
 
     def _rounds(self, op: Op) -> list[tuple[Round, ...]]:
-        """Of a collective, each round: what every rank of a group does in it."""
+        """The rounds of a collective: what every rank of a group does in each."""
         size = self._schedule.position_in(op.group)[1]
         if (op.kind, size) not in self._known:
             algorithm = find_algorithm(f"{op.kind}/{_ROUNDS[op.kind] or self._way}")

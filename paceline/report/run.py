@@ -112,7 +112,7 @@ class Run:
 
     @cached_property
     def typical(self) -> Step | None:
-        """Of the steps that were read, the one in the middle by how long they took.
+        """The step in the middle, by how long they took, of those that were read.
 
         Of a run that went on with another number of ranks, among those of most of the steps.
         """
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def slowest(self) -> Step | None:
-        """Of the steps that were read, the one that took longest."""
+        """The step that took longest of those that were read."""
         return max(self.steps, key=lambda step: step.seconds, default=None)
 
 

@@ -127,7 +127,7 @@ class WhatIf:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, with every setting."""
+        """Micro-batches of a step, with every setting."""
         return self._program.micro_batches
 
     # ---- costs
@@ -148,7 +148,7 @@ class WhatIf:
 
     @cached_property
     def _by_kind(self) -> dict[str, tuple[float, int, int]]:
-        """Of the run's compute ops of each kind: what they took, how many elements they wrote, how many they are."""
+        """What the run's compute ops of each kind took, how many elements they wrote, how many they are."""
         found: dict[str, tuple[float, int, int]] = {}
         for op in (op for op in self._own_ops.values() if op.kind in COMPUTE):
             took, touched, count = found.get(op.kind, (0.0, 0, 0))
@@ -185,7 +185,7 @@ class WhatIf:
 
     @cached_property
     def _longer_overall(self) -> float:
-        """Of all that move parameters or gradients."""
+        """How many times longer all that move parameters or gradients are together."""
         return self._times(key for key, (op, _) in self._own_collectives.items() if op.stream != "statistics")
 
     def _times(self, keys: Iterable[Key]) -> float:

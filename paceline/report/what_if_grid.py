@@ -83,7 +83,7 @@ def _shape(
     index = {op.key: number for number, op in enumerate(ops)}
 
     def place(key: Key) -> int:
-        """Of an op; of one of the step before, counted from -1 down."""
+        """The place of an op; of one of the step before, counted from -1 down."""
         if key.micro_batch != PREVIOUS:
             return index[key]
         return -1 - index[key._replace(micro_batch=micro_batches - 1)]

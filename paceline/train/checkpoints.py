@@ -175,7 +175,7 @@ class Checkpoints:
             prune(self.path, self._config.keep, self._config.keep_every)
 
     def figures(self) -> list[dict[str, float | int]]:
-        """Of each checkpoint that is under way, or has come to its end since this was last asked; on rank 0.
+        """Figures of each checkpoint that is under way, or has ended since this was last asked; on rank 0.
 
         Its step, the bytes that all ranks have written so far, how long training stood still for it and, once it
         counts, how long it took in all.

@@ -108,7 +108,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _step(path: Path) -> int:
-    """By its name; of a checkpoint that was given another, by what is in it."""
+    """A checkpoint's step by its name; where it was given another, by what is in it."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isdecimal() else read_manifest(path).step
 

@@ -34,7 +34,7 @@ class Validation:
     """Wall time."""
 
     def figures(self, text: Facts) -> dict[str, float | int]:
-        """By their names in a run's figures, with what compressing the held-out text takes."""
+        """Figures by their names in a run's, with what compressing the held-out text takes."""
         return {
             "val/loss": self.loss,
             "val/bits_per_byte": self.bits_per_byte,

@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """In one word."""
+        """The verdict in one word."""
         return "equal" if self.equal else "raises" if self.raised else "differs"
 
 

@@ -116,7 +116,7 @@ def _possible(batches: Sequence[Batch], ranks: int, micro_batches: Sequence[int]
 def _runnable(
     spec: ModelSpec, model: nn.Module, batches: list[Batch], parts: int
 ) -> tuple[ModelSpec, nn.Module, list[Batch], list[str]]:
-    """In float64 if the model can, else in float32."""
+    """The model in float64 if it can be run so, else in float32."""
     problem = _problem(spec, model, share(batches[0], 0, parts))
     if problem is None:
         return spec, model, batches, []

@@ -45,7 +45,7 @@ class Library(Protocol):
 
     @property
     def algorithms(self) -> Mapping[str, Sequence[str]]:
-        """By collective. Those that are ways of calling one thing start with a "*": the faster one counts."""
+        """Algorithms by collective. Ways of calling one thing start with a "*": the faster one counts."""
         ...
 
     def call(self, op: str, algorithm: str, numel: int) -> Call:

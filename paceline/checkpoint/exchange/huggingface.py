@@ -230,6 +230,6 @@ def _shape_there(shape: tuple[int, ...], rows: int, transposed: bool) -> tuple[i
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of all parameters of a model, by name, each once."""
+    """Shapes of all parameters of a model, by name, each once."""
     model = on_meta(lambda: Transformer(config))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -51,7 +51,7 @@ class Lazy:
 
     @property
     def nbytes(self) -> int:
-        """Of all elements."""
+        """Bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -136,7 +136,7 @@ def _by_order(
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """That of a parameter, by its states; None where none tells."""
+    """The shape of a parameter, by its states; None where none tells."""
     shapes = {tuple(value.shape) for key, value in state.items() if isinstance(value, Tensor) and key not in OF_ALL}
     return shapes.pop() if len(shapes) == 1 else None
 

@@ -15,7 +15,7 @@ SavedResiduals = list[tuple[Key, Tensor]]
 
 
 class Residuals:
-    """Of the messages of one buffer, each made when it is first sent.
+    """Keeps the residuals of the messages of one buffer, each made when it is first sent.
 
     Attributes:
         kept: By message.

@@ -200,7 +200,7 @@ class CpuTransport:
 
     @property
     def number(self) -> int:
-        """Of the collective that this rank entered last."""
+        """The number of the collective that this rank entered last."""
         return max((each.number for each in (self._signals, self._connections) if each is not None), default=0)
 
     @property

@@ -86,7 +86,7 @@ class Lifetime:
 
 
 def lifetimes(ops: Sequence[Op]) -> Mapping[str, Lifetime]:
-    """By buffer, the first op that writes it and the last that reads it, as positions in a step's list of ops."""
+    """The first op that writes and the last that reads each buffer, as positions in a step's list of ops."""
     written: dict[str, int] = {}
     read: dict[str, int] = {}
     for position, op in enumerate(ops):

@@ -149,9 +149,6 @@ _DEFAULTS = {"mfu": 0.01, "hfu": 0.01, "model_flops": 1e12, "hardware_flops": 1e
 
 _NAMES = {name: canonical for canonical, names in SYNONYMS.items() for name in names.split()}
 
-INFORMATIVE = frozenset({"label", "notes", "split", "suspect", "checked", "settings", "ep"})
-"""Known columns that no prediction looks at."""
-
 
 def resolve(header: str) -> tuple[str, float] | None:
     """What a column is, and what its numbers are to be multiplied by; None where that is not known.

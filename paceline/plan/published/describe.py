@@ -150,7 +150,7 @@ _OWN_WAYS: dict[str, dict[str, Any]] = {
 
 
 def stack_of(row: Row) -> str:
-    """Whose program a row was measured with, as far as it tells: a key of `stacks.STACKS`."""
+    """The program that a row was measured with, as far as it tells: a key of `stacks.STACKS`."""
     text = " ".join(row.text(name) for name in ("source", "table", "label"))
     if "vtrain" in text:
         return "megatron_deepspeed"

@@ -35,12 +35,12 @@ class Checked:
 
     @property
     def steady(self) -> Errors | None:
-        """Of memory between steps."""
+        """Errors of memory between steps."""
         return errors([each.steady_error for _, each in self.memories if each.steady_error is not None])
 
     @property
     def peak(self) -> Errors | None:
-        """Of memory at most."""
+        """Errors of the peak of memory."""
         return errors([each.peak_error for _, each in self.memories if each.peak_error is not None])
 
     @property
