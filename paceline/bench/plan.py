@@ -209,19 +209,22 @@ def _times(case: Case, strategies: Sequence[Strategy], rounds: int, steps: int) 
 
 
 def _memory(case: Case, strategy: Strategy) -> tuple[int, int]:
-    """Bytes of this rank at its fullest, in the first three steps: allocated, and what its process grew by.
+    """Bytes of this rank at its fullest until the end of the third step: allocated, and what its process grew by.
 
     What the process had before is not the setting's: the heap of one that has trained others has their gaps.
     """
     world = pl.init(device="cpu")
 
-    def train() -> nn.Module:
+    def train(asked: Callable[[], int]) -> tuple[nn.Module, int]:
         training = parallel(strategy, case, world, "float32")
+        pl.barrier()
+        # What a model was built in is gone before a step makes what ranks share.
+        most = asked()
         for _ in range(3):
             training.step()
         # All ranks' peaks belong to the time in which all share what they share.
         pl.barrier()
-        return training.model
+        return training.model, max(most, asked())
 
     one_process(Case("warm-up", preset("nano"), batch=1), world, "float32").step()
     gc.collect()
@@ -229,17 +232,16 @@ def _memory(case: Case, strategy: Strategy) -> tuple[int, int]:
     pl.barrier()
     before = held_bytes(world.device)
     with watching_memory(world.device) as peak:
-        model = train()
-        grown = peak() - before
+        model, most = train(peak)
+    grown = most - before
     pl.barrier()
     pl.release(model)
     del model
     gc.collect()
     pl.barrier()
     # A second time, as counting takes memory of its own.
-    with watching_allocations(world.device) as most:
-        model = train()
-    allocated = most()
+    with watching_allocations(world.device) as peak:
+        model, allocated = train(peak)
     pl.barrier()
     pl.release(model)
     pl.shutdown()

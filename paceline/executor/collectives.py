@@ -125,15 +125,17 @@ class Collectives:
 
     def broadcast(self, tensors: Iterable[Tensor], purpose: str) -> None:
         """Sends rank 0's tensors to every rank. A collective call."""
-        for tensor in map(apart, tensors):
-            if tensor.numel():
-                data = tensor.detach().reshape(-1)
-                if data.stride() != (1,):
-                    # A single element counts as contiguous whatever its stride, but not as bytes.
-                    data = data.new_empty(data.shape).copy_(data)
-                self._meet("statistics", "broadcast/tree", data.view(torch.uint8), purpose, purpose)
-                if data.data_ptr() != tensor.data_ptr():
-                    tensor.detach().copy_(data.view(tensor.shape))
+        sent = [tensor for tensor in map(apart, tensors) if tensor.numel()]
+        for tensor in sent:
+            data = tensor.detach().reshape(-1)
+            if data.stride() != (1,):
+                # A single element counts as contiguous whatever its stride, but not as bytes.
+                data = data.new_empty(data.shape).copy_(data)
+            # What they all pass through is let go of after the last: a step needs none.
+            once = tensor is sent[-1]
+            self._meet("statistics", "broadcast/tree", data.view(torch.uint8), purpose, purpose, once=once)
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(data.view(tensor.shape))
 
     def sum(self, value: Tensor, label: str, purpose: str = "") -> None:
         """Sums a one-dimensional tensor over all ranks, in place. A collective call."""

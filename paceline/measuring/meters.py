@@ -71,11 +71,11 @@ def watching_memory(device: torch.device) -> Iterator[Callable[[], int]]:
 
 @contextlib.contextmanager
 def watching_allocations(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Yields a function that tells, afterwards, the most that was allocated at once of what was allocated inside.
+    """Yields a function that tells the most that was allocated at once inside, since it was last called.
 
-    On a CPU tensors' memory and that which ranks share: neither what the C library keeps or cannot use, nor what
-    libraries take for themselves. In one process it agrees with torch's profiler (`profile_memory`), which does not see
-    what other threads free.
+    On a CPU tensors' memory, and that which ranks share, as it is when the function is called: neither what the C
+    library keeps or cannot use, nor what libraries take for themselves. In one process it agrees with torch's profiler
+    (`profile_memory`), which does not see what other threads free.
 
     Raises:
         UserError: The kernel does not tell.
@@ -83,14 +83,23 @@ def watching_allocations(device: torch.device) -> Iterator[Callable[[], int]]:
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: torch.cuda.max_memory_allocated(device) - before
+
+        def on_gpu() -> int:
+            most: int = torch.cuda.max_memory_allocated(device) - before
+            torch.cuda.reset_peak_memory_stats(device)
+            return most
+
+        yield on_gpu
         return
-    before = after = _pages("Pss_Shmem")
+    before = _pages("Pss_Shmem")
     with AliveBytes() as alive:
-        try:
-            yield lambda: alive.peak + max(0, after - before)
-        finally:
-            after = _pages("Pss_Shmem")
+
+        def on_cpu() -> int:
+            most: int = alive.peak + max(0, _pages("Pss_Shmem") - before)
+            alive.peak = alive.held
+            return most
+
+        yield on_cpu
 
 
 def sent_bytes() -> dict[str, int]:

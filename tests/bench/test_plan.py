@@ -54,9 +54,8 @@ def test_settings_are_run_and_forecast(
     ]  # fmt: skip
     for each in written["rows"]:
         assert each["measured_ms"] > 0
-        # What is allocated does not hang on the C library nor on the machine. Ranks share some pages to meet in, and
-        # the fullest one has 1 MiB more than the others.
-        assert each["predicted_bytes"] == pytest.approx(each["allocated_bytes"], abs=2.5 * 2**20)
+        # What is allocated does not hang on the C library nor on the machine. Ranks share some pages to meet in.
+        assert each["predicted_bytes"] == pytest.approx(each["allocated_bytes"], abs=2**19)
         assert each["process_bytes"] > each["allocated_bytes"]
     first = capsys.readouterr().out
     assert "step time: mean error" in first

@@ -285,6 +285,24 @@ def test_a_call_made_once_keeps_nothing_of_its_buffer(ranks) -> None:
     assert ranks(2, gather_into_what_goes_away, False) == [(True, 1)] * 2
 
 
+def send_once() -> list[int]:
+    """Bytes of memory that ranks share after each of three calls, the second of which is the last of its kind."""
+    world = pl.init()
+    transport = open_transport(world)
+    own, shared = torch.full((1000,), float(world.rank)), []
+    for once in (False, True, False):
+        transport.run("broadcast", own, "test", once=once)
+        assert not own.any()
+        shared.append(sum(region.stop - region.start for region in transport._buffers._regions.values()))
+    transport.close()
+    return shared
+
+
+def test_what_tensors_of_ones_own_pass_through_is_let_go_of_after_a_call_made_once(ranks) -> None:
+    for shared in ranks(2, send_once):
+        assert shared[0] == shared[2] > shared[1] == 0
+
+
 def drawn_calls(seed: int) -> list[str]:
     """Calls drawn alike by all ranks, on ranges of one buffer seen as any dtype; the wrong ones."""
     world = pl.init()

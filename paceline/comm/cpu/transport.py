@@ -128,7 +128,7 @@ class CpuTransport:
             # Peers read the shard, and none of the buffer that is filled.
             direct_gather = shard is not None and self._connections is None and collective.startswith("all_gather")
             if self._some_share and not ours and not direct_gather:
-                return self._run_staged(collective, buffer, label, scale, shard)
+                return self._run_staged(collective, buffer, label, scale, shard, once)
             prepared = self._prepare(collective, buffer, label, scale, shard)
             if (ours or direct_gather) and not once:
                 # It keeps what it moves: memory that comes and goes is not for keeping.
@@ -241,7 +241,9 @@ class CpuTransport:
             prepared.fill = copy_kernel(buffer[start:stop], shard)
         return prepared
 
-    def _run_staged(self, collective: str, buffer: Tensor, label: str, scale: float, shard: Tensor | None) -> Traffic:
+    def _run_staged(
+        self, collective: str, buffer: Tensor, label: str, scale: float, shard: Tensor | None, once: bool
+    ) -> Traffic:
         """Runs a collective of a buffer that peers cannot read, by way of one that they can."""
         size = _STAGING_BYTES
         if collective.partition("/")[0] not in _ELEMENTWISE:
@@ -260,6 +262,10 @@ class CpuTransport:
             traffic = self.run(collective, staged, f"{label}, part {number}" if encodes else label, scale, shard)
             piece.copy_(staged)
             sent, received = sent + traffic.sent, received + traffic.received
+        if once:
+            # What was made ready keeps what it moves.
+            self._prepared.clear()
+            self._staging = torch.empty(0, dtype=torch.uint8)
         return Traffic(sent, received)
 
     # ---- running
