@@ -9,6 +9,7 @@ from typing import Any
 from paceline.plan.fitted import ERRORS, FITTED, Constants
 from paceline.plan.published.errors import Errors, errors
 from paceline.plan.published.fit import at, balanced
+from paceline.plan.published.model_states import tells_states
 from paceline.plan.published.predict import Prediction
 from paceline.plan.published.sets import FITTED_FILES, find_folder, fitted_samples, tables
 from paceline.plan.published.table import Row
@@ -155,7 +156,8 @@ def _plain(checked: Checked) -> list[Line]:
 
 
 def _memory(checked: Checked) -> list[Line]:
-    found = (("held between steps", checked.steady), ("peak", checked.peak))
+    states = all(tells_states(row) for row, _ in checked.memories)
+    found = (("model states" if states else "held between steps", checked.steady), ("peak", checked.peak))
     return [Line(label, "formula", of) for label, of in found if of is not None]
 
 
@@ -261,6 +263,9 @@ _LIMITS = (
     "  most between its software of May 2023 and the newest.",
     "- Memory that is nearly full: PyTorch's allocator then frees and asks anew. Rows of 13 billion parameters on 8",
     "  A100 with 40 GB take 10 % more than predicted, which may be that.",
+    "- What a network gives at scale: 0.8 of its nominal rate is taken for any number of hosts. The Ultra-Scale",
+    "  Playbook measured 362 GB/s of an all-reduce's bus over 2 hosts and 33 over 64; rows of nanotron, which ran",
+    "  there, are predicted with those figures.",
     "- Other jobs on the network, clocks that power and heat hold down, and bad machines.",
     "- GPUs other than A100 and H100: nothing was fitted there. Datasheet, measured matmul ceiling and published rates",
     "  of attention make the difference; constants of matmuls, memory and waiting are taken to hold.",

@@ -111,6 +111,9 @@ SYNONYMS: dict[str, str] = {
     ),
     "steady_bytes": "steady_alloc steady_memory steady_allocated",
     "memory_share": "memory_share memory_utilization",
+    "states": "published published_value model_states formula_value",
+    "formula": "formula",
+    "unit": "unit units",
     # printed beside them and checked elsewhere
     "checked": (
         "mfu_recomputed mfu_diff_pct_points measured_rank steps loss iterations aggregate_pflops days mfu_diff "

@@ -11,6 +11,7 @@ from paceline.plan.llama_memory import Kept
 from paceline.plan.nanotron import Nanotron
 from paceline.plan.published.describe import Described, describe, stack_of
 from paceline.plan.published.megatron_memory import megatron_run
+from paceline.plan.published.model_states import predicted_states, published_states, tells_states
 from paceline.plan.published.predict import profile
 from paceline.plan.published.table import Row
 
@@ -20,10 +21,10 @@ class MemoryPrediction:
     """A row's memory as measured and as predicted, in bytes of one rank; None where nothing was measured.
 
     Attributes:
-        steady: Measured between steps.
+        steady: Measured between steps; of a row that `tells_states`, these.
         steady_predicted: The same, predicted.
         peak: Measured at most within a step.
-        peak_predicted: The same, predicted.
+        peak_predicted: The same, predicted; of a row that `tells_states`, these.
         ran_out: Whether the run ran out of memory.
         available: What the device has.
     """
@@ -50,7 +51,7 @@ class MemoryPrediction:
 
 def measures_memory(row: Row) -> bool:
     """Whether a row tells of memory, or that it did not suffice."""
-    return bool({"peak_bytes", "steady_bytes", "memory_share"} & row.values.keys()) or ran_out(row)
+    return bool({"peak_bytes", "steady_bytes", "memory_share"} & row.values.keys()) or ran_out(row) or tells_states(row)
 
 
 def ran_out(row: Row) -> bool:
@@ -70,6 +71,9 @@ def predict_memory(row: Row) -> MemoryPrediction:
     """
     if row.fault:
         raise UserError(row.fault)
+    if tells_states(row):
+        states = predicted_states(row)
+        return MemoryPrediction(published_states(row), states, None, states, False, None)
     out = ran_out(row)
     stack = stack_of(row)
     if "steady_bytes" in row.values or stack == "megatron":
@@ -112,7 +116,15 @@ def _above_zero(row: Row, name: str) -> float | None:
     value = row.number(name)
     if value is not None and value <= 0:
         raise UserError(f"{name}: expected a number above 0, got {row.values[name]!r}")
+    if value is not None and name.endswith("_bytes") and value < _LEAST:
+        raise UserError(
+            f"{name}: expected bytes, got {row.values[name]!r}; say the unit in the column's name, as in memory_gib"
+        )
     return value
+
+
+_LEAST = 1e6
+"""Bytes: less is in another unit."""
 
 
 def _peak(described: Described) -> float:

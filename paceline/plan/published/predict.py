@@ -10,6 +10,7 @@ from paceline.core.errors import UserError
 from paceline.plan import profiles
 from paceline.plan.fitted import FITTED, LAUNCH, Constants, kernels
 from paceline.plan.hardware import Hardware, Link
+from paceline.plan.network import spread
 from paceline.plan.published.describe import Described, describe
 from paceline.plan.published.measured import measured_seconds
 from paceline.plan.published.stacks import STACKS, software
@@ -100,12 +101,16 @@ def machines(described: Described, constants: Constants = FITTED) -> Hardware:
         made = replace(made, launch=constants.launch)
         within = replace(within, latency=constants.exchange_latency)
         between = replace(between, latency=constants.exchange_latency)
-    if described.network is not None:
+    run, per_host = described.run, described.devices_per_host or found.devices_per_host
+    hosts = spread(run.data, per_host, run.tensor * run.context_ranks).hosts
+    if hosts > 1 and (measured := stack.between(hosts, per_host)) is not None:
+        between = Link(between.latency, measured)
+    elif described.network is not None:
         between = Link(between.latency, described.network * profiles.LINK_EFFICIENCY)
     return replace(
         found,
         kernels=made,
-        devices_per_host=described.devices_per_host or found.devices_per_host,
+        devices_per_host=per_host,
         within=within,
         between=between,
     )

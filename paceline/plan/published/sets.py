@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.core.errors import UserError
 from paceline.plan.published.describe import Sample, describe
+from paceline.plan.published.model_states import tells_states
 from paceline.plan.published.predict import predict
 from paceline.plan.published.table import Table, read
 
@@ -37,9 +38,9 @@ def find_folder(given: str = "") -> Path:
 
 
 def tables(folder: Path) -> list[Table]:
-    """Every file of the folder that has measurements of runs, by name."""
+    """Every file of the folder that has measurements of runs, or model states, by name."""
     read_all = (read(path) for path in sorted(folder.glob("*.csv")))
-    return [table for table in read_all if any("gpu" in row.values for row in table.rows)]
+    return [table for table in read_all if any("gpu" in row.values or tells_states(row) for row in table.rows)]
 
 
 def fitted_samples(folder: Path) -> list[list[Sample]]:

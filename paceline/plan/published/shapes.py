@@ -13,6 +13,8 @@ from paceline.plan.published.table import Row
 
 CONTEXT = 2048
 """Tokens of a sequence where nothing says how many."""
+FEWEST = 10_000
+"""Parameters of a model: less is in another unit."""
 
 
 def _gpt(layers: int, width: int, heads: int, vocabulary: int = 50304) -> ModelConfig:
@@ -149,6 +151,11 @@ def shape(row: Row) -> tuple[ModelConfig, str]:
         r"(?<![a-z])(t5|bert|vit|clip|diffusion|dit|neva|llava|whisper|mamba|retro|flux)", row.text("model")
     ):
         raise UserError(f"a model with {other[1]!r} in its name: only decoders are predicted")
+    if (count := row.number("n_params")) is not None and count < FEWEST:
+        raise UserError(
+            f"n_params: expected a number of parameters, got {row.values['n_params']!r}; write billions as 8B, or say "
+            "the unit in the column's name, as in n_params_b"
+        )
     named, kind = _named(row), family(row)
     width, layers = row.whole("width"), row.whole("layers")
     if named is None and (width is None or layers is None):

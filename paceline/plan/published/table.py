@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -111,9 +112,7 @@ def read(path: str | Path) -> Table:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     try:
-        lines = csv.reader(
-            text.splitlines(keepends=True), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True
-        )
+        lines = csv.reader(io.StringIO(text), delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
         header = next(lines, [])
         if not any(cell.strip() for cell in header):
             raise UserError(f"{path}: expected a first line that names the columns, got an empty one")

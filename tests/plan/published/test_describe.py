@@ -119,6 +119,7 @@ def test_throughputs_utilisation_and_flops_tell_the_same_step(tmp_path: Path) ->
         ({"n_heads": 7}, "multiple of heads"),
         ({"precision": "fp4"}, "8 bits or more"),
         ({"n_gpus": "-8"}, "whole number of at least 1"),
+        ({"n_params": "6.7"}, "n_params: expected a number of parameters, got '6.7'; write billions as 8B"),
     ],
 )
 def test_what_a_row_lacks_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:

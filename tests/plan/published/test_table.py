@@ -48,6 +48,15 @@ def test_a_line_of_another_length_is_kept_with_its_fault(tmp_path: Path) -> None
     assert [row.line for row in table.rows] == [2, 3, 5]
 
 
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
+def test_a_line_ends_where_the_file_s_lines_end_and_nowhere_else(tmp_path: Path, ends: str) -> None:
+    text = ends.join(["\ufeffgpu,n_gpus,notes", "h100,8,a\u2028b\x0cc", 'h100,16,"of two', 'lines"', ""])
+    (tmp_path / "rows.csv").write_bytes(text.encode())
+    table = read(tmp_path / "rows.csv")
+    assert [row.whole("devices") for row in table.rows] == [8, 16]
+    assert [row.fault for row in table.rows] == ["", ""] and not table.unknown
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
