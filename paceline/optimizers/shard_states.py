@@ -63,9 +63,9 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
                 if known and optimizer.state and any(id(parameter) in flat.index_of for parameter in group["params"]):
                     # Of a parameter's other elements it may hold as many, or none, and would then begin anew.
                     raise UserError(
-                        f"{type(optimizer).__name__} holds states of shards that were cut otherwise, before the model's "
-                        "parameters or the strategy changed: make a new optimizer, or let pl.save and pl.load carry "
-                        "the states over"
+                        f"{type(optimizer).__name__} holds states of shards that were cut otherwise, before the "
+                        "model's parameters or the strategy changed: make a new optimizer, or let pl.save and pl.load "
+                        "carry the states over"
                     )
                 known = [*known, flat.cuts]
             group[SHARD] = [own, shards, known]
