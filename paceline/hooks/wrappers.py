@@ -23,9 +23,9 @@ def require_unwrapped(model: nn.Module) -> None:
                 "leave it out, and give pl.parallelize the module that it wraps (its .module)"
             )
     # Importing it takes most of a second, and whoever has one has it.
-    tensors = sys.modules.get("torch.distributed.tensor")
-    for name, parameter in model.named_parameters() if tensors is not None else ():
-        if isinstance(parameter, tensors.DTensor):
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, kind):
             raise UserError(
                 f"parallelize: {name} is a DTensor, as torch's fully_shard and parallelize_module make it: leave these "
                 "out, and set strategy.zero to 3 for what fully_shard does"
