@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -43,7 +45,13 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
     for together in by_storage.values():
         _require_apart(together)
     _part_from_normalised(model)
-    if will_be_sharded and (taken := used_elsewhere({n: p for each in by_storage.values() for n, p in each}, 1)):
+    named = {name: parameter for each in by_storage.values() for name, parameter in each}
+    taken = used_elsewhere(named, 1) if will_be_sharded else {}
+    if taken:
+        # Garbage that is not collected yet keeps nothing, such as the engine of which pl.release has freed the model.
+        gc.collect()
+        taken = used_elsewhere(named, 1)
+    if taken:
         raise UserError(
             f"parallelize: a tensor that was taken from {next(iter(taken))} before (p.data, p.detach(), state_dict()) "
             "is still kept, or other processes have its memory (model.share_memory()). With zero=3 this rank is to "

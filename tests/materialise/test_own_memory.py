@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -52,3 +53,22 @@ ACCEPTED: dict[str, Callable[[], nn.Module]] = {
 def test_what_has_memory_of_its_own_in_one_storage_keeps_its_values(make: Callable[[], nn.Module]) -> None:
     for found, expected in zip(pl.parallelize(make()).parameters(), make().parameters(), strict=True):
         assert torch.equal(found, expected)
+
+
+def sharded_after_release() -> tuple[bool, str]:
+    """Whether a model that was released a moment ago may be sharded, and what is said where a tensor of it is kept."""
+    model = pl.release(pl.parallelize(nn.Linear(4, 2)))
+    gc.disable()
+    try:
+        pl.release(pl.parallelize(model, pl.Strategy(zero=3)))
+    finally:
+        gc.enable()
+    kept = model.weight.detach()
+    with pytest.raises(pl.UserError) as raised:
+        pl.parallelize(model, pl.Strategy(zero=3))
+    return kept.shape == (2, 4), str(raised.value)
+
+
+def test_garbage_of_a_released_engine_keeps_no_parameters_memory(ranks) -> None:
+    for is_whole, said in ranks(2, sharded_after_release):
+        assert is_whole and said.startswith("parallelize: a tensor that was taken from weight before")
