@@ -76,6 +76,16 @@ def test_stage_3_gathers_one_unit_ahead_and_keeps_the_last_two_at_the_turn() -> 
     ]
 
 
+def test_units_are_gathered_ahead_however_gradients_are_accumulated() -> None:
+    each, deferred = (
+        [op.key for op in schedule(Strategy(zero=3, accumulation=policy), 2).step(2) if op.stream != "reduce"]
+        for policy in ("each", "defer")
+    )
+    assert deferred == each
+    ahead, behind = Key("all_gather", "u0", 0, "backward"), Key("backward", "u1", 0, "backward")
+    assert deferred.index(ahead) < deferred.index(behind)
+
+
 def test_hold_unshards_in_the_first_forward_and_reshards_nothing_before_the_update() -> None:
     ops = schedule(Strategy(zero=3, accumulation="hold"), 2).step(2)
     presents = [(op.kind, op.target, op.micro_batch, op.phase) for op in ops if op.kind in ("unshard", "reshard")]
