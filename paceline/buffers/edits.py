@@ -9,7 +9,11 @@ from torch import Tensor, nn
 
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.comm.read_later import ReadLater
+from paceline.core.buffers import has_master
 from paceline.core.layout import Bucket
+
+_AT_ONCE = 1 << 18
+"""Elements of masters that are rounded at a time to be compared."""
 
 
 class Edits:
@@ -78,6 +82,7 @@ class CopyEdits:
         self._later: dict[str, ReadLater] = {}
         self._places: dict[str, tuple[list[int], Tensor]] = {}
         """By bucket: indices of parameters, and where in this rank's shard the elements are that are sampled."""
+        self._rounded: Tensor | None = None
 
     def sampled(self, indices: Collection[int]) -> int | None:
         """The index of a parameter that was written to where its unit is gathered; None where none is seen.
@@ -126,6 +131,29 @@ class CopyEdits:
             if element is not None and element >= 0:
                 return self._flat.parameter_at(bucket, start + int(element))
         return None
+
+    def in_rounded(self) -> int | None:
+        """The index of a parameter that no longer is its master, rounded; None where there is none.
+
+        All of this rank's shards are compared, up to zero 2, where they are part of what is computed with.
+        """
+        flat = self._flat
+        for name, bucket in flat.buckets.items():
+            if not has_master(flat.layout.flats[bucket.flat]):
+                continue
+            own, master = flat.shard(bucket), flat.master(bucket)
+            for first in range(0, own.numel(), _AT_ONCE):
+                part = own[first : first + _AT_ONCE]
+                rounded = self._memory_like(part).copy_(master[first : first + _AT_ONCE])
+                element = self._first_edited(f"{name} from {first}", part, rounded)
+                if element is not None and element >= 0:
+                    return flat.parameter_at(bucket, flat.shard_index * own.numel() + first + int(element))
+        return None
+
+    def _memory_like(self, part: Tensor) -> Tensor:
+        if self._rounded is None or self._rounded.numel() < part.numel():
+            self._rounded = torch.empty_like(part)
+        return self._rounded[: part.numel()]
 
     def _first_edited(self, name: str, own: Tensor, shard: Tensor) -> Tensor | None:
         """The first element that differs: 0-dim, int64, -1 where none does; None where that is not known yet."""

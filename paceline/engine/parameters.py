@@ -245,8 +245,11 @@ class Parameters:
         self._version += 2
         self.flat.round_masters()
 
-    def require_unedited(self) -> None:
+    def require_unedited(self, wholly: bool = True) -> None:
         """Refuses to go on with parameters that somebody else changed where that would be lost.
+
+        Args:
+            wholly: Whether all elements are looked at, and not a few, where parameters are rounded masters.
 
         Raises:
             EngineError: A parameter was edited since `rest`.
@@ -256,7 +259,9 @@ class Parameters:
         edited = self._edited_while_open() if self.flat.is_sharded else self._edits.found()
         if edited is None and self.loses_edits and not self.flat.is_sharded:
             with torch._C.DisableTorchFunctionSubclass():
-                edited = next((index for index in self.flat.managed if self._is_moved(index)), None)
+                edited = next(filter(self._is_moved, self.flat.managed), None)
+            if edited is None and wholly:
+                edited = self._copy_edits.in_rounded()
         if edited is not None:
             self.refuse_edit(edited)
 
