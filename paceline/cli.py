@@ -150,6 +150,7 @@ def _run(arguments: list[str]) -> int:
 
 def _train(arguments: list[str]) -> int:
     from paceline.comm.environment import job_in_environment
+    from paceline.launch.imports import kept_for_good
     from paceline.launch.seat import Seat
     from paceline.launch.workers import launch
     from paceline.train.command_line import parse_train_arguments
@@ -162,7 +163,8 @@ def _train(arguments: list[str]) -> int:
         print(to_yaml(config), end="")
         return 0
     if (seat := Seat.from_environment()) is not None:
-        from paceline.train.successive_jobs import train_in_places
+        with kept_for_good():
+            from paceline.train.successive_jobs import train_in_places
 
         return train_in_places(config, seat)
     job = job_in_environment(os.environ)
@@ -175,7 +177,8 @@ def _train(arguments: list[str]) -> int:
         if config.resume is None:
             check_run_folder(config.folder)
         return launch(command, config.workers, config.threads)
-    from paceline.train.loop import train
+    with kept_for_good():
+        from paceline.train.loop import train
 
     return train(config)
 

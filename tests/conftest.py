@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -20,6 +21,13 @@ def pytest_configure(config: pytest.Config) -> None:
         # As shells leave it in the background; programs that tests start would inherit that, and pass over Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("quick" if "not full" in config.getoption("markexpr") else "full")
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Modules and thousands of cases stay to the end: looking at them whenever memory is collected takes long."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

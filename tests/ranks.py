@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import sys
 import tempfile
@@ -33,6 +34,7 @@ def _serve(pipe: Connection) -> None:
     import paceline as pl
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: to look at it whenever memory is collected takes longer than most jobs
     while True:
         try:
             job = pipe.recv()
