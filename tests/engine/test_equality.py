@@ -16,7 +16,7 @@ from paceline.core.ops import COMPUTE, STREAMS
 from paceline.core.strategy import SYSTEMS, Strategy
 from tests.quick import diagonal, some
 
-STEPS = 5
+STEPS = 3
 SAMPLES = 36
 
 
@@ -48,7 +48,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def train(
     strategy: Strategy, accumulation: int, rank: int, n: int, dtype: torch.dtype = torch.float64
 ) -> dict[str, Any]:
-    """Five steps of AdamW with clipping on this rank's part of the batch; the mean over ranks of mean losses."""
+    """Steps of AdamW with clipping on this rank's part of the batch; the mean over ranks of mean losses."""
     torch.manual_seed(7 if rank == 0 else 1000 + rank)  # other ranks start elsewhere: the broadcast must mend it
     model = pl.parallelize(Net().to(dtype), strategy)
     engine = pl.engine_of(model)

@@ -45,6 +45,8 @@ def undisturbed_by_ranks(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> No
         return curve(training.run)
 
     monkeypatch.setattr(command, "_undisturbed", undisturbed)
+    # Twice as many as are done when the fault strikes, and some more.
+    monkeypatch.setattr(command, "FAULTS", tuple(replace(fault, steps=60) for fault in FAULTS))
 
 
 @pytest.mark.usefixtures("undisturbed_by_ranks")

@@ -47,9 +47,10 @@ def test_json_has_what_is_shown_and_parts_add_up(capsys: pytest.CaptureFixture[s
 
 def test_what_is_written_is_a_run_of_paceline_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
-    assert main([*ISSUE, "--context", "4096", "--tokens", "10B", "--write", str(path)]) == 0
+    small = ["plan", "--model", "gpt2-124m", *ISSUE[3:]]
+    assert main([*small, "--context", "512", "--tokens", "10B", "--write", str(path)]) == 0
     config = parse_train_arguments([str(path)])
-    assert (config.model.preset, config.model.context, config.batch) == ("llama-8b", 4096, 1024)
+    assert (config.model.preset, config.model.context, config.batch) == ("gpt2-124m", 512, 8192)
     assert config.steps == -(-10 * 10**9 // 2**22)
     assert config.strategy.gradients == "sum" and config.strategy.precision == "bfloat16"
     assert config.batch % (64 * config.micro_batch) == 0
@@ -61,11 +62,11 @@ def test_what_is_written_is_a_run_of_paceline_train(tmp_path: Path, capsys: pyte
 
 
 def test_nothing_fits_says_by_how_much_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "llama-70b", "--hardware", "h100", "--devices", "16", "--batch-tokens", "128k"]
+    arguments = ["plan", "--model", "llama-1b", "--hardware", "v100", "--devices", "1", "--batch-tokens", "8k"]
     assert main(arguments) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"Nothing fits: zero 3, .* misses by [\d.]+ GiB", shown)
-    assert re.search(r"It would fit with 32 devices or --hardware \w+", shown)
+    assert re.search(r"Nothing fits: zero 0, .* misses by [\d.]+ GiB", shown)
+    assert re.search(r"It would fit with 2 devices or --hardware \w+", shown)
     assert main([*arguments, "--write", "run.yaml"]) == 2
     assert "nothing fits" in capsys.readouterr().err
 

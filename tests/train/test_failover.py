@@ -21,7 +21,7 @@ from tests.train.processes import PATIENCE, Program, metrics, paceline, program,
 from tests.train.test_resume import curve
 
 FLAGS = ("--log.every", "1", "--log.validate-every", "0", "--log.validate-batches", "1", "--steps", "150")
-SHORT = (*FLAGS[:-1], "90")
+SHORT = (*FLAGS[:-1], "60")
 """Long enough to be disturbed once."""
 
 

@@ -16,7 +16,7 @@ from paceline.checkpoint.folder import read_manifest
 from paceline.core.strategy import Strategy
 from tests.quick import full
 from tests.ranks import RankPool
-from tests.train.processes import called, finished, metrics, paceline, program, trained
+from tests.train.processes import called, metrics, paceline, program, trained
 
 FLAGS = ("--log.every", "1", "--log.validate-every", "0", "--log.validate-batches", "1")
 SHORT = ("--steps", "14", *FLAGS)
@@ -74,9 +74,11 @@ def test_other_ranks_go_on_with_the_same_samples(
         assert found[step] == pytest.approx(figures, rel=2e-4), step
 
 
-def test_the_same_command_goes_on_after_kill_9(nano: list[str], tmp_path: Path, undisturbed: Path) -> None:
-    command = paceline("train", *nano, *SHORT, "--checkpoint.every", "2", "--workers", "2", "--resume", "auto")
-    with program(command, tmp_path) as started:
+def test_the_same_command_goes_on_after_kill_9(
+    ranks: RankPool, nano: list[str], tmp_path: Path, undisturbed: Path
+) -> None:
+    flags = [*nano, *SHORT, "--checkpoint.every", "2", "--workers", "2", "--resume", "auto"]
+    with program(paceline("train", *flags), tmp_path) as started:
         while len(list(tmp_path.glob("runs/latest/checkpoints/*/manifest.json"))) < 2:
             assert started.process.poll() is None, started.process.communicate()
             time.sleep(0.02)
@@ -84,7 +86,7 @@ def test_the_same_command_goes_on_after_kill_9(nano: list[str], tmp_path: Path, 
         started.finish()
     (run,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
     if max(curve(run)) < 14:
-        status, out, err = finished(command, tmp_path)
+        status, out, err = trained(ranks, 2, tmp_path, flags)
         assert status == 0, err
         assert "going on after step" in out
     (run,) = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]
