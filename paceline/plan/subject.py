@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from torch import nn
@@ -53,8 +54,9 @@ class Subject:
         return self.flops * self.context * samples or self.work(1, dtype).flops * samples
 
 
+@lru_cache(maxsize=32)
 def transformer(name: str, config: ModelConfig, context: int = 0, kernels: Kernels = "cuda") -> Subject:
-    """A Transformer of paceline's own.
+    """A Transformer of paceline's own, with what was traced of it before.
 
     Args:
         name: As the user calls it.

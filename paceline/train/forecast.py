@@ -172,7 +172,7 @@ def setting_of(config: TrainConfig, ranks: int) -> Setting:
 
 def _case(hardware: Hardware, shape: ModelConfig, world: World) -> Case:
     kernels = "cuda" if world.device.type == "cuda" else "cpu"
-    return Case(transformer("the model", shape, kernels=kernels), hardware, world.world_size)  # type: ignore[arg-type]
+    return Case(transformer("the model", shape, kernels=kernels), hardware, world.world_size)
 
 
 def _share(batch: int, ranks: int) -> int:
