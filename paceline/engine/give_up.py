@@ -29,7 +29,9 @@ def gives_up(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, 
     def told(self: F, *args: P.args, **kwargs: P.kwargs) -> T:
         self.state.require_whole_weights("forward, backward or optimizer.step()")
         try:
-            return method(self, *args, **kwargs)
+            # Branches of a forward may run in threads.
+            with self.program.lock:
+                return method(self, *args, **kwargs)
         except Exception as error:
             # Whatever it is, the other ranks go on to wait for this one.
             if self.program.collectives is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
@@ -51,6 +52,7 @@ class Program:
         executor: Launches and records ops.
         recorder: Reads what the executor keeps.
         norms: Takes norms of gradients where it is asked to.
+        lock: Held by the thread that the hooks tell something in.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Program:
             owner: Is asked before a sharded parameter is used.
             materialiser: Makes the model, where it is on the meta device.
         """
-        self.world = world
+        self.world, self.lock = world, threading.RLock()
         # On the host's clock that costs next to nothing; on a GPU each op takes two events and more.
         self.recorder = Recorder(is_on=world.device.type == "cpu")
         self._module, self._units, self._owner = module, tuple(units), owner

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -267,3 +269,41 @@ def test_but_not_where_units_are_let_go_of_in_between(ranks) -> None:
         RankError, match=r"EngineError: energy.* inside a transform of torch.func.*accumulation to hold"
     ):
         ranks(2, forced, STAGES["zero 3"])
+
+
+class Branches(nn.Module):
+    """Layers that run at the same time, in threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.pool = [ThreadPoolExecutor(4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(list(self.pool[0].map(lambda layer: layer(x), self.layers))).sum(0)
+
+
+def in_threads(strategy: Strategy | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Branches()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(20):
+        model(torch.full((2, 4), step / 20)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sys.setswitchinterval(interval)
+    model.pool.pop().shutdown()
+    state = snapshot(model)
+    if strategy is not None:
+        pl.release(model)
+    return state
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_branches_of_a_forward_may_run_in_threads(ranks, zero) -> None:
+    for state in ranks(2, in_threads, Strategy(zero=zero, bucket_mb=1e-4)):
+        assert_same(state, in_threads(None))
