@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -34,6 +35,7 @@ class FlatParameters:
         shard_index: Which of them is this rank's.
         views: Each parameter whole, to compute with, where that is gathered.
         local: This rank's shard of each managed one, as it is updated.
+        cuts: A checksum of which elements of each managed one these are.
         former: Where they lay before, as far as a loop has tensors there.
     """
 
@@ -75,6 +77,9 @@ class FlatParameters:
                     self._take(self.index_of[id(parameter)])
         self.local = {index: self._local_view(index) for index in self.bucket_of if self._is_managed(index)}
         self.managed = sorted(self.local)
+        places = ((layout.slots[index], *self._range_of(index)) for index in self.managed)
+        cuts = [(slot.spec.numel, start - slot.offset, stop - slot.offset) for slot, start, stop in places]
+        self.cuts = zlib.crc32(repr(cuts).encode())
         self.managed_of: dict[str, list[int]] = {}
         """Indices of managed parameters by the unit that they belong to."""
         for index in self.managed:

@@ -42,7 +42,7 @@ def here(ranks: int, *, anew: bool = False, report: Callable[[str], object] = la
     Raises:
         UserError: Measuring failed.
     """
-    path = cached(ranks)
+    path = cached(ranks, threads_per_rank(0, ranks))
     if path.exists() and not anew:
         try:
             return profile_file.read(path)
@@ -54,9 +54,9 @@ def here(ranks: int, *, anew: bool = False, report: Callable[[str], object] = la
     return found
 
 
-def kept(ranks: int) -> Hardware | None:
-    """What was measured of this machine, if it was."""
-    path = cached(ranks)
+def kept(ranks: int, threads: int) -> Hardware | None:
+    """What was measured of this machine, as so many ranks of so many threads have it, if it was."""
+    path = cached(ranks, threads)
     try:
         return profile_file.read(path) if path.exists() else None
     except UserError:
@@ -73,9 +73,10 @@ def measured_in_job(world: World, report: Callable[[str], object] = lambda _: No
     )
     results = [msgspec.convert(each, Measured, strict=False) for each in everyone]
     ranks = world.world_size
-    found = fitted(_hardware(results, ranks, torch.get_num_threads()), results[0].smallest, results[0].steps, ranks)
+    threads = torch.get_num_threads()
+    found = fitted(_hardware(results, ranks, threads), results[0].smallest, results[0].steps, ranks)
     if world.rank == 0 and world.local_world_size == ranks:
-        _keep(cached(ranks), found, report)
+        _keep(cached(ranks, threads), found, report)
     return found
 
 
@@ -96,10 +97,10 @@ def measurable(devices: int) -> int:
     return min(devices, 2 * available_cores())
 
 
-def cached(ranks: int) -> Path:
+def cached(ranks: int, threads: int) -> Path:
     """Where a measurement is kept: its name stands for the machine, torch, and how many ranks have how many threads."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "paceline" / "hardware" / f"{_identity(ranks)}.json"
+    return base / "paceline" / "hardware" / f"{_identity(ranks, threads)}.json"
 
 
 def measured_here(ranks: int, seconds: float = SECONDS) -> Hardware:
@@ -152,11 +153,11 @@ def _middle(found: Sequence[Mapping[str, Rates]]) -> dict[str, Rates]:
     }
 
 
-def _identity(ranks: int) -> str:
+def _identity(ranks: int, threads: int) -> str:
     facts = machine()
     known = {name: facts[name] for name in ("cpu", "cores", "memory_bytes")}
     described = json.dumps(
-        [known, platform.node(), torch.__version__, ranks, threads_per_rank(0, ranks), profile_file.VERSION],
+        [known, platform.node(), torch.__version__, ranks, threads, profile_file.VERSION],
         sort_keys=True,
     )
     return f"{ranks}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"

@@ -31,6 +31,7 @@ from paceline.executor.gradient_norms import GradientNorms
 from paceline.hooks.casting import cast_inputs, cast_singular_vectors
 from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, require_hooks
 from paceline.hooks.parameters import watch_parameters
+from paceline.hooks.wrappers import refuse_ddp_around, require_unwrapped
 from paceline.materialise.materialiser import Init, materialiser
 from paceline.materialise.own_memory import require_own_parameters
 from paceline.materialise.to_device import move
@@ -74,6 +75,7 @@ class Engine:
         strategy = strategy_on(strategy, world.device)
         shards = strategy.shards(world.world_size)
         require_hooks(module)
+        require_unwrapped(module)
         require_own_parameters(module, strategy.gathers and shards > 1)
         self.module, self.strategy, self.world = module, strategy, world
         self.units = find_units(module, strategy.units)
@@ -190,6 +192,8 @@ class Engine:
     @gives_up
     def root_pre_forward(self, records: bool) -> None:
         """See `Listener`."""
+        if records and self.schedule.shards > 1:
+            refuse_ddp_around(self.module)
         if self.update.under_way:
             self.update.suspend()
         self.forward.root_pre_forward(records)

@@ -14,7 +14,7 @@ from paceline.core.ops import EXTRA, WRITTEN, Key, Phase
 from paceline.core.step_state import StepState
 from paceline.engine.full_parameters import FullParameters
 from paceline.engine.program import Program
-from paceline.hooks.modules import in_backward, in_transform
+from paceline.hooks.modules import in_backward, in_forward_mode, in_transform
 
 _with_idle_ranks: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
 """Passes of models that some rank only follows the schedule of in this micro-batch, as it has none."""
@@ -44,6 +44,11 @@ class ForwardPass:
         if self.whole.is_full:
             self._refuse_graph(records)
             return
+        if in_transform() and self._program.schedule.shards_parameters:
+            raise EngineError(
+                "the model runs inside a transform of torch.func, in which its parameters cannot be gathered: set "
+                "strategy.zero to 2 or less, or transform inside the model's forward, with strategy.accumulation hold"
+            )
         if records:
             self.enter()
             if not self._program.schedule.order:
@@ -63,10 +68,11 @@ class ForwardPass:
 
     def pre_forward(self, unit: str, records: bool) -> None:
         """A unit's forward begins."""
-        if in_transform() and self._program.schedule.reshards_after_forward:
+        if (in_transform() or (records and in_forward_mode())) and self._program.schedule.reshards_after_forward:
+            what = "a transform of torch.func" if in_transform() else "torch.autograd.forward_ad.dual_level"
             raise EngineError(
-                f"{unit} runs inside a transform of torch.func, which paceline cannot follow to reshard its parameters "
-                "and gather them again: set strategy.zero to 2 or less, or strategy.accumulation to hold"
+                f"{unit} runs inside {what}, which paceline cannot follow to reshard its parameters and gather them "
+                "again: set strategy.zero to 2 or less, or strategy.accumulation to hold"
             )
         if self.whole.is_full:
             self._refuse_graph(records)

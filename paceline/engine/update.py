@@ -90,8 +90,8 @@ class Update:
         self.under_way = False
 
     def resume(self) -> None:
-        """The closure's backward is over: the step goes on."""
-        if self._is_suspended:
+        """A closure's backward is over: the step goes on, if it was the step's last."""
+        if self._is_suspended and self._state.gradients == "reduced":
             self._is_suspended = False
             self.under_way = True
             self._show_local()
@@ -110,6 +110,8 @@ class Update:
     def end(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped: what it updated is rounded, and sent to ranks that keep it whole."""
         parameters, executor = self._program.parameters, self._program.executor
+        if self._is_suspended:
+            self.require_reduced("optimizer.step() with a closure")
         self._give_shards_back()
         mark_states(optimizer, parameters.flat)
         self.under_way = self._is_suspended = False

@@ -197,6 +197,11 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_forward_mode() -> bool:
+    """Whether derivatives are computed in forward mode, whose tangents have a graph beside the one of values."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def packs_saved_tensors() -> bool:
     """Whether hooks take what autograd saves, as in a checkpoint that computes it again for a backward under way."""
     return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))

@@ -32,7 +32,7 @@ OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are one number for all elements of a parameter."""
 
 SHARD = "paceline_shard"
-"""Key of a parameter group: which shard of its parameters the states are of, and of how many."""
+"""Key of a parameter group: which shard of its parameters the states are of, of how many, and `cuts` of each model."""
 
 
 def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
@@ -58,7 +58,17 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
         require_states_of(optimizer, own, shards)
         for group in optimizer.param_groups:
             # It is saved and loaded with the states, which look alike on all ranks.
-            group[SHARD] = [own, shards]
+            known = group.get(SHARD, [own, shards, []])[2]
+            if flat.cuts not in known:
+                if known and optimizer.state and any(id(parameter) in flat.index_of for parameter in group["params"]):
+                    # Of a parameter's other elements it may hold as many, or none, and would then begin anew.
+                    raise UserError(
+                        f"{type(optimizer).__name__} holds states of shards that were cut otherwise, before the "
+                        "model's parameters or the strategy changed: make a new optimizer, or let pl.save and pl.load "
+                        "carry the states over"
+                    )
+                known = [*known, flat.cuts]
+            group[SHARD] = [own, shards, known]
     managed = set(flat.managed)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         index = flat.index_of.get(id(parameter))
@@ -95,7 +105,7 @@ def require_states_of(optimizer: Optimizer, own: int = 0, shards: int = 1) -> No
     if not optimizer.state:
         return
     for group in optimizer.param_groups:
-        theirs, of = group.get(SHARD, (own, shards))
+        theirs, of, *_ = group.get(SHARD, (own, shards))
         if (theirs, of) != (own, shards):
             updates = f"this rank updates shard {own} of {shards}" if shards > 1 else "parameters are whole now"
             raise UserError(

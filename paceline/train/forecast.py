@@ -27,6 +27,7 @@ from paceline.plan.subject import transformer
 from paceline.train.config import TrainConfig
 from paceline.train.metrics import peak_memory
 from paceline.train.run_folder import PLAN, RunFolder
+from paceline.train.summary import CROWDED
 
 UNKNOWN = Hardware(
     Device("unknown", 1 << 62, 1.0, dict.fromkeys(("float32", "bfloat16", "float16"), 1.0), {}),
@@ -46,11 +47,13 @@ class Forecast:
         before: Bytes that this rank held before the model was built.
         look: Finds its machine, if anybody measured it or knows it by name: when that is asked for, as files are read.
         steps: Seconds of a step in each interval of figures, but for the first.
+        crowded: Which share of each of these other work had cores that this rank could have used.
     """
 
     before: int
     look: Callable[[], Hardware | None]
     steps: list[float] = field(default_factory=list)
+    crowded: list[float] = field(default_factory=list)
 
     def told(self, config: TrainConfig, shape: ModelConfig, world: World, folder: RunFolder) -> list[str]:
         """Writes what was predicted beside what was measured to the run's folder; the same in a line, or none."""
@@ -77,6 +80,7 @@ class Forecast:
             "ranks": world.world_size,
             "hardware": None if hardware is None else hardware.device.name,
             "step_seconds": {"predicted": seconds, "measured": median(self.steps)},
+            "crowded_fraction": median(self.crowded or [0.0]),
             "peak_bytes": {"predicted": held + self.before, "measured": peak_memory(world.device)},
             "bytes_before_model": self.before,
         }
@@ -91,10 +95,11 @@ def in_a_line(found: dict[str, Any], ranks: int) -> str:
             f"predicted: {memory}; a step took {step['measured'] * 1e3:.1f} ms (`paceline plan --here --devices {ranks}"
             " --model tiny` measures this machine, once, and steps are predicted, too)"
         )
-    return (
-        f"predicted: {step['predicted'] * 1e3:.1f} ms a step, measured {step['measured'] * 1e3:.1f} ({_error(step)}); "
-        f"{memory}"
-    )
+    told = f"{step['predicted'] * 1e3:.1f} ms a step, measured {step['measured'] * 1e3:.1f} ({_error(step)}"
+    if found["crowded_fraction"] > CROWDED:
+        # No forecast knows what else a machine does.
+        told += f", while other work had the cores for {100 * found['crowded_fraction']:.0f} % of the time"
+    return f"predicted: {told}); {memory}"
 
 
 def begin(world: World, before: int | None = None) -> Forecast:
@@ -117,7 +122,7 @@ def known_hardware(world: World) -> Hardware | None:
         return None if short is None else profiles.hardware(short)
     from paceline.calibrate.machine import kept
 
-    return kept(world.world_size) if world.local_world_size == world.world_size else None
+    return kept(world.world_size, torch.get_num_threads()) if world.local_world_size == world.world_size else None
 
 
 def planned(config: TrainConfig, shape: ModelConfig, world: World, say: Callable[[str], object]) -> TrainConfig:

@@ -40,11 +40,8 @@ from paceline.train.rewind import run_and_go_back
 from paceline.train.run_folder import RunFolder, check_run_folder, create_run_folder
 from paceline.train.samples import write_samples
 from paceline.train.skipped import require_progress, tell_skipped
-from paceline.train.summary import SAVING, crowded, opening, validation_line
+from paceline.train.summary import CROWDED, SAVING, crowded, opening, validation_line
 from paceline.train.training import Training
-
-CROWDED = 0.25
-"""From this share of the time in which other work has the cores, the run says so."""
 
 
 def train(config: TrainConfig, former: Former | None = None, seat: Seat | None = None) -> int:
@@ -234,6 +231,7 @@ def _steps(training: Training) -> tuple[int, int]:
             outputs.say(interval.line(outputs.columns))
             if step > first + 1:
                 training.forecast.steps.append(interval.step_seconds)
+                training.forecast.crowded.append(interval.crowded_fraction)
                 outputs.progress.exposed(interval.exposed_fraction)
                 if interval.crowded_fraction > CROWDED:
                     outputs.say_once("crowded", crowded(interval.crowded_fraction))

@@ -9,7 +9,10 @@ import pytest
 
 from paceline.calibrate import machine, rank
 from paceline.calibrate.probe import IN_STEPS, fitted, in_steps, step_seconds
+from paceline.calibrate.rank import Measured
+from paceline.comm.world import World
 from paceline.core.strategy import Stage, Strategy
+from paceline.launch.cores import threads_per_rank
 from paceline.measuring.cases import Case
 from paceline.models.transformer import Transformer
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
@@ -50,7 +53,7 @@ def test_a_machine_is_measured_once_for_each_number_of_ranks(measured: list[int]
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "other"}'])
 def test_a_damaged_measurement_is_told_and_made_anew(measured: list[int], text: str) -> None:
     machine.here(2)
-    machine.cached(2).write_text(text)
+    machine.cached(2, threads_per_rank(0, 2)).write_text(text)
     told: list[str] = []
     assert machine.here(2, report=told.append) == HERE
     assert measured == [2, 2] and "measured anew" in told[0]
@@ -60,11 +63,25 @@ def test_a_damaged_measurement_is_told_and_made_anew(measured: list[int], text: 
 def test_another_machine_or_torch_has_a_measurement_of_its_own(
     measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = machine.cached(2)
+    before = machine.cached(2, 1)
+    assert len({before, machine.cached(1, 1), machine.cached(2, 2)}) == 3
     monkeypatch.setattr(machine.torch, "__version__", "9.9")
-    assert machine.cached(2) != before
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert len({before, machine.cached(2), machine.cached(1)}) == 3
+    assert machine.cached(2, 1) != before
+
+
+def test_ranks_of_other_threads_do_not_go_by_a_measurement_nor_replace_it(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = threads_per_rank(0, 1)
+    machine.here(1)
+    assert machine.kept(1, threads) == HERE and machine.kept(1, threads + 1) is None
+    slower = Measured({"gelu float32": Rates(1.0)}, 0.0, {"float32": 1e9}, 1e9, 0, 0.0, {})
+    monkeypatch.setattr(machine, "measure_in", lambda *_: slower)
+    monkeypatch.setattr(machine, "fitted", lambda hardware, *_: hardware)
+    monkeypatch.setattr(machine.pl, "all_gather_json", lambda value, _: [value])
+    monkeypatch.setattr(machine.torch, "get_num_threads", lambda: threads + 1)
+    machine.measured_in_job(World())
+    assert machine.kept(1, threads) == HERE and machine.kept(1, threads + 1) is not None
 
 
 def test_a_folder_that_cannot_be_written_costs_the_next_measurement_alone(

@@ -121,6 +121,28 @@ def test_a_step_with_a_closure_equals_one_without(ranks, strategy) -> None:
         assert_same(state, snapshot(model))
 
 
+def with_closure_under_no_sync(strategy: Strategy) -> str:
+    model = pl.parallelize(make(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> None:
+        with model.no_sync():
+            F.mse_loss(model(x), y).backward()
+
+    x, y = data(0, 8)
+    with pytest.raises(pl.EngineError) as raised:
+        optimizer.step(closure)
+    pl.reset(model)
+    pl.release(model)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_closure_that_reduces_nothing_is_refused(ranks, zero) -> None:
+    for told in ranks(2, with_closure_under_no_sync, Strategy(zero=zero)):
+        assert told.startswith("optimizer.step() with a closure after a backward under no_sync")
+
+
 class Query(nn.Module):
     """Returns its own parameter, as learned queries do."""
 

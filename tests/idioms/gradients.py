@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tests.idioms.side import Found, Side, descend, fit, idiom, mlp, state
 
@@ -168,4 +169,33 @@ def gradients_detached_in_place_and_zeroed(side: Side) -> Found:
             if p.grad is not None:
                 p.grad.detach_()
                 p.grad.zero_()
+    return state(model)
+
+
+@idiom(refused=(("zero 3", "runs inside torch.autograd.forward_ad"),), low=False)
+def a_directional_derivative_in_the_loss(side: Side) -> Found:
+    """By forward mode."""
+    model = mlp(side)
+    net = side.parallel(model)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with forward_ad.dual_level():
+            output, slope = forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ones_like(x))))
+            return (output - y).square().mean() + slope.square().mean()
+
+    fit(side, net, torch.optim.SGD(model.parameters(), 0.1), loss_of=loss_of)
+    return state(model)
+
+
+@idiom(refused=(("zero 3", "inside a transform of torch.func"),), low=False)
+def slopes_by_vjp_in_the_loss(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        output, backward = torch.func.vjp(net, x)
+        (slope,) = backward(torch.ones_like(output))
+        return (output - y).square().mean() + slope.square().mean()
+
+    fit(side, net, torch.optim.SGD(model.parameters(), 0.1), loss_of=loss_of)
     return state(model)

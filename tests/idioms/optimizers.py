@@ -184,3 +184,22 @@ def one_search_over_two_models(side: Side) -> Found:
 
         optimizer.step(closure)
     return {**state(models[0], "first."), **state(models[1], "second.")}
+
+
+@idiom()
+def a_closure_that_accumulates(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            losses = []
+            for x, y in side.micro_batches(net, step):
+                losses.append((net(x) - y).square().mean() / side.micro)
+                losses[-1].backward()
+            return torch.stack(losses).sum().detach()
+
+        optimizer.step(closure)
+    return state(model)

@@ -95,3 +95,34 @@ def test_states_of_shards_are_refused_where_parameters_are_whole(ranks, released
     for rank, told in enumerate(ranks(2, stepped_elsewhere, released)):
         assert told.startswith(f"Adam holds states of shard {rank} of 2, but parameters are whole now: load")
         assert told.endswith("or make a new optimizer")
+
+
+def cut_otherwise(by_file: bool) -> str:
+    """What is said where shards have other elements than those that an optimizer has states of, but as many of some."""
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2)]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), *blocks, torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(pl.parallelize(model, Strategy(zero=2)).parameters())
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pl.release(model).append(torch.nn.Linear(2, 2, bias=False))
+    pl.parallelize(model, Strategy(zero=2))
+    if by_file:
+        states = optimizer.state_dict()
+        optimizer = torch.optim.AdamW([p for block in model[:-1] for p in block.parameters()])
+        optimizer.load_state_dict(states)
+    optimizer.add_param_group({"params": model[-1].parameters()})
+    model(torch.ones(2, 8)).square().mean().backward()
+    with pytest.raises(pl.UserError) as raised:
+        optimizer.step()
+    pl.reset(model)
+    pl.release(model)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_states_of_other_elements_are_refused_on_every_rank(ranks, by_file: bool) -> None:
+    for told in ranks(3, cut_otherwise, by_file):
+        assert told.startswith("AdamW holds states of shards that were cut otherwise")

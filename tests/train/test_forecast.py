@@ -72,3 +72,11 @@ def test_without_a_measured_machine_memory_alone_is_predicted() -> None:
     known = forecast.Forecast(100 * 2**20, lambda: QUICK, [0.02]).compared(PLAIN, PRESETS["nano"], world(2))
     assert known is not None and known["step_seconds"]["predicted"] > 0
     assert "ms a step, measured 20.0" in forecast.in_a_line(known, 2)
+    assert "other work" not in forecast.in_a_line(known, 2)
+
+
+def test_a_run_beside_other_work_says_so_where_its_forecast_is_told() -> None:
+    found = forecast.Forecast(0, lambda: QUICK, [0.02, 0.05, 0.06], [0.1, 0.6, 0.7])
+    compared = found.compared(PLAIN, PRESETS["nano"], world(2))
+    assert compared is not None and compared["crowded_fraction"] == 0.6
+    assert ", while other work had the cores for 60 % of the time); " in forecast.in_a_line(compared, 2)
