@@ -14,6 +14,7 @@ from paceline.comm.transport import CommunicationError, explain
 from paceline.core.collectives.rounds import Traffic
 
 _CLOSING_SECONDS = 5.0
+_LOOK_SECONDS = 0.005
 
 Mark = Any
 """A point in time: seconds on the host (CPU), or a recorded CUDA event (GPU)."""
@@ -89,6 +90,15 @@ def others_idle() -> bool:
     """Whether no stream's thread of this process but the calling one has a collective under way."""
     own = threading.current_thread()
     return all(thread.is_idle or thread is own for thread in list(_threads))
+
+
+def wait_for_others(seconds: float) -> None:
+    """Waits, at most so long, until they are idle. Peers see that, so that none waits for this rank elsewhere."""
+    end = time.monotonic() + seconds
+    while not others_idle() and time.monotonic() < end:
+        for thread in list(_threads):
+            thread.is_waited_for = not thread.is_idle
+        time.sleep(_LOOK_SECONDS)
 
 
 class ThreadStream:

@@ -126,6 +126,26 @@ def test_who_waits_for_a_rank_that_leaves_the_job_is_told_why(ranks, transport: 
     assert told.startswith(f"rank 1 gave up: {cause}")
 
 
+def leave_with_a_collective_under_way() -> str:
+    """What rank 1 is told, which waits for rank 0 in another collective than the one that rank 0 leaves in."""
+    world = pl.init()
+    begun, awaited = open_transport(world), open_transport(world)
+    buffers = [transport.allocate(64, torch.float32) for transport in (begun, awaited)]
+    if world.rank == 0:
+        ThreadStream("test").submit(lambda: begun.run("all_reduce", buffers[0], "bucket 7"), "bucket 7")
+        pl.shutdown()
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        awaited.run("all_reduce", buffers[1], "bucket 8")
+    pl.shutdown()
+    return str(caught.value)
+
+
+def test_who_leaves_waits_with_what_is_under_way_for_no_one_who_waits_for_it(ranks) -> None:
+    _, told = ranks(2, leave_with_a_collective_under_way)
+    assert "bucket 7" in told and "bucket 8" in told and ", which waits for it in all_reduce" in told
+
+
 def abort_while_waiting() -> str:
     """What rank 0's thread raises that waits for rank 1, when its own main thread aborts."""
     world = pl.init()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 import weakref
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from paceline.comm.streams import others_idle
+from paceline.comm.streams import others_idle, wait_for_others
 from paceline.comm.transport import explain
 
 
@@ -30,7 +29,6 @@ class _Registered(Protocol):
     def close_sockets(self) -> None: ...
 
 
-_LOOK_SECONDS = 0.005
 _transports: weakref.WeakSet[_Registered] = weakref.WeakSet()
 
 
@@ -89,9 +87,7 @@ def leave(patience: float) -> None:
     """
     error, reason = sys.exc_info()[1], "pl.shutdown() while models were parallel: pl.release them first, on every rank"
     if error is None:
-        end = time.monotonic() + patience
-        while not others_idle() and time.monotonic() < end:
-            time.sleep(_LOOK_SECONDS)
+        wait_for_others(patience)
     _give_up(explain(error) if error is not None else reason)
 
 
