@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -179,10 +179,9 @@ class FlatParameters:
             )
         return parameter_in(self.whole(bucket), slot, bucket.start)
 
-    def memory_of(self, unit: str) -> Callable[[Tensor], bool]:
-        """Tells of a tensor whether it lies in the memory that a gathered unit's parameters are in for now."""
-        memory = {self.views[index].untyped_storage().data_ptr() for index in self.managed_of.get(unit, ())}
-        return lambda tensor: tensor.untyped_storage().data_ptr() in memory
+    def views_of(self, unit: str) -> dict[str, Tensor]:
+        """Where a gathered unit's parameters are for now, by name."""
+        return {self.layout.slots[index].spec.name: self.views[index] for index in self.managed_of.get(unit, ())}
 
     def cut(self, index: int, whole: Tensor) -> Tensor:
         """The part of a tensor of a parameter's own shape that goes with this rank's shard of it."""

@@ -70,8 +70,6 @@ def weights_replaced(engine: Engine) -> None:
 def require_between_steps(engine: Engine, what: str, replaces: bool = False) -> None:
     """Refuses what would forget gradients that no update has used (see `StepState`), or edits.
 
-    Weights are then all here, those that a loop gave other data as that says.
-
     Args:
         engine: The model's.
         what: That.

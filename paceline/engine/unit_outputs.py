@@ -9,37 +9,31 @@ from torch import Tensor, nn
 
 from paceline.engine.full_parameters import FullParameters
 from paceline.engine.program import Program
-from paceline.hooks.outputs import Leftovers, own_copies, require_seen
+from paceline.hooks.held_views import HeldViews, within
+from paceline.hooks.outputs import Leftovers, own_copies, require_seen, tensors_in
 
 
 class UnitOutputs:
-    """The outputs of one model's units."""
+    """The outputs of one model's units, and what these keep."""
 
     def __init__(self, program: Program, units: Mapping[str, nn.Module], whole: FullParameters) -> None:
-        """Has seen none yet.
-
-        Args:
-            program: The model's.
-            units: By name.
-            whole: Tells whether all parameters are whole, so that none goes.
-        """
-        self._program, self._units, self._whole = program, units, whole
-        self._leftovers: dict[str, Leftovers] = {}
+        """Of a model's units, by name; `whole` tells whether all parameters are whole, so that none goes."""
+        self._program, self._whole = program, whole
+        self._leftovers = {name: Leftovers(unit) for name, unit in units.items()}
+        self.held = HeldViews(program.schedule.reshards_after_forward)
 
     def own(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
-        """What a unit returns, such that it outlives the unit's parameters, and what else it leaves behind.
+        """What a unit returns, such that it outlives the unit's parameters, and what else it leaves behind, as such.
 
         Raises:
-            EngineError: No tensor can be seen in it, and a backward is to follow.
+            EngineError: No tensor can be seen in it, and a backward is to follow; or a view of parameters is elsewhere.
         """
-        schedule = self._program.schedule
+        schedule, parameters = self._program.schedule, self._program.parameters.flat.views_of(unit)
         if not schedule.reshards_after_forward or unit not in schedule.slot or self._whole.is_full:
             return output, ()
-        kept = own_copies(output, self._program.parameters.flat.memory_of(unit))
-        if not backward_follows:
-            return kept, ()
-        if unit not in self._leftovers:
-            self._leftovers[unit] = Leftovers(self._units[unit])
-        more = list(self._leftovers[unit].with_graphs())
-        require_seen(unit, kept, more)
-        return kept, more
+        kept = own_copies(output, within(parameters))
+        more = list(self._leftovers[unit].own(unit, parameters))
+        self.held.require_none(unit, parameters, tensors_in(output))
+        if backward_follows:
+            require_seen(unit, kept, more)
+        return kept, more if backward_follows else ()

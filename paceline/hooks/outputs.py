@@ -7,10 +7,12 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.core.errors import EngineError
+from paceline.hooks.held_views import is_view, within
 
 _DEPTH = 3
 """How deep objects are looked into."""
@@ -87,9 +89,19 @@ class Leftovers:
     def __init__(self, module: nn.Module) -> None:
         """Looks at a module and all its parts."""
         self._parts: list[tuple[dict[str, Any], int, list[str]]] = [(p.__dict__, -1, []) for p in module.modules()]
+        self._copied: dict[tuple[int, str], Tensor] = {}
 
-    def with_graphs(self) -> Iterator[Tensor]:
-        """The tensors among them that have a graph."""
+    def own(self, unit: str, parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Makes copies of those that lie in memory that others will use; yields those that have a graph.
+
+        Args:
+            unit: The module has run as this.
+            parameters: Its own, by name, gathered.
+
+        Raises:
+            EngineError: One was left in an earlier forward, and weights may have changed since.
+        """
+        lies_within = within(parameters)
         for place, (attributes, size, names) in enumerate(self._parts):
             if len(attributes) != size:
                 names = [name for name in attributes if name not in _OF_EVERY_MODULE]
@@ -97,6 +109,14 @@ class Leftovers:
             for name in names:
                 value = attributes.get(name)
                 if isinstance(value, Tensor):
+                    if is_view(value, lies_within):
+                        attributes[name] = self._copied[place, name] = value = value.clone()
+                    elif value is self._copied.get((place, name)) and torch.is_grad_enabled():
+                        raise EngineError(
+                            f"{unit} keeps a view of one of its parameters ({', '.join(parameters)}) as {name} from "
+                            "one forward to the next. With zero=3 they are gathered anew, and it stays as it was: take "
+                            "it in each forward, keep a .clone(), or set strategy.zero to 2 or less"
+                        )
                     if value.grad_fn is not None:
                         yield value
                 elif isinstance(value, (list, tuple, dict)):

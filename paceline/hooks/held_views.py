@@ -1,0 +1,108 @@
+"""Views of parameters that a unit's forward has made and that Python holds somewhere."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import EngineError
+
+
+class HeldViews:
+    """Looks for them in the first forwards of each unit, with a graph and without."""
+
+    def __init__(self, looks: bool) -> None:
+        """Has looked at no unit yet, and will if units are resharded after forward."""
+        self._looks = looks
+        self._seen: set[tuple[str, bool]] = set()
+
+    def begin(self, unit: str) -> None:
+        """A unit is about to run: what there is by now, the collector has in another generation than what comes."""
+        if self._looks and (unit, torch.is_grad_enabled()) not in self._seen:
+            gc.collect(1)
+
+    def require_none(self, unit: str, parameters: Mapping[str, Tensor], known: Iterable[Tensor]) -> None:
+        """Refuses views of a unit's parameters that its forward has put where nobody sees them.
+
+        Args:
+            unit: Has run.
+            parameters: Its own, by name, gathered.
+            known: Tensors that it may have: copies stand for them.
+
+        Raises:
+            EngineError: There is one.
+        """
+        run = unit, torch.is_grad_enabled()
+        # What hooks on saved tensors keep of a graph is read in the unit's own backward.
+        if run in self._seen or bool(torch._C._autograd._top_saved_tensors_default_hooks(True)):
+            return
+        self._seen.add(run)
+        seen = {id(tensor) for tensor in known}
+        for view in _held(within(parameters)):
+            if id(view) not in seen:
+                starts = {parameter.data_ptr(): name for name, parameter in parameters.items()}
+                name = starts[max((start for start in starts if start <= view.data_ptr()), default=min(starts))]
+                raise EngineError(
+                    f"{name}: {unit} has put a view of it (detach(), data, t(), an index) where paceline does not see "
+                    "it, such as a list or a global variable. With zero=3 its memory is another unit's next: keep a "
+                    ".clone(), return the view or leave it on the module, or set strategy.zero to 2 or less or "
+                    "strategy.accumulation to hold"
+                )
+
+
+def _held(lies_within: Callable[[Tensor], bool]) -> Iterator[Tensor]:
+    """Tensors made since `begin` that lie in some memory and that somebody else than a graph holds.
+
+    Those of a version of torch that does not let graphs be told from others are not found.
+    """
+    baseline = _of_graphs()
+    if baseline is not None:
+        for tensor, references in _found(lies_within):
+            if references > baseline:
+                yield tensor
+
+
+def within(parameters: Mapping[str, Tensor]) -> Callable[[Tensor], bool]:
+    """Tells of a tensor whether it lies in the memory that gathered parameters are in for now."""
+    memory = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
+    return lambda tensor: tensor.untyped_storage().data_ptr() in memory
+
+
+def is_view(tensor: Any, lies_within: Callable[[Tensor], bool]) -> bool:
+    """Whether a tensor is none of the parameters, and lies in some memory."""
+    plain = not isinstance(tensor, nn.Parameter) and tensor.layout == torch.strided
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and lies_within(tensor)
+
+
+def _found(lies_within: Callable[[Tensor], bool]) -> Iterator[tuple[Tensor, int]]:
+    """Such tensors, and how many references Python has to each."""
+    # Added up, not unpacked into a list that is there before: that would find and keep itself.
+    for each in gc.get_objects(0) + gc.get_objects(1):
+        if type(each) is Tensor and is_view(each, lies_within):
+            # A graph has one to each that it has saved.
+            yield each, sys.getrefcount(each) - (each._use_count() > 1)  # type: ignore[attr-defined]
+
+
+@cache
+def _of_graphs() -> int | None:
+    """References to a tensor that a graph alone has; None where one that is held is not told from it."""
+    if not hasattr(Tensor, "_use_count"):
+        return None
+    with torch.enable_grad(), torch.inference_mode(False):
+        of_graph = _most_references(lambda weight: weight.detach().clone().requires_grad_() @ weight.t())
+        held = _most_references(lambda weight: weight.detach())
+    return of_graph if 0 < of_graph < held else None
+
+
+def _most_references(use: Callable[[nn.Parameter], Tensor]) -> int:
+    weight = nn.Parameter(torch.ones(2, 2, device="cpu"))
+    kept, memory = use(weight), weight.untyped_storage().data_ptr()
+    counts = [count for _, count in _found(lambda tensor: tensor.untyped_storage().data_ptr() == memory)]
+    del kept
+    return max(counts, default=0)
