@@ -76,6 +76,17 @@ def test_lifetimes_are_from_the_first_write_to_the_last_read() -> None:
     assert set(found) == {buffer.name for buffer in rank.buffers() if buffer.numel}
 
 
+def test_a_report_has_the_table_of_buffers_with_their_first_and_last_ops() -> None:
+    ranks = job(Strategy(zero=3))
+    table = check(ranks).require().to_dict()["buffers"]
+    assert [row["name"] for row in table] == [buffer.name for buffer in ranks[0].buffers()]
+    assert sum(row["bytes"] for row in table) == sum(buffer.bytes for buffer in ranks[0].buffers())
+    (slot,) = [row for row in table if row["name"] == "gradient slot 1 float32"]
+    assert (slot["kind"], slot["peers"], slot["shared"]) == ("slots", "reduce", False)
+    assert slot["written"] == "copy_in of u3 (micro-batch 0, backward)"
+    assert slot["read"] == "reduce_scatter of u1 (micro-batch 0, backward)"
+
+
 # ---- edges: what an op comes after
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from paceline.core.check.contents import contents_faults
 from paceline.core.check.facts import Facts
 from paceline.core.check.order import happens_before, races, shared_races
-from paceline.core.check.report import Fault, Report
+from paceline.core.check.report import Fault, Report, uses
 from paceline.core.check.sequences import Sequences
 from paceline.core.check.spans import Accesses, check_sizes
 from paceline.core.layout import Layout
@@ -93,6 +93,7 @@ def check_steps(schedules: Sequence[Schedule], steps: Sequence[tuple[Op, ...]], 
         pairs=pairs,
         sent=max(sum(op.sent for op in ops) for ops in steps),
         memory=memory(schedules[0], micro_batches),
+        buffers=uses(schedules[0].buffers(micro_batches), steps[0]),
         faults=tuple(faults),
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.core.buffers import Buffer
 from paceline.core.memory import Memory
 from paceline.core.ops import PREVIOUS, Key, Op
 
@@ -31,6 +32,31 @@ class ScheduleError(Exception):
 
 
 @dataclass(frozen=True)
+class BufferUse:
+    """A row of a rank's table of buffers, with what uses it in a step.
+
+    Attributes:
+        name: Of the buffer.
+        kind: What it is for: see `core.buffers.BufferKind`.
+        dtype: Name of its dtype.
+        bytes: Its size.
+        peers: The stream on which other ranks reach it; None: it is this rank's alone.
+        shared: Whether it is the same memory on all ranks that reach it.
+        written: The first op that writes it; None if none does, as it is filled before the first step.
+        read: The last op that reads it; None if none does.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    bytes: int
+    peers: str | None
+    shared: bool
+    written: str | None
+    read: str | None
+
+
+@dataclass(frozen=True)
 class Report:
     """What was looked at, of two steps in a row on all ranks side by side.
 
@@ -43,6 +69,7 @@ class Report:
         pairs: Pairs of ops on one part of a buffer, of which one writes, that were found to be in order.
         sent: Bytes that the rank that sends most sends in a step.
         memory: What rank 0 holds with Adam.
+        buffers: The buffers of rank 0, in the order in which they are allocated.
         faults: What would go wrong; none for a schedule that is right.
     """
 
@@ -54,6 +81,7 @@ class Report:
     pairs: int
     sent: int
     memory: Memory
+    buffers: tuple[BufferUse, ...] = ()
     faults: tuple[Fault, ...] = ()
 
     def require(self) -> Report:
@@ -95,6 +123,20 @@ def lifetimes(ops: Sequence[Op]) -> Mapping[str, Lifetime]:
         for span in op.reads:
             read[span.buffer] = position
     return {name: Lifetime(written.get(name), read.get(name)) for name in sorted({*written, *read})}
+
+
+def uses(buffers: Iterable[Buffer], ops: Sequence[Op]) -> tuple[BufferUse, ...]:
+    """What each buffer is and which ops of a step use it."""
+    found = lifetimes(ops)
+
+    def told(position: int | None) -> str | None:
+        return None if position is None else words(ops[position])
+
+    rows = ((buffer, found.get(buffer.name, Lifetime())) for buffer in buffers)
+    return tuple(
+        BufferUse(b.name, b.kind, b.dtype, b.bytes, b.stream, b.shared, told(life.written), told(life.read))
+        for b, life in rows
+    )
 
 
 def words(op: Op | Key) -> str:
