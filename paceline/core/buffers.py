@@ -163,18 +163,21 @@ class Buffers:
 
     def unsharded(self, bucket: Bucket) -> Span:
         """A bucket's whole parameters, to compute with; in bytes where they lie in a slot."""
+        return self._places[bucket.name]
+
+    @cached_property
+    def _places(self) -> dict[str, Span]:
+        # Once, as every op of every micro-batch asks.
         place = self.placement
         if not place.shards_parameters:
-            return Span(f"parameters {bucket.flat}", bucket.start, bucket.stop)
-        if bucket in place.kept_buckets:
-            return Span(f"unsharded {bucket.name}", 0, bucket.numel)
-        (unit,) = bucket.units
-        first = 0
-        for other in place.gathered_buckets[unit]:
-            if other == bucket:
-                break
-            first += _aligned(other.bytes)
-        return Span(f"unsharded slot {place.slot[unit]}", first, first + bucket.bytes)
+            return {b.name: Span(f"parameters {b.flat}", b.start, b.stop) for b in place.layout.buckets}
+        found = {bucket.name: Span(f"unsharded {bucket.name}", 0, bucket.numel) for bucket in place.kept_buckets}
+        for unit, slot in place.slot.items():
+            first = 0
+            for bucket in place.gathered_buckets[unit]:
+                found[bucket.name] = Span(f"unsharded slot {slot}", first, first + bucket.bytes)
+                first += _aligned(bucket.bytes)
+        return found
 
     def shard(self, bucket: Bucket) -> Span:
         """This rank's shard of a bucket's parameters, in the dtype that is computed with."""
