@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,24 @@ from torch import Tensor, nn
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.comm.read_later import ReadLater
 from paceline.core.buffers import has_master
+from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket
 
 _AT_ONCE = 1 << 18
-"""Elements of masters that are rounded at a time to be compared."""
+"""Elements of masters that a CPU rounds at a time to compare them: what stays in its cache."""
+
+
+def refuse_edit(index: int, flat: FlatParameters) -> NoReturn:
+    """Says that a parameter cannot be edited where it is.
+
+    Raises:
+        EngineError: Always.
+    """
+    updated = "only its shard of it" if flat.shards > 1 else "its master weights, from which it is rounded"
+    raise EngineError(
+        f"{flat.layout.slots[index].spec.name} was edited, but this rank updates {updated}: "
+        "edit parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
+    )
 
 
 class Edits:
@@ -142,9 +157,11 @@ class CopyEdits:
             if not has_master(flat.layout.flats[bucket.flat]):
                 continue
             own, master = flat.shard(bucket), flat.master(bucket)
-            for first in range(0, own.numel(), _AT_ONCE):
-                part = own[first : first + _AT_ONCE]
-                rounded = self._memory_like(part).copy_(master[first : first + _AT_ONCE])
+            # A GPU is busy with a bucket at once; in pieces its host would be too slow.
+            size = max(own.numel(), 1) if _asks_later(own) else _AT_ONCE
+            for first in range(0, own.numel(), size):
+                part = own[first : first + size]
+                rounded = self._memory_like(part).copy_(master[first : first + size])
                 element = self._first_edited(f"{name} from {first}", part, rounded)
                 if element is not None and element >= 0:
                     return flat.parameter_at(bucket, flat.shard_index * own.numel() + first + int(element))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from paceline.buffers.edits import refuse_edit
 from paceline.core.errors import EngineError
 from paceline.core.layout import ROOT, Bucket
 from paceline.core.ops import EXTRA, WRITTEN, Key, Phase
@@ -212,11 +213,11 @@ class ForwardPass:
         slot = self._program.layout.slots[index]
         if not schedule.shards_parameters:
             if edits and parameters.loses_edits:
-                parameters.refuse_edit(index)
+                refuse_edit(index, parameters.flat)
             self.unshard(slot.spec.unit)
             return
         if edits:
-            parameters.refuse_edit(index)
+            refuse_edit(index, parameters.flat)
         bucket = parameters.flat.bucket_of.get(index)
         under_way = self._depth or self._state.phase != "idle" or in_backward()
         if bucket is None or not under_way:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.buffers.edits import CopyEdits, Edits
+from paceline.buffers.edits import CopyEdits, Edits, refuse_edit
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import Tensors, parameter_in, placeholder
 from paceline.buffers.unsharded import Unsharded
@@ -101,7 +101,7 @@ class Parameters:
                 self._open.discard(unit)
                 indices = self.flat.managed_of.get(unit, ())
                 if (edited := self._copy_edits.sampled(indices)) is not None:
-                    self.refuse_edit(edited)
+                    refuse_edit(edited, self.flat)
                 self._hide(indices)
 
     def _present(self, indices: Iterable[int]) -> None:
@@ -116,7 +116,7 @@ class Parameters:
         hidden = [index for index in indices if index not in self.pinned]
         for index in hidden:
             if self._is_changed(index):
-                self.refuse_edit(index)
+                refuse_edit(index, self.flat)
         for index in hidden:
             self.all[index].data = self._placeholder[index]
             guard(self.all[index])
@@ -186,7 +186,7 @@ class Parameters:
         if not self.pinned:
             return
         if (edited := self._copy_edits.found(self._pins)) is not None:
-            self.refuse_edit(edited)
+            refuse_edit(edited, self.flat)
         indices, self.pinned, self._pins = list(self.pinned), {}, {}
         closed = [index for index in indices if self.flat.layout.slots[index].spec.unit not in self._open]
         self._present([index for index in indices if index not in closed])
@@ -215,7 +215,7 @@ class Parameters:
             parameter = self.all[index]
             unguard(parameter)
             if not self.flat.is_sharded and self.loses_edits and self._is_moved(index):
-                self.refuse_edit(index)
+                refuse_edit(index, self.flat)
             if self.flat.layout.slots[index].spec.trainable:
                 parameter.data = self.flat.local[index]
 
@@ -263,7 +263,7 @@ class Parameters:
             if edited is None and wholly:
                 edited = self._copy_edits.in_rounded()
         if edited is not None:
-            self.refuse_edit(edited)
+            refuse_edit(edited, self.flat)
 
     def _edited_while_open(self) -> int | None:
         """The index of a gathered parameter that no longer is what its shards are; None where there is none."""
@@ -274,18 +274,6 @@ class Parameters:
                 return edited
         kept = {b.name: self.flat.whole(b) for b in self._kept if self._open.issuperset(b.units)}  # small ones
         return self._copy_edits.found({name: whole for name, whole in kept.items() if not whole.is_cuda})
-
-    def refuse_edit(self, index: int) -> None:
-        """Says that a parameter cannot be edited where it is.
-
-        Raises:
-            EngineError: Always.
-        """
-        updated = "only its shard of it" if self.flat.shards > 1 else "its master weights, from which it is rounded"
-        raise EngineError(
-            f"{self.flat.layout.slots[index].spec.name} was edited, but this rank updates {updated}: "
-            "edit parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
-        )
 
     @property
     def loses_edits(self) -> bool:

@@ -61,8 +61,7 @@ class CpuTransport:
         self.place = place
         self._group = world_ranks if world_ranks is not None else range(len(hosts))
         self._codec = CODECS[wire] if wire != "full" else None
-        self._rank = rank
-        self._world_size = len(hosts)
+        self._rank, self._world_size = rank, len(hosts)
         self.hosts = tuple(hosts)
         self.ranks_per_host = ranks_per_host(hosts)
         # Where any do, all cut what must be staged into the same pieces.
@@ -124,13 +123,13 @@ class CpuTransport:
         key = (collective, label, buffer.data_ptr(), buffer.numel(), buffer.dtype, scale, shard_address)
         prepared = self._prepared.get(key)
         if prepared is None:
-            ours = self._buffers.views(buffer) is not None
             # Peers read the shard, and none of the buffer that is filled.
             direct_gather = shard is not None and self._connections is None and collective.startswith("all_gather")
-            if self._some_share and not ours and not direct_gather:
+            reached = direct_gather or self._buffers.views(buffer) is not None
+            if self._some_share and not reached:
                 return self._run_staged(collective, buffer, label, scale, shard, once)
             prepared = self._prepare(collective, buffer, label, scale, shard)
-            if (ours or direct_gather) and not once:
+            if reached and not once:
                 # It keeps what it moves: memory that comes and goes is not for keeping.
                 if len(self._prepared) >= _MOST_PREPARED:
                     self._prepared.clear()
@@ -263,8 +262,7 @@ class CpuTransport:
             piece.copy_(staged)
             sent, received = sent + traffic.sent, received + traffic.received
         if once:
-            # What was made ready keeps what it moves.
-            self._prepared.clear()
+            self._prepared.clear()  # which keep what they move
             self._staging = torch.empty(0, dtype=torch.uint8)
         return Traffic(sent, received)
 
