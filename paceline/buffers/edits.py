@@ -16,6 +16,8 @@ from paceline.core.layout import Bucket
 
 _AT_ONCE = 1 << 18
 """Elements of masters that a CPU rounds at a time to compare them: what stays in its cache."""
+_SAMPLED = 64
+"""Elements of a parameter that are compared each time that its unit is resharded."""
 
 
 def refuse_edit(index: int, flat: FlatParameters) -> NoReturn:
@@ -102,7 +104,8 @@ class CopyEdits:
     def sampled(self, indices: Collection[int]) -> int | None:
         """The index of a parameter that was written to where its unit is gathered; None where none is seen.
 
-        A few elements of each are compared, as units are resharded all the time; none on GPUs, whose host would wait.
+        Of each, elements at even distances are compared, as units are resharded all the time and reading all of them
+        would take as long as gathering them; none on GPUs, whose host would wait.
 
         Args:
             indices: Of parameters, gathered and as they were when they were.
@@ -128,8 +131,9 @@ class CopyEdits:
             part = self._flat.own_part(index)
             if part.numel():
                 first = int(part.storage_offset() - self._flat.shard(bucket).storage_offset())
-                indices += [index] * 3
-                places += [first, first + part.numel() // 2, first + part.numel() - 1]
+                count = min(part.numel(), _SAMPLED)
+                indices += [index] * count
+                places += [first + step * (part.numel() - 1) // max(count - 1, 1) for step in range(count)]
         return indices, torch.tensor(places, dtype=torch.int64)
 
     def found(self, copies: Mapping[str, Tensor]) -> int | None:

@@ -15,7 +15,7 @@ def weights_clamped_in_a_hook_of_their_block(side: Side) -> Found:
     model = mlp(side)
 
     def clamp(block: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        block[0].weight.data.clamp_(-0.1, 0.1)
+        block[0].weight.data.clamp_(-0.2, 0.2)
 
     model[1].register_forward_pre_hook(clamp)
     return trained(side, model)
