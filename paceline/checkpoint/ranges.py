@@ -67,7 +67,7 @@ class Ranges:
         """Notes in an optimizer's group which shards its states are of."""
         group.pop(SHARD, None)
         if self._flat.shards > 1:
-            group[SHARD] = [*self._flat.number, [self._flat.cuts]]
+            group[SHARD] = [*self._flat.number, [self._flat.cuts] * len(group["params"])]
 
     def is_gathered(self, index: int) -> bool:
         """Whether a parameter's shards are put together before they are written: memory has its elements in an order

@@ -32,7 +32,8 @@ OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are one number for all elements of a parameter."""
 
 SHARD = "paceline_shard"
-"""Key of a parameter group: which shard of its parameters the states are of, of how many, and `cuts` of each model."""
+"""Key of a parameter group: which shard of its parameters the states are of, of how many, and `cuts` of each one's
+model, None before its first step."""
 
 
 def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
@@ -58,16 +59,19 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
         require_states_of(optimizer, own, shards)
         for group in optimizer.param_groups:
             # It is saved and loaded with the states, which look alike on all ranks.
-            known = group.get(SHARD, [own, shards, []])[2]
-            if flat.cuts not in known:
-                if known and optimizer.state and any(id(parameter) in flat.index_of for parameter in group["params"]):
+            known = list(group.get(SHARD, [own, shards, []])[2])
+            known += [None] * (len(group["params"]) - len(known))
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in flat.index_of:
+                    continue
+                if optimizer.state and known[place] not in (None, flat.cuts):
                     # Of a parameter's other elements it may hold as many, or none, and would then begin anew.
                     raise UserError(
                         f"{type(optimizer).__name__} holds states of shards that were cut otherwise, before the "
                         "model's parameters or the strategy changed: make a new optimizer, or let pl.save and pl.load "
                         "carry the states over"
                     )
-                known = [*known, flat.cuts]
+                known[place] = flat.cuts
             group[SHARD] = [own, shards, known]
     managed = set(flat.managed)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

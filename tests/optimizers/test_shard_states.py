@@ -126,3 +126,25 @@ def cut_otherwise(by_file: bool) -> str:
 def test_states_of_other_elements_are_refused_on_every_rank(ranks, by_file: bool) -> None:
     for told in ranks(3, cut_otherwise, by_file):
         assert told.startswith("AdamW holds states of shards that were cut otherwise")
+
+
+def of_two_models() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))]
+    optimizer = torch.optim.Adagrad([p for model in models for p in model.parameters()], lr=0.1)
+    if pl.init().world_size > 1:
+        models = [pl.parallelize(model, Strategy(zero=1)) for model in models]
+    for _ in range(2):
+        models[1](models[0](torch.ones(2, 4))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = snapshot(torch.nn.ModuleList(models))
+    for model in models if pl.init().world_size > 1 else ():
+        pl.release(model)
+    return found
+
+
+def test_one_optimizer_serves_two_models_though_it_holds_states_from_the_start(ranks) -> None:
+    (alone,) = ranks(1, of_two_models)
+    for state in ranks(2, of_two_models):
+        assert_same(state, alone)
