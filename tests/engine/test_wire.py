@@ -14,7 +14,7 @@ from paceline.core.strategy import Strategy
 from tests.engine.models import STAGES, Stack, data, make
 from tests.quick import diagonal
 
-STEPS = 30
+STEPS = 20
 
 
 def train(strategy: Strategy) -> tuple[dict[str, torch.Tensor], float, int]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import paceline as pl
 from paceline.train.spikes import LEAST, STEPS, Spikes
+from tests.quick import full
 from tests.ranks import RankPool
 from tests.train.processes import trained
 from tests.train.test_not_finite import forward_gives
@@ -70,7 +71,7 @@ def spikes_on_rank_1() -> AbstractContextManager[None]:
     return forward_gives(lambda loss, call: loss * 100 if rank == 1 and call == AT else loss)
 
 
-@pytest.mark.parametrize(("setting", "skipped"), [("6", 1), ("0", 0)])
+@pytest.mark.parametrize(("setting", "skipped"), [("6", 1), full("0", 0)])
 def test_a_spike_on_one_rank_is_left_out_by_all(
     ranks: RankPool, nano: list[str], tmp_path: Path, setting: str, skipped: int
 ) -> None:
