@@ -6,6 +6,7 @@ Or trains in ranks that are there, where starting is not what is tested.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import json
 import os
@@ -21,17 +22,31 @@ from paceline.cli import main
 from paceline.comm.environment import OF_A_RANK
 from tests.ranks import RankPool
 
+_PR_SET_PDEATHSIG = 1
 MARK = "PACELINE_TEST_MARK"
 PATIENCE = 150.0
 """Seconds after which a program that has not ended is a failure: many times what it needs on a busy machine."""
 
 
 def new_in_shared_memory(before: set[str]) -> set[str]:
-    """Names in /dev/shm that were not there and stay: other programs of this machine make some that come and go."""
+    """Names in /dev/shm that were not there, and that no process uses: other programs of this machine have theirs."""
     deadline = time.monotonic() + 20
-    while (found := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
+    while (found := set(os.listdir("/dev/shm")) - before - _used_shared_memory()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return found
+
+
+def _used_shared_memory() -> set[str]:
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            found |= {line.rpartition("/dev/shm/")[2] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+    return found
+
+
+def _end_with_parent() -> None:
+    """As a test's own process may be killed, which then cleans up nothing."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Program:
@@ -48,6 +63,7 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
 
     def finish(self, timeout: float = PATIENCE) -> tuple[int, str, str]:
