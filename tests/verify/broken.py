@@ -78,7 +78,8 @@ def wrong_broadcast() -> nn.Module:
 
 def wrong_counts() -> nn.Module:
     """Sums what loops count wrongly, but not by what ranks check that they are alike."""
-    return on_broken(patch.object(Statistics, "result", lambda self: self._result * 1.01))
+    right = Statistics.result
+    return on_broken(patch.object(Statistics, "result", lambda self: right(self) * 1.01))
 
 
 def wrong_copy_in() -> nn.Module:
