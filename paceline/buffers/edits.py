@@ -17,7 +17,7 @@ from paceline.core.layout import Bucket
 _AT_ONCE = 1 << 18
 """Elements of masters that a CPU rounds at a time to compare them: what stays in its cache."""
 _SAMPLED = 64
-"""Elements of a parameter that are compared each time that its unit is resharded."""
+"""Elements of a parameter that are compared where comparing all would take too long."""
 
 
 def refuse_edit(index: int, flat: FlatParameters) -> NoReturn:
@@ -58,10 +58,9 @@ class Edits:
                 storage = shard.untyped_storage()
                 memory = torch.empty(0, dtype=shard.dtype, device=shard.device).set_(storage)
                 indices, _, places = found.setdefault(storage.data_ptr(), ([], memory, []))
-                first = int(shard.storage_offset())
-                last = first + shard.numel() - 1
-                indices += [index] * 3
-                places += [first, (first + last) // 2, last]
+                more = _sample(int(shard.storage_offset()), shard.numel())
+                indices += [index] * len(more)
+                places += more
         self._seen = [
             (indices, memory, torch.tensor(places).to(memory.device)) for indices, memory, places in found.values()
         ]
@@ -130,10 +129,9 @@ class CopyEdits:
         for index in bucket.slots:
             part = self._flat.own_part(index)
             if part.numel():
-                first = int(part.storage_offset() - self._flat.shard(bucket).storage_offset())
-                count = min(part.numel(), _SAMPLED)
-                indices += [index] * count
-                places += [first + step * (part.numel() - 1) // max(count - 1, 1) for step in range(count)]
+                more = _sample(int(part.storage_offset() - self._flat.shard(bucket).storage_offset()), part.numel())
+                indices += [index] * len(more)
+                places += more
         return indices, torch.tensor(places, dtype=torch.int64)
 
     def found(self, copies: Mapping[str, Tensor]) -> int | None:
@@ -184,6 +182,12 @@ class CopyEdits:
         changed = (own != shard) & ~(own.isnan() & shard.isnan())
         first = torch.where(changed.any(), changed.byte().argmax(), -1)
         return self._later.setdefault(name, ReadLater()).exchange(first) if later else first
+
+
+def _sample(first: int, numel: int) -> list[int]:
+    """Which of some neighbouring elements are compared: at even distances, the first and the last among them."""
+    count = min(numel, _SAMPLED)
+    return [first + step * (numel - 1) // max(count - 1, 1) for step in range(count)]
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

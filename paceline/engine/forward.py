@@ -212,6 +212,7 @@ class ForwardPass:
         parameters, schedule = self._program.parameters, self._program.schedule
         slot = self._program.layout.slots[index]
         if not schedule.shards_parameters:
+            parameters.are_touched = True
             if edits and parameters.loses_edits:
                 refuse_edit(index, parameters.flat)
             self.unshard(slot.spec.unit)

@@ -29,6 +29,7 @@ class Parameters:
         all: In the order of the layout's slots.
         unsharded: Which sharded units lie gathered where.
         waiting: Names of the buckets whose update is still on its way from the ranks that made it.
+        are_touched: Whether a loop has ever used parameters between steps: it may have their memory, as `p.data`.
         pinned: Sharded parameters, by index, that were used outside their unit: whole until the next forward or update.
     """
 
@@ -57,6 +58,7 @@ class Parameters:
         self.unsharded, self._kept = Unsharded(schedule), schedule.kept_buckets
         self.waiting: set[str] = set()
         self.pinned: dict[int, Tensor] = {}
+        self.are_touched = False
         self._pins: dict[str, Tensor] = {}
         self._open: set[str] = set()
         self._version = 0
@@ -249,7 +251,7 @@ class Parameters:
         """Refuses to go on with parameters that somebody else changed where that would be lost.
 
         Args:
-            wholly: Whether all elements are looked at, and not a few, where parameters are rounded masters.
+            wholly: Whether all elements are looked at, and not a few, of rounded masters that were touched.
 
         Raises:
             EngineError: A parameter was edited since `rest`.
@@ -260,7 +262,7 @@ class Parameters:
         if edited is None and self.loses_edits and not self.flat.is_sharded:
             with torch._C.DisableTorchFunctionSubclass():
                 edited = next(filter(self._is_moved, self.flat.managed), None)
-            if edited is None and wholly:
+            if edited is None and wholly and self.are_touched:
                 edited = self._copy_edits.in_rounded()
         if edited is not None:
             refuse_edit(edited, self.flat)

@@ -75,21 +75,22 @@ def test_it_is_refused_in_the_next_step(ranks, zero: int) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("moment", ["before the forward", "before the update"])
-def test_one_of_a_single_element_is_refused_in_the_update(ranks, zero: int, moment: str) -> None:
-    for step, said in ranks(2, edited_in_one_element, zero, moment):
+def test_one_of_a_few_elements_is_refused_in_the_update(ranks, zero: int, moment: str) -> None:
+    for step, said in ranks(2, edited_in_part, zero, moment):
         assert step == 1 and "0.weight was edited, but this rank updates" in said
 
 
-def edited_in_one_element(zero: int, moment: str) -> tuple[int, str]:
-    """In which step such an edit in the second one is refused, and what is said then."""
+def edited_in_part(zero: int, moment: str) -> tuple[int, str]:
+    """In which step an edit of an element or a row in the second one is refused, and what is said then."""
     torch.manual_seed(0)
     strategy = Strategy(zero=zero, precision="bfloat16")  # type: ignore[arg-type]
     model = pl.parallelize(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)), strategy)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def edit() -> None:
-        # One in each rank's shard.
-        model[0].weight.data[[2, 61], 5] = 7.0
+        # In each rank's shard. All elements are compared if parameters were taken between steps.
+        columns = slice(5, 6) if moment == "before the forward" else slice(None)
+        model[0].weight.data[[2, 61], columns] = 7.0
 
     def loss_in(step: int) -> torch.Tensor:
         if step == 1 and moment == "before the forward":
