@@ -10,6 +10,7 @@ from paceline.buffers.whole_parameters import Gather, WholeParameters, gathered,
 from paceline.core.ops import READ, WRITTEN
 from paceline.engine.parameters import Parameters
 from paceline.engine.program import Program
+from paceline.hooks.parameters import follow_accumulators
 from paceline.tensors.sharded_parameter import disown
 
 _STATE_DICT = "model.state_dict()"
@@ -137,3 +138,4 @@ def leave(parameters: Parameters, gather: Gather | None) -> None:
         flat.all[index].grad = None
         disown(flat.all[index])
         flat.all[index].data = kept[index]
+    follow_accumulators(flat.all)

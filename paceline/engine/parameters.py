@@ -14,6 +14,7 @@ from paceline.buffers.unsharded import Unsharded
 from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
+from paceline.hooks.parameters import follow_accumulators
 from paceline.tensors.sharded_parameter import Owner, guard, own, show, unguard
 
 
@@ -147,6 +148,8 @@ class Parameters:
             self.all[index].data = self._placeholder[index] if self.flat.is_sharded else self.flat.views[index]
             if self.loses_edits or self.waiting:
                 guard(self.all[index])
+        if self.flat.has_masters:
+            follow_accumulators(self.all)
         self._set_versions([self.all[index] for index in rests], self._version + 1)
         self._edits.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -98,3 +99,17 @@ def accumulator(parameter: nn.Parameter) -> Node:
     """Where autograd accumulates a parameter's gradient: the node of all graphs that use it as it is now."""
     with torch._C.DisableTorchFunctionSubclass():
         return get_gradient_edge(parameter).node
+
+
+def follow_accumulators(parameters: Iterable[nn.Parameter]) -> None:
+    """Lets hooks of several parameters' gradients wait for the nodes that accumulate these now.
+
+    Torch makes other ones when a parameter's data become of another dtype. What `register_multi_grad_hook` has made
+    goes by those that it found when it was called, and would never call the user's function again.
+    """
+    for parameter in parameters:
+        for hook in (parameter._backward_hooks or {}).values():
+            if getattr(hook, "__module__", "") != torch.autograd.graph.__name__:
+                continue
+            nodes = inspect.getclosurevars(hook).nonlocals.get("grad_fns", [])
+            nodes[:] = [accumulator(node.variable) if hasattr(node, "variable") else node for node in nodes]

@@ -11,11 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.optimizers.shard_states import require_states_of
 
@@ -61,14 +57,30 @@ def leave_optimizers(watcher: Watcher) -> None:
 @cache
 def _hook_optimizers() -> None:
     # Once for all: torch goes through its hooks while a watcher may be collected, which must not take one out.
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+    register_optimizer_step_pre_hook(_hook_innermost)
+
+
+_OWN = -1
+"""Key of this module's hooks among an optimizer's own, which torch counts from 0."""
+
+
+def _hook_innermost(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """An optimizer is about to step: has the watchers told after its hooks before a step, and before those after it.
+
+    So what a loop does in these (clips weights, averages or logs them) finds parameters as they are between steps, and
+    not the shards that the optimizer itself is shown.
+    """
+    if any(_holds(watcher, optimizer) for watcher in _alive()):
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        before[_OWN], after[_OWN] = _before, _after
+        before.move_to_end(_OWN)  # type: ignore[attr-defined]
+        after.move_to_end(_OWN, last=False)  # type: ignore[attr-defined]
+    else:
+        require_states_of(optimizer)
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     watching = _watching(optimizer, sys._getframe(1))
-    if not watching and not any(_holds(watcher, optimizer) for watcher in _alive()):
-        require_states_of(optimizer)
     for watcher in watching:
         watcher.update_begins(optimizer)
     if not watching or not isinstance(optimizer, torch.optim.LBFGS):

@@ -80,8 +80,6 @@ class Update:
         self.done = 0
         self._unusable = self._not_finite = torch.zeros((), device=device)
         self._spikes = Spikes(config.skip_spikes, device) if config.skip_spikes else None
-        # Before the engine's own, which sends what was updated.
-        self.optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def __call__(self, step: int, tokens: Tensor, nats: Tensor, norm: Tensor) -> Tensor:
         """One step, or none where the norm is not finite or stands out: decided on the device, alike on every rank.
@@ -107,6 +105,7 @@ class Update:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self._steps, self._config)
         self.optimizer.step()
+        self._stepped()
         self.optimizer.zero_grad()
         return norm
 

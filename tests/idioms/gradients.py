@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -85,6 +87,27 @@ def hooks_on_parameters(side: Side) -> Found:
         p.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
     fit(side, net, torch.optim.SGD(model.parameters(), 0.1))
     return {**state(model), "seen": torch.tensor(float(len(seen)))}
+
+
+@idiom(against="ddp")
+def a_hook_on_several_parameters(side: Side) -> Found:
+    """Registered once, before and after the model is made parallel; told of every backward."""
+    model = mlp(side)
+    calls = torch.zeros(2)
+
+    def told(gradients: Sequence[Tensor | None]) -> None:
+        assert all(
+            gradient is not None and gradient.shape == p.shape for gradient, p in zip(gradients, watched, strict=True)
+        )
+        calls.add_(torch.tensor([1.0, 0.0]))
+
+    watched = list(model[1:3].parameters())
+    torch.autograd.graph.register_multi_grad_hook(watched, told)
+    net = side.parallel(model)
+    with side.whole(model):
+        torch.autograd.graph.register_multi_grad_hook([model[0].bias, model[3].weight], lambda _: calls[1].add_(1))
+    fit(side, net, torch.optim.SGD(model.parameters(), 0.1))
+    return {**state(model), "calls": calls.double()}
 
 
 @idiom()

@@ -203,3 +203,39 @@ def a_closure_that_accumulates(side: Side) -> Found:
 
         optimizer.step(closure)
     return state(model)
+
+
+@idiom()
+def hooks_around_a_step(side: Side) -> Found:
+    """Norms that are logged before it, weights that are clamped and averaged after it."""
+    model = mlp(side)
+    norms, average = [], [torch.zeros_like(p) for p in model.parameters()]
+    net = side.parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05, eps=1e-3)
+
+    def before(*_: object) -> None:
+        with side.whole(model):
+            norms.extend(p.detach().norm().double() for p in model.parameters())
+
+    def after(*_: object) -> None:
+        with side.whole(model), torch.no_grad():
+            for kept, p in zip(average, model.parameters(), strict=True):
+                kept.lerp_(p.clamp_(-0.2, 0.2), 0.3)
+
+    fit(side, net, optimizer, 1)
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    fit(side, net, optimizer, 3)
+    return {**state(model), "norms": torch.stack(norms), **{f"{i}": kept.double() for i, kept in enumerate(average)}}
+
+
+@idiom(refused=(("zero 3", "pl.full_parameters"), ("low", "pl.full_parameters"), ("one copy", "pl.full_parameters")))
+def hooks_around_a_step_that_take_parameters_as_they_are(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    norms = []
+    optimizer.register_step_pre_hook(lambda *_: norms.extend(p.detach().norm().double() for p in model.parameters()))
+    optimizer.register_step_post_hook(lambda *_: [p.data.clamp_(-0.2, 0.2) for p in model.parameters()])
+    fit(side, net, optimizer)
+    return {**state(model), "norms": torch.stack(norms)}
