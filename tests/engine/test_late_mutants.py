@@ -6,11 +6,11 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import paceline as pl
 from paceline.core.strategy import Strategy
@@ -73,9 +73,16 @@ MUTANTS: dict[str, tuple[Strategy, tuple[Mutant, ...]]] = {
 def without_what(name: str | None, strategy: Strategy, least: float) -> dict[str, Any] | str:
     """What one rank finds with an engine that lacks something, or what it raises."""
     world, model = pl.init(), None
-    slow = register_optimizer_step_pre_hook(lambda *_: time.sleep(world.rank * SLOW))
+    take = torch.optim.Adam._init_group
+
+    def take_slowly(*args: Any) -> Any:
+        # Within an update: hooks around it run before it begins.
+        time.sleep(world.rank * SLOW)
+        return take(*args)
+
+    slow = patch.object(torch.optim.Adam, "_init_group", take_slowly)
     try:
-        with mutated(*(MUTANTS[name][1] if name else ())), late_streams(least=least):
+        with slow, mutated(*(MUTANTS[name][1] if name else ())), late_streams(least=least):
             model = pl.parallelize(make(Net), strategy)
             if strategy.share_parameters:
                 # Ranks that share memory are not all as quick.
@@ -89,8 +96,6 @@ def without_what(name: str | None, strategy: Strategy, least: float) -> dict[str
                 pl.engine_of(model).program.collectives.give_up(error)  # type: ignore[union-attr]
         pl.shutdown()
         return f"{type(error).__name__}: {error}"
-    finally:
-        slow.remove()
 
 
 def goes_wrong(found: dict[str, Any] | str) -> bool:
