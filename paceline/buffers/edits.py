@@ -78,7 +78,10 @@ class Edits:
                 return index
         for (indices, memory, places), values, later in zip(self._seen, self._values, self._later, strict=True):
             # By bits, as NaN is not equal to itself.
-            changed = (memory[places].view(torch.uint8) != values.view(torch.uint8)).view(len(indices), -1).any(1)
+            seen, kept = memory[places].view(torch.uint8), values.view(torch.uint8)
+            if later is None and torch.equal(seen, kept):
+                continue
+            changed = (seen != kept).view(len(indices), -1).any(1)
             known = changed if later is None else later.exchange(changed)
             if known is not None and known.any():
                 return indices[int(known.nonzero()[0])]

@@ -59,7 +59,8 @@ def trained(strategy: Strategy, micro_batches: int, scale: float) -> dict[str, A
         optimizer.zero_grad()
     state = snapshot(model)
     rest = {p.dtype for p in model.parameters()}
-    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}, "what an optimizer sees"
+    # Of a rank whose shard is padding alone there are none.
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} <= {torch.float32}, "what an optimizer sees"
     pl.release(model)
     return {"state": state, "norms": norms, "dtypes": dtypes, "rest": rest}
 
