@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import EngineError
+from paceline.tensors.calls import name_of, tensors_of
 
 _OVERWRITES = frozenset({"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"})
 """Functions after which their first argument is what it was given, whatever it was before."""
@@ -45,9 +46,10 @@ class FormerGradient(Tensor):
         """Refuses what depends on the values."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "__get__":
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
-        written = list(_formers(args[:1])) if name in _OVERWRITES else []
-        read = list(_formers((*args[1:], *kwargs.values()) if written else (*args, *kwargs.values())))
+            name = name_of(func)  # attributes are read, and none is set
+        written = list(tensors_of(args[:1], FormerGradient)) if name in _OVERWRITES else []
+        given = (*args[1:], *kwargs.values()) if written else (*args, *kwargs.values())
+        read = list(tensors_of(given, FormerGradient))
         if name in ("__repr__", "__format__"):
             return f"former gradient of {read[0]._name}, of which this rank has its shard alone"
         if read and name not in _DESCRIPTIONS and name not in _ALIASES:
@@ -81,11 +83,3 @@ def refusal(name: str) -> str:
         "here. Ask p.grad again after each backward, or set strategy.zero to 0 in float32, where it stays the same "
         "tensor"
     )
-
-
-def _formers(values: Any) -> Iterator[FormerGradient]:
-    for value in values:
-        if isinstance(value, FormerGradient):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _formers(value)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from paceline.core.errors import EngineError, UserError
+from paceline.tensors.calls import tensors_of
 
 ELEMENTWISE = frozenset(
     {
@@ -132,7 +133,7 @@ def _require_elementwise(
         raise _refusal(name)
     others = [
         t
-        for t in tensors_of((args, tuple(kwargs.values())))
+        for t in tensors_of((args, tuple(kwargs.values())), Tensor)
         if not isinstance(t, GradientShard) and (t.numel() > 1 or t.dim() > 1)
     ]
     if not is_elementwise(name) or others:
@@ -159,14 +160,5 @@ def is_elementwise(name: str) -> bool:
     return plain in ELEMENTWISE
 
 
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    """The tensors among values, in lists and tuples too."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_of(value)
-
-
 def _shards(values: Any) -> Iterator[GradientShard]:
-    return (tensor for tensor in tensors_of(values) if isinstance(tensor, GradientShard))
+    return tensors_of(values, GradientShard)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.tensors.assigned_gradient import ReducedGradParameter, has_gradient
+from paceline.tensors.calls import name_of, tensors_of
 
 _DESCRIPTIONS = frozenset(
     {
@@ -80,7 +81,7 @@ class ShardedParameter(ReducedGradParameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Lets the owner make parameters whole before a function computes with their values."""
-        name, kwargs = _name(func), kwargs or {}
+        name, kwargs = name_of(func), kwargs or {}
         if name == "dtype":
             return _dtype(args[0])
         if name in ("__repr__", "__format__"):
@@ -90,8 +91,8 @@ class ShardedParameter(ReducedGradParameter):
         if name not in _QUESTIONS and not _describes(func, name):
             # What another tensor is made like tells of itself only.
             given = args[:1] if name == "type_as" else (*args, *kwargs.values())
-            written = {id(parameter) for parameter in _sharded(_written(func, name, args, kwargs))}
-            for parameter in {id(parameter): parameter for parameter in _sharded(given)}.values():
+            written = {id(parameter) for parameter in tensors_of(_written(func, name, args, kwargs), ShardedParameter)}
+            for parameter in {id(parameter): parameter for parameter in tensors_of(given, ShardedParameter)}.values():
                 _ask(parameter, name, id(parameter) in written)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -158,13 +159,6 @@ def show(parameter: nn.Parameter) -> None:
             parameter.__class__ = ReducedGradParameter if has_gradient(parameter) else nn.Parameter
 
 
-def _name(func: Callable[..., Any]) -> str:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return getattr(getattr(func, "__self__", None), "__name__", name)
-    return name
-
-
 def _describes(func: Callable[..., Any], name: str) -> bool:
     return name in _DESCRIPTIONS and getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
 
@@ -185,11 +179,3 @@ def _edits(func: Callable[..., Any], name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
     return name.endswith("_")
-
-
-def _sharded(values: Any) -> Iterator[ShardedParameter]:
-    for value in values:
-        if isinstance(value, ShardedParameter):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _sharded(value)

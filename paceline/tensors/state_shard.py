@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import EngineError
-from paceline.tensors.gradient_shard import DESCRIPTIONS, SHAPES, is_elementwise, tensors_of
+from paceline.tensors.calls import tensors_of
+from paceline.tensors.gradient_shard import DESCRIPTIONS, SHAPES, is_elementwise
 
 _ALLOWED = DESCRIPTIONS | SHAPES | {"__get__", "__set__", "__delete__", "equal", "allclose", "share_memory_"}
 
@@ -29,7 +30,7 @@ class StateShard(Tensor):
     ) -> Any:
         """Refuses what needs the whole state."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        given = list(tensors_of((args, tuple(kwargs.values()))))
+        given = list(tensors_of((args, tuple(kwargs.values())), Tensor))
         shard = next(tensor for tensor in given if isinstance(tensor, StateShard))
         with torch._C.DisableTorchFunctionSubclass():
             apart = not name.startswith("_foreach_") and any(
