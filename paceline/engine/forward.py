@@ -115,7 +115,7 @@ class ForwardPass:
             return
         self.whole.close_states()
         if kind == "extra" or self._state.micro_batch == 0:
-            # An edit is computed with; the update, in which it would be lost, looks at all of it.
+            # An edit is computed with; the update, in which it would be lost, looks closer.
             self._program.parameters.require_unedited(wholly=False)
         if kind == "extra":
             self._load_extra()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -57,7 +57,7 @@ class GradientShard(Tensor):
             # torch.compile reads a loop's function with this among its values, and would ask for its shape.
             raise torch._dynamo.exc.Unsupported("p.grad is this rank's shard of it, with which nothing is compiled")
         kwargs = kwargs or {}
-        shards = list(_shards((args, tuple(kwargs.values()))))
+        shards = list(tensors_of((args, tuple(kwargs.values())), GradientShard))
         for shard in shards:
             wait = shard.__dict__.get("_wait")
             if wait is not None:
@@ -158,7 +158,3 @@ def is_elementwise(name: str) -> bool:
     plain = plain[1:] if name.startswith("__i") and name != "__invert__" else plain
     plain = {"truediv": "div", "rtruediv": "div", "rmul": "mul", "radd": "add", "rsub": "sub"}.get(plain, plain)
     return plain in ELEMENTWISE
-
-
-def _shards(values: Any) -> Iterator[GradientShard]:
-    return tensors_of(values, GradientShard)
