@@ -67,13 +67,14 @@ def weights_replaced(engine: Engine) -> None:
     parameters.flat.former.follow(parameters.flat.views)
 
 
-def require_between_steps(engine: Engine, what: str, replaces: bool = False) -> None:
+def require_between_steps(engine: Engine, what: str, replaces: bool = False, compares: bool = False) -> None:
     """Refuses what would forget gradients that no update has used (see `StepState`), or edits.
 
     Args:
         engine: The model's.
         what: That.
         replaces: Whether it gives all weights other values, so that it does not matter what they are.
+        compares: Whether it finds edits by comparing ranks: refused on the edited rank alone, the others would wait.
 
     Raises:
         EngineError: There are such.
@@ -81,7 +82,8 @@ def require_between_steps(engine: Engine, what: str, replaces: bool = False) -> 
     if not replaces:
         engine.state.require_whole_weights(what)
         engine.settle()
-        engine.program.parameters.require_unedited()
+        if not compares:
+            engine.program.parameters.require_unedited()
     if engine.forward.whole.is_full:
         raise EngineError(
             f"{what} inside `with pl.full_parameters(model):`: what is edited there counts when it ends. Call it "

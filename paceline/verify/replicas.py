@@ -48,6 +48,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
 
     Raises:
         EngineError: Some differ; names them and the ranks that hold something else than most, the same on every rank.
+            Or all are alike, but this rank's were edited where the next update would lose it; names the parameter.
 
     Example:
         >>> model = pl.parallelize(torch.nn.Linear(8, 8))
@@ -56,7 +57,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
         0
     """
     engine = engine_of(model)
-    require_between_steps(engine, "pl.check_replicas")
+    require_between_steps(engine, "pl.check_replicas", compares=True)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     sums = {
         f"{held.name}/{held.shard}": checksum(held.tensor)
@@ -70,6 +71,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] 
         told[shard] = zlib.crc32(f"{key} {value}".encode(), told.get(shard, 0))
     if _differ(all_gather_json(told, "pl.check_replicas")):
         _refuse(all_gather_json(sums, "pl.check_replicas: each tensor"))
+    engine.program.parameters.require_unedited()
     return len(sums)
 
 
