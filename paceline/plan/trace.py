@@ -24,6 +24,7 @@ from paceline.plan.alike import Alike, arguments, knows_its_place
 from paceline.plan.example_inputs import Inputs, example_inputs
 from paceline.plan.fused import FusedKernels
 from paceline.plan.observed_pass import ObservedPass
+from paceline.plan.packed import unpacked
 from paceline.plan.rough_work import rough_work
 from paceline.plan.stand_in import Result, result_of, stand_in
 from paceline.plan.without_memory import cast, fake, without_memory
@@ -130,6 +131,7 @@ class _Trace:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(unpacked())
             parameters = stack.enter_context(without_memory(self.model, self.units, self.dtype))
             args, kwargs = tree_map(lambda each: fake(each, self.dtype), self.given.arguments)
             self.seen = seen = ObservedPass([*parameters, *_tensors((args, kwargs))], _shared(self.model))
