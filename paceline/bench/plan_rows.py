@@ -15,6 +15,7 @@ from paceline.core.errors import UserError
 from paceline.core.strategy import Stage, Strategy
 from paceline.measuring.cases import Case
 from paceline.plan.case import Case as Planned
+from paceline.plan.choice import preferred
 from paceline.plan.estimate import Setting
 from paceline.plan.hardware import Hardware
 from paceline.plan.subject import transformer
@@ -152,11 +153,11 @@ def summary(rows: Sequence[PlanRow]) -> dict[str, Any]:
 
 
 def lost_by_choice(rows: Sequence[PlanRow]) -> float:
-    """How much longer the setting takes that is predicted to be the fastest than the one that is: 0.1 is a tenth.
+    """How much longer the setting takes that the planner would take than the fastest one: 0.1 is a tenth.
 
     The median over rounds of the ratio within a round, as what others do on the machine lengthens both then.
     """
-    chosen = min(rows, key=lambda row: row.predicted_ms)
+    chosen = preferred(rows, lambda row: row.predicted_ms, lambda row: row.strategy)
     fastest = min(rows, key=lambda row: row.measured_ms)
     pairs = zip(chosen.rounds_ms, fastest.rounds_ms, strict=True)
     return max(0.0, statistics.median(mine / best for mine, best in pairs) - 1)

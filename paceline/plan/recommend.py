@@ -9,6 +9,7 @@ from paceline.command_line import quantities as said
 from paceline.core.strategy import Strategy
 from paceline.plan import profiles, quantities
 from paceline.plan.case import Case
+from paceline.plan.choice import ALIKE
 from paceline.plan.estimate import Estimate
 from paceline.plan.search import Found, search
 from paceline.plan.subject import Subject
@@ -20,8 +21,6 @@ _WHAT = {
     3: "parameters, too, are shared out, and gathered as they are needed",
 }
 _AGAIN = {"unit": "blocks", "keep_attention": "all of the blocks but attention"}
-ALIKE = 0.005
-"""Steps that differ by less are called equally fast."""
 
 
 def in_words(estimate: Estimate) -> str:
@@ -56,7 +55,10 @@ def reason(found: Found) -> str:
     stage = best.setting.strategy.stage
     others = [each for each in found.best if each is not best]
     fitting = [each for each in others if each.fits]
+    is_fastest = all(best.seconds <= each.seconds for each in fitting)
     told = f"the fastest of the {len(fitting) + 1} strategies that fit" if fitting else "the only strategy that fits"
+    if not is_fastest:
+        told = f"within {said.share(ALIKE)} of {told}, and of those the one that shares least"
     parts = [f"{told}: {_WHAT[stage]}"]
     too_large = [each for each in others if not each.fits and each.setting.strategy.stage < stage]
     if too_large:

@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.core.strategy import Strategy
 from paceline.plan.case import Case
+from paceline.plan.choice import preferred
 from paceline.plan.estimate import Estimate, Setting
 from paceline.plan.least import Least
 
@@ -49,8 +50,9 @@ class Found:
 
     @property
     def recommended(self) -> Estimate | None:
-        """The fastest that fits; None if nothing does."""
-        return next((each for each in self.best if each.fits), None)
+        """The fastest that fits, or one as fast that shares less; None if nothing fits."""
+        fitting = [each for each in self.best if each.fits]
+        return preferred(fitting, lambda each: each.seconds, lambda each: each.setting.strategy) if fitting else None
 
 
 def search(

@@ -40,6 +40,12 @@ def test_a_choice_is_compared_with_the_fastest_round_by_round() -> None:
     assert lost_by_choice(rounds[:1]) == 0.0
 
 
+def test_of_forecasts_alike_the_choice_is_the_planners() -> None:
+    rows = [row(1, 10.5, 10.0), row(0, 10.0, 10.04)]
+    assert lost_by_choice(rows) == 0.0
+    assert lost_by_choice([rows[0], replace(rows[1], predicted_ms=10.06)]) == pytest.approx(0.05)
+
+
 def test_what_was_measured_is_predicted_again_on_the_machine_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_json(str(path), ROWS, {"hardware": {2: asdict(HERE)}})
