@@ -53,7 +53,7 @@ IN_STEPS = [0.9 * 1.02**step for step in range(65)]
 STEPS = 3
 """Simulated in a row, the last of which counts."""
 
-_ENGINES = ("update", "copy_in", "cast")
+_ENGINES = ("update", "copy_in", "cast", "squares")
 
 
 def fitted(hardware: Hardware, smallest: float, steps: Mapping[str, Mapping[Stage, float]], ranks: int) -> Hardware:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import paceline as pl
+from paceline.buffers.memory import square_sum
 from paceline.calibrate.rates import line, rates
 from paceline.calibrate.timed_pass import clock, timed_pass, undisturbed
 from paceline.comm.connect import open_transport
@@ -62,6 +63,9 @@ OPTIMIZER_BYTES = 28
 BEYOND_CACHES = 96 << 20
 """Bytes that are written before a call that should not find its own in the caches."""
 
+LARGE = 4 << 20
+"""Bytes of the smallest buffer of which a step leaves next to nothing in a core's caches before it is sent."""
+
 STRETCH = 0.01
 """Seconds for which what is timed alone is repeated: some of the slices in which ranks take turns on a core."""
 
@@ -102,6 +106,7 @@ def measure_in(world: World, seconds: float) -> Measured:
     found, launch = _operators(repeats)
     ceiling: dict[str, float] = {dtype: _ceiling(getattr(torch, dtype), repeats) for dtype in DTYPES}
     found |= {"update": _update(repeats), "copy_in": _copies(repeats, 4), "cast": _copies(repeats, 2)}
+    found["squares"] = _squares(repeats)
     crowding = _crowding(world)
     found, launch = _slower(found, crowding), launch * crowding
     if world.world_size > 1:
@@ -200,6 +205,16 @@ def _copies(repeats: int, written: int) -> Rates:
     return line([0.0] * len(sizes), sizes, times)
 
 
+def _squares(repeats: int) -> Rates:
+    """Seconds of adding up the squares of a rank's gradients, for each byte of them."""
+    sizes, times = list[float](), list[float]()
+    for numel in (1 << 12, 1 << 16, 1 << 19, 1 << 21):
+        pieces = torch.ones(numel).split(numel // 4)
+        sizes.append(4 * numel)
+        times.append(_cold(partial(square_sum, pieces, pieces[0].device), repeats))
+    return line([0.0] * len(sizes), sizes, times)
+
+
 def _collectives(world: World, repeats: int) -> dict[str, Rates]:
     transport = open_transport(world)
     found = {}
@@ -217,9 +232,11 @@ def _collectives(world: World, repeats: int) -> dict[str, Rates]:
 
 
 def _collective(transport: Transport, name: str, buffer: Tensor, repeats: int) -> float:
-    """Seconds of a collective on the slowest rank of each call."""
+    """Seconds of a collective on the slowest rank of each call; a large buffer is not in the caches, as in a step."""
+    others = torch.ones(BEYOND_CACHES // 4) if buffer.nbytes >= LARGE else buffer[:0]
     times = []
     for number in range(repeats + 1):
+        others.add_(1)
         pl.barrier()
         began = time.perf_counter()
         transport.run(name, buffer, "calibration")

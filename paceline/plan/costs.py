@@ -71,8 +71,9 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
     """Seconds of any op of a schedule.
 
     A unit's forward and backward are its operations', a recomputed unit's backward has its forward in front. Copies
-    between gradients and buckets, and casts, move their bytes once in and once out; the update moves what Adam does. A
-    collective takes what `network.seconds` says of its bytes.
+    between gradients and buckets, and casts, move their bytes once in and once out; the update moves what Adam does.
+    Where gradients are sharded, a rank reads its own once for the squares that ranks add up. A collective takes what
+    `network.seconds` says of its bytes.
 
     Args:
         work: One micro-batch; names of its units are those of the schedule's layout.
@@ -94,6 +95,9 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
         outside, own = units[name], units.get(last, none)
         units[last] = UnitSeconds(own.forward + outside.forward, own.backward + outside.backward, own.recompute)
 
+    shards = schedule.shards
+    summed = sum(each.numel // shards * each.gradient_itemsize for each in schedule.layout.flats if each.trainable)
+
     def spans(op: Op) -> int:
         return sum(span.stop - span.start for span in op.writes)
 
@@ -111,6 +115,8 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
         if op.kind == "copy_in":
             # Gradients come in the computed precision and lie in the bucket's.
             return moving("copy_in", spans(op) * (2 + 4), hardware)
+        if op.kind == "statistics" and shards > 1:
+            return moving("squares", summed, hardware)
         if op.kind == "update":
             return moving("update", spans(op) * OPTIMIZER_BYTES, hardware)
         if op.kind == "cast":

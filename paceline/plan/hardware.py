@@ -103,7 +103,8 @@ class Hardware:
         hooks: Seconds of the host for each op of a schedule, where nothing hides them: what the engine's hooks take.
         measured: Where this very machine was measured, what operators and collectives take on it, instead of what
             `kernels` and links make of them. Keys are such as "gelu float32", "matmul bfloat16" for all of a kind that
-            have no own, "update", "copy_in" and "cast" of an engine, and "all_reduce 2" between two ranks of a host.
+            have no own, "update", "copy_in", "cast" and "squares" of an engine, and "all_reduce 2" between two ranks of
+            a host.
     """
 
     device: Device

@@ -15,7 +15,7 @@ from paceline.core.errors import UserError
 from paceline.plan.hardware import Hardware
 
 KIND = "paceline planner hardware"
-VERSION = 3
+VERSION = 4
 UNITS = "bytes, seconds, bytes a second, floating-point operations a second, watts"
 """What the numbers of a file are in. Files say so, and none in other units is believed."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from paceline.calibrate import machine, rank
 from paceline.calibrate.probe import IN_STEPS, fitted, in_steps, step_seconds
@@ -133,3 +134,17 @@ def test_where_ranks_are_more_than_cores_each_computes_for_a_share_of_the_time(m
     monkeypatch.setattr(rank, "clock", lambda: time.perf_counter)
     world.local_world_size = 4
     assert rank._crowding(world) == 1.0  # type: ignore[arg-type]
+
+
+def test_large_buffers_are_sent_from_memory_and_small_ones_as_they_were_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    cold = SimpleNamespace(add_=lambda _: written.append(rank.BEYOND_CACHES))
+    monkeypatch.setattr(rank.torch, "ones", lambda numel: cold if 4 * numel == rank.BEYOND_CACHES else None)
+    monkeypatch.setattr(rank.pl, "barrier", lambda: None)
+    monkeypatch.setattr(rank.pl, "all_gather_json", lambda times: [times])
+    runs: list[tuple[int, int]] = []
+    transport = SimpleNamespace(run=lambda name, buffer, _: runs.append((buffer.nbytes, len(written))))
+    rank._collective(transport, "all_gather", torch.zeros(rank.LARGE // 4 - 1), 2)  # type: ignore[arg-type]
+    rank._collective(transport, "all_gather", torch.zeros(rank.LARGE // 4), 2)  # type: ignore[arg-type]
+    # The first of each does not count; before each of the large ones something else was written.
+    assert runs == [(rank.LARGE - 4, 0)] * 3 + [(rank.LARGE, number) for number in (1, 2, 3)]

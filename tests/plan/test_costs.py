@@ -22,11 +22,15 @@ DEVICE = Device("made up", 80 << 30, 2e12, {"bfloat16": 3e14}, {"bfloat16": 2e14
 HARDWARE = Hardware(DEVICE, Kernels(5e-6, 0.8, 0.9, 1e9, 0.5), 8, Link(2e-6, 2e11), Link(6e-6, 2e10))
 
 
-def seconds(strategy: Strategy, devices: int, hardware: Hardware = HARDWARE) -> float:
+def schedule_of(strategy: Strategy, devices: int) -> Schedule:
     model: nn.Module = meta_model("llama-1b")
     found = shapes(model)
     layout = build_layout(found.parameters, (ROOT, *found.units), strategy, devices)
-    schedule = Schedule(layout, strategy, devices, rank=0, order=found.units)
+    return Schedule(layout, strategy, devices, rank=0, order=found.units)
+
+
+def seconds(strategy: Strategy, devices: int, hardware: Hardware = HARDWARE) -> float:
+    schedule = schedule_of(strategy, devices)
     costs = step_costs(transformer_work(PRESETS["llama-1b"], 1, 2048), hardware, schedule)
     return max(event.end for event in simulate(schedule, costs))
 
@@ -54,3 +58,15 @@ def test_recomputing_adds_the_blocks_forward() -> None:
     assert units["blocks.0"].recompute == units["head"].recompute == 0
     kept = unit_seconds(work, HARDWARE, Strategy(recompute="keep_attention"))
     assert 0 < kept["blocks.0"].recompute < units["blocks.1"].recompute
+
+
+def test_from_stage_1_on_a_rank_reads_its_own_gradients_for_their_squares() -> None:
+    took = {}
+    for stage in (0, 1, 2):
+        strategy = Strategy(zero=stage, precision="bfloat16")  # type: ignore[arg-type]
+        schedule = schedule_of(strategy, 8)
+        costs = step_costs(transformer_work(PRESETS["llama-1b"], 1, 2048), HARDWARE, schedule)
+        took[stage] = next(costs(op) for op in schedule.step(1) if op.kind == "statistics")
+    gradients = sum(flat.numel * flat.gradient_itemsize for flat in schedule.layout.flats)
+    assert took[0] == 0.0
+    assert took[1] == took[2] == pytest.approx(gradients / 8 / (2e12 * 0.8))

@@ -59,7 +59,7 @@ def test_what_was_measured_is_written_too_and_its_numbers_are_checked(file: Path
         (("kernels",), None, "missing required field `kernels`"),
         (("kind",), "paceline hardware profile", "got kind 'paceline hardware profile' .*bench comm"),
         (("kind",), None, "got kind None"),
-        (("version",), 1, "expected version 3, got 1"),
+        (("version",), 1, "expected version 4, got 1"),
         (("framewrok",), 1e9, "framewrok: a profile has no such value"),
         (("device", "watt"), 700.0, "device.watt: a profile has no such value"),
         (("device", "ceiling", "bfloat16"), 5e15, "device.ceiling.bfloat16: expected at most device.peak.bfloat16"),
