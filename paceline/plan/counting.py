@@ -48,7 +48,8 @@ def operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     known = _matmul(name, args, outputs) or _attention(name, args, kwargs)
     if known is not None:
         kind, flops, shape, count = known
-        return Operation(kind, flops, moved / count, dtype, shape, count, name)
+        needed = _needed(name, args, kwargs) if kind == "attention" else 1.0
+        return Operation(kind, flops, moved / count, dtype, shape, count, name, needed)
     if func.overloadpacket in flop_registry:
         flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
         return Operation("matmul", flops, moved, dtype, name=name)
@@ -160,6 +161,12 @@ def _attention(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Kn
         products /= 2
     flops = products * BACKWARD_OF_ATTENTION if backward else products
     return "attention", flops, (batch * heads, queries, keys, width), 1
+
+
+def _needed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """As `Operation.needed`: backward needs twice what forward does."""
+    again = 2 / BACKWARD_OF_ATTENTION if name.endswith("_backward") else 1.0
+    return 2 * again if causal(name, args, kwargs) else again
 
 
 def causal(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -129,11 +129,12 @@ def _rest(case: Case, estimate: Estimate) -> Iterator[Term]:
         + (f", and a rank that takes {case.slow_rank:g} times as long" if case.slow_rank > 1 else ""),
         "fitted: docs/accuracy.md",
     )
+    counted = "6 N + 12 L h s a token" if case.subject.flops else "products of the trace, all scores, none twice"
     yield Term(
         "MFU",
         f"{100 * estimate.mfu:.1f} %",
         f"{si(estimate.flops)}FLOP / {said.seconds(estimate.seconds)} / {si(estimate.peak_flops)}FLOP/s",
-        "6 N + 12 L h s a token (Chowdhery et al. 2022), the datasheet's peak",
+        f"{counted} (Chowdhery et al. 2022), the datasheet's peak",
     )
 
 

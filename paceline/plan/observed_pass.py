@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,6 +93,9 @@ class ObservedPass(TorchDispatchMode):
             if uncounted(func, counted):
                 self.unknown.add(func._schema.name.partition("::")[2])
             if counted is not None:
+                if self.phase == "backward" and torch.is_grad_enabled():
+                    # Autograd's own nodes run without gradients: this is a forward that the model runs again by itself.
+                    counted = replace(counted, needed=0.0)
                 (self.forward if self.phase == "forward" else self.backward)[self.unit].append(counted)
         return result
 

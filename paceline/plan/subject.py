@@ -31,7 +31,7 @@ class Subject:
         context: Tokens of a sample; 1 for models that are no language models.
         make: Gives the work of one micro-batch of so many samples, computed in a dtype.
         flops: Floating-point operations that a token needs, forward and backward, by which MFU is counted: 6 N + 12 L h
-            s of a Transformer (Chowdhery et al. 2022). 0: those of the work.
+            s of a Transformer (Chowdhery et al. 2022). 0: those that the work needs, counted alike.
         with_context: The same model with samples of another length.
     """
 
@@ -51,7 +51,7 @@ class Subject:
 
     def flops_of(self, samples: int, dtype: str) -> float:
         """Floating-point operations that so many samples need, which recomputing does not raise."""
-        return self.flops * self.context * samples or self.work(1, dtype).flops * samples
+        return self.flops * self.context * samples or self.work(1, dtype).needed_flops * samples
 
 
 @lru_cache(maxsize=32)

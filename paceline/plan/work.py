@@ -27,6 +27,8 @@ class Operation:
         shape: (batch, rows, inner, columns) of a matmul; (batch x heads, queries, keys, head width) of attention.
         count: How many alike there are.
         name: The operator, such as "gelu", where it is known.
+        needed: How many times as many operations the model needs, whatever kernels compute: all scores of causal
+            attention, each product of its backward once, and nothing of what is computed again.
     """
 
     kind: OperationKind
@@ -36,6 +38,7 @@ class Operation:
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
     count: int = 1
     name: str = ""
+    needed: float = 1.0
 
     @property
     def blocks(self) -> int:
@@ -86,6 +89,11 @@ class UnitWork:
         """Floating-point operations of forward and backward."""
         return sum(each.flops * each.count for each in (*self.forward, *self.backward))
 
+    @property
+    def needed_flops(self) -> float:
+        """Those that the model needs."""
+        return sum(each.flops * each.needed * each.count for each in (*self.forward, *self.backward))
+
 
 @dataclass(frozen=True)
 class Work:
@@ -111,3 +119,8 @@ class Work:
     def flops(self) -> float:
         """Floating-point operations of forward and backward."""
         return sum(unit.flops for unit in self.units)
+
+    @property
+    def needed_flops(self) -> float:
+        """Those that the model needs, by which MFU is counted (Chowdhery et al. 2022)."""
+        return sum(unit.needed_flops for unit in self.units)

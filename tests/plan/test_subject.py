@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from paceline.models.flops import flops_per_token
 from paceline.models.on_meta import on_meta
 from paceline.models.presets import PRESETS
+from paceline.models.transformer import Transformer
 from paceline.plan.subject import extended, of_module, transformer
 
 
 def test_the_work_of_many_samples_is_that_of_a_trace_of_them() -> None:
     subject = transformer("tiny", PRESETS["tiny"])
-    from paceline.models.transformer import Transformer
     from paceline.plan.trace import trace
 
     model = on_meta(lambda: Transformer(PRESETS["tiny"]))
@@ -35,3 +37,32 @@ def test_works_that_compute_other_things_are_not_extended() -> None:
     one = transformer("nano", PRESETS["nano"]).work(1, "float32")
     other = transformer("tiny", PRESETS["tiny"]).work(2, "float32")
     assert extended(one, other, 4) is None
+
+
+def test_a_module_needs_the_operations_by_which_mfu_is_counted() -> None:
+    config = PRESETS["nano"]
+    found = of_module("mine", on_meta(lambda: Transformer(config)))
+    formula = flops_per_token(config, config.context) * config.context * 8
+    assert found.flops_of(8, "bfloat16") == pytest.approx(formula), "scores in whole, backward twice forward"
+
+
+class Recomputing(nn.Module):
+    def __init__(self, how: bool | None) -> None:
+        super().__init__()
+        self.embedding, self.how = nn.Embedding(10, 64), how
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x) if self.how is None else checkpoint(block, x, use_reentrant=self.how)
+        return x
+
+
+@pytest.mark.parametrize("how", [False, True])
+def test_what_a_model_computes_again_by_itself_takes_time_but_is_not_needed(how: bool) -> None:
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    plain = of_module("mine", on_meta(lambda: Recomputing(None)), ids)
+    again = of_module("mine", on_meta(lambda: Recomputing(how)), ids)
+    assert again.work(4, "float32").flops > 1.1 * plain.work(4, "float32").flops
+    assert again.flops_of(4, "float32") == plain.flops_of(4, "float32") == plain.work(4, "float32").flops
