@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import collective_tables
 import make_tutorial
+import msgspec
 import strategy_tables
+
+from paceline.bench.plan_rows import PlanRow, lost_by_choice
 
 DOCS = Path(__file__).parent
 
@@ -162,8 +165,7 @@ def plans(result: dict[str, Any]) -> str:
         held = _errors(chosen, "predicted_bytes", "allocated_bytes")
         whole = _errors(chosen, "predicted_process_bytes", "process_bytes")
         measured = [row["measured_ms"] for row in chosen]
-        taken, best = (min(chosen, key=lambda row: row[name])["rounds_ms"] for name in ("predicted_ms", "measured_ms"))
-        lost = max(0.0, median(mine / other for mine, other in zip(taken, best, strict=True)) - 1)
+        lost = lost_by_choice(msgspec.convert(chosen, list[PlanRow]))
         shares = " | ".join(f"{each:.1%}" for each in (mean(times), max(times), mean(held), mean(whole), lost))
         lines.append(f"| {' | '.join(map(str, key))} | {min(measured):.0f} to {max(measured):.0f} | {shares} |")
     return "\n".join(lines)
