@@ -143,6 +143,7 @@ def _memory(case: Case, estimate: Estimate) -> Iterator[Term]:
     strategy = setting.strategy
     shards = strategy.shards(case.devices)
     stage, low = strategy.stage, strategy.low
+    sharded = stage >= 2 and strategy.reduces_every_micro_batch
     states = f"{'12' if low else '8'} P{f' / {shards}' if stage else ''}"
     buffers = ", and the model's buffers" if case.subject.shapes.buffers else ""
     buffer = "the schedule's buffers, P padded"
@@ -150,7 +151,7 @@ def _memory(case: Case, estimate: Estimate) -> Iterator[Term]:
     held = {
         "parameters": (f"{2 if low else 4} P{f' / {shards}' if stage == 3 else ''}{buffers}", buffer),
         "gradients": (
-            f"4 P{f' / {shards}' if stage >= 2 else ''}, and what autograd holds at the peak",
+            f"4 P{f' / {shards}' if sharded else ''}, and what autograd holds at the peak",
             f"{buffer}; docs/planning.md: what a step adds",
         ),
         "optimizer": (f"{states}: {'fp32 master and ' if low else ''}Adam's two states", buffer),

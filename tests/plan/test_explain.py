@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from paceline.core.strategy import Strategy
+from paceline.models.presets import PRESETS
+from paceline.plan import profiles
+from paceline.plan.case import Case
+from paceline.plan.estimate import Setting
+from paceline.plan.explain import terms
+from paceline.plan.subject import transformer
+
+GPT2 = transformer("gpt2-1.5b", PRESETS["gpt2-1.5b"])
+STATES = ("parameters", "gradients", "optimizer")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [(0, {}), (1, {}), (2, {}), (2, {"accumulation": "defer"}), (3, {}), (3, {"accumulation": "defer"})],
+)
+def test_formulas_of_states_give_the_bytes_that_are_shown(stage: int, more: Any, micro_batches: int) -> None:
+    case = Case(GPT2, profiles.hardware("h200"), 8)
+    estimate = case.estimate(Setting(Strategy(zero=stage, precision="bfloat16", **more), 1, micro_batches))
+    formulas = {each.name: each.formula for each in terms(case, estimate)}
+    for name in STATES:
+        factor, shards = re.match(r"(\d+) P(?: / (\d+))?", formulas[name]).groups()  # type: ignore[union-attr]
+        held = int(factor) * GPT2.shapes.numel / int(shards or 1)
+        # Padding; and of gradients what autograd makes of a unit before it is copied in.
+        beside = 0.1 * GPT2.shapes.numel if name == "gradients" else 0
+        assert estimate.memory.by_kind[name] == pytest.approx(held, rel=0.01, abs=beside), (name, formulas[name])
