@@ -160,6 +160,8 @@ class ThreadStream:
             # A thread's frame is never collected, nor is what it holds while it waits for the next item.
             del item
             self._thread.is_idle = self._queue.empty()
+        # What ends the thread may have been in the queue when it was last looked at.
+        self._thread.is_idle = True
 
     def _carry_out(self, work: Callable[[], Traffic], pending: Pending, after: Sequence[Pending]) -> None:
         for other in after:

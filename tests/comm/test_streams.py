@@ -7,12 +7,13 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import paceline as pl
-from paceline.comm.streams import ThreadStream
+from paceline.comm.streams import ThreadStream, others_idle
 from paceline.comm.transport import CommunicationError
 from paceline.core.collectives.rounds import Traffic
 
@@ -53,6 +54,26 @@ def test_after_a_failure_the_first_cause_is_what_every_later_collective_raises()
         with pytest.raises(CommunicationError, match=r"^ValueError: a broken model$"):
             stream.wait(later)
     stream.close()
+
+
+@pytest.mark.parametrize("end", [ThreadStream.close, ThreadStream.abandon])
+def test_one_that_is_ended_while_it_works_is_idle_once_it_has(end: Callable[[ThreadStream], object]) -> None:
+    stream, goes_on = ThreadStream("test"), threading.Event()
+
+    def work() -> Traffic:
+        goes_on.wait()
+        return Traffic(1, 2)
+
+    stream.submit(work, "bucket 1")
+    ending = threading.Thread(target=end, args=(stream,))
+    ending.start()
+    while not stream._closed or stream._queue.empty():
+        time.sleep(0.001)
+    assert not others_idle()
+    goes_on.set()
+    ending.join()
+    stream._thread.join()
+    assert others_idle(), "which pl.shutdown() waits for, and without which no deadlock is found"
 
 
 def test_a_stream_may_be_closed_by_the_garbage_collector_in_its_own_thread() -> None:
