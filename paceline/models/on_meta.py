@@ -1,4 +1,4 @@
-"""Models without memory: their shapes alone."""
+"""Models without memory, their shapes alone; and with memory, but no values yet."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 Built = TypeVar("Built")
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def on_meta(build: Callable[[], Built]) -> Built:
     """What a function builds, without memory for its parameters and without drawing them."""
     with torch.device("meta"), _Undrawn():
         return build()
+
+
+def undrawn(build: Callable[[], Module], device: torch.device) -> Module:
+    """A module that a function builds, with memory on a device, of which nobody has drawn the values."""
+    module = on_meta(build)
+    with _Undrawn():
+        return module.to_empty(device=device)
 
 
 _META: dict[str, Any] = {"device": torch.device("meta")}
@@ -39,8 +48,8 @@ class _Undrawn(TorchFunctionMode):
             tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
-        if func is torch.empty_like and len(args) == 1 and kwargs in ({}, _META):
+        if func is torch.empty_like and len(args) == 1 and kwargs.keys() <= _META.keys():
             like = args[0]
             if like.is_meta and like.is_contiguous():
-                return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, **_META)
+                return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, **(_META | dict(kwargs)))
         return func(*args, **kwargs)

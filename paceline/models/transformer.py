@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.models.config import ModelConfig
 from paceline.models.head import Head
+from paceline.models.on_meta import undrawn
 
 INIT_STD = 0.02
 """Standard deviation of GPT-2's initial weights (Radford et al. 2019)."""
@@ -222,13 +223,11 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 def _linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
     # Transformer.initialise draws the weights: torch's own draw would cost time and random numbers.
-    linear: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=torch.get_default_device())
-    return linear
+    return undrawn(lambda: nn.Linear(inputs, outputs, bias=bias), torch.get_default_device())
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:
-    embedding: nn.Embedding = nn.utils.skip_init(nn.Embedding, rows, width, device=torch.get_default_device())
-    return embedding
+    return undrawn(lambda: nn.Embedding(rows, width), torch.get_default_device())
 
 
 def _norm(config: ModelConfig) -> nn.Module:

@@ -13,6 +13,7 @@ from paceline.data import Corpus, prepare
 from paceline.data.loader import Loader
 from paceline.data.samples import LeftOut
 from paceline.launch.screen import show
+from paceline.models.on_meta import undrawn
 from paceline.models.transformer import Transformer
 from paceline.train.config import TrainConfig
 from paceline.train.dynamic_loss_scale import DynamicLossScale
@@ -53,10 +54,12 @@ def build_model(config: TrainConfig, corpus: Corpus, world: World, has_weights: 
     """
     torch.manual_seed(config.seed)
     shape = config.model.shape(corpus.facts.vocabulary)
-    with torch.device(world.device if has_weights else "meta"):
-        model = Transformer(shape)
-    if not has_weights:
-        model.to_empty(device=world.device).tie()
+    if has_weights:
+        with torch.device(world.device):
+            model = Transformer(shape)
+    else:
+        model = undrawn(lambda: Transformer(shape), world.device)
+        model.tie()
     return make_parallel(model, config, world)
 
 

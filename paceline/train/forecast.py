@@ -67,6 +67,8 @@ class Forecast:
         """Predicted and measured step time and memory; None where the run was too short, or cannot be forecast."""
         if not self.steps:
             return None
+        # Before the forecast, for which torch's compiler is imported.
+        measured = peak_memory(world.device)
         hardware = self.look()
         try:
             case = _case(hardware or UNKNOWN, shape, world)
@@ -81,7 +83,7 @@ class Forecast:
             "hardware": None if hardware is None else hardware.device.name,
             "step_seconds": {"predicted": seconds, "measured": median(self.steps)},
             "crowded_fraction": median(self.crowded or [0.0]),
-            "peak_bytes": {"predicted": held + self.before, "measured": peak_memory(world.device)},
+            "peak_bytes": {"predicted": held + self.before, "measured": measured},
             "bytes_before_model": self.before,
         }
 
@@ -102,14 +104,15 @@ def in_a_line(found: dict[str, Any], ranks: int) -> str:
     return f"predicted: {told}); {memory}"
 
 
-def begin(world: World, before: int | None = None) -> Forecast:
+def begin(world: World, recomputes: bool, before: int | None = None) -> Forecast:
     """What a rank holds before the model is built, and its machine. Measures nothing.
 
     Args:
         world: The job.
+        recomputes: Whether units will be checkpointed.
         before: What it held then, where it is there already.
     """
-    return Forecast(_held_now(world.device) if before is None else before, lambda: known_hardware(world))
+    return Forecast(_held_now(world.device, recomputes) if before is None else before, lambda: known_hardware(world))
 
 
 def known_hardware(world: World) -> Hardware | None:
@@ -184,12 +187,12 @@ def _share(batch: int, ranks: int) -> int:
     return math.ceil(batch / ranks)
 
 
-def _held_now(device: torch.device) -> int:
+def _held_now(device: torch.device, recomputes: bool) -> int:
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    # What the first optimizer would import.
-    importlib.import_module("torch._dynamo")
-
+    if recomputes:
+        # What the first checkpointed unit would import.
+        importlib.import_module("torch._dynamo")
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):

@@ -98,7 +98,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
         config = replace(config, plan="")
         if seat is not None:
             seat.has_planned({"zero": config.strategy.zero, "shard": config.strategy.shard})
-    forecast = begin(world, None if former is None else former.before)
+    forecast = begin(world, config.strategy.recompute != "none", None if former is None else former.before)
     if former is not None:
         former.settle_imports()
     kept = former.kept if former is not None else None
@@ -206,7 +206,7 @@ def _steps(training: Training) -> tuple[int, int]:
             loss = model(batch.inputs, batch.targets)
             asked = (*training.stop.flags(), training.leaves(), checkpoints.asked())
             engine.count(batch.tokens, loss, *asked, *marks(loss, world.rank))
-            loss.backward(update.scale)
+            (loss * update.scale).backward()
         counts = engine.counts()
         norm = update(step - 1, counts[0], counts[1], engine.reduced_norm())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.optimizers.shard_states import elementwise
 from paceline.train.dynamic_loss_scale import DynamicLossScale
 from paceline.train.sections import OptimConfig
 from paceline.train.spikes import Spikes
@@ -31,6 +33,19 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     if config.schedule == "constant":
         return config.lr
     return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * fraction)
+
+
+@elementwise
+class AdamW(torch.optim.AdamW):
+    """Torch's, for loops that nobody compiles.
+
+    Torch's own imports torch's compiler to be left alone by it: as long as torch itself, and 70 MB that every rank
+    would hold.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 class Update:
@@ -68,7 +83,7 @@ class Update:
             {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = AdamW(
             [group for group in groups if group["params"]],
             lr=config.lr,
             betas=config.betas,

@@ -72,7 +72,7 @@ def _warm_up(config: TrainConfig, former: Former) -> None:
         former.corpus = prepared(config.data)
     world = pl.init()
     torch.set_num_threads(threads_per_rank(config.threads, config.workers or 1))
-    begin(world)
+    begin(world, config.strategy.recompute != "none")
     if former.corpus is not None:
         strategy = Strategy(gradients="sum", precision=config.strategy.precision)
         small = replace(config, model=replace(config.model, layers=1), strategy=strategy_on(strategy, world.device))
@@ -82,7 +82,7 @@ def _warm_up(config: TrainConfig, former: Former) -> None:
         for batch in pl.accumulate(model, [tokens]):
             loss = model(batch, batch)
             engine.count(batch.numel(), loss)
-            loss.backward(update.scale)
+            (loss * update.scale).backward()
         counts = engine.counts()
         update(0, counts[0], counts[1], engine.reduced_norm())
         pl.release(model)
