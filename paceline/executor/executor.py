@@ -56,6 +56,8 @@ class Executor:
         self._queues: dict[str, deque[Op]] = {}
         self._known: dict[Key, Op] = {}
         self._done: set[Key] = set()
+        self._to_compute: list[Key] = []
+        """Of compute ops that were loaded or admitted since everything was launched."""
         self._outstanding: dict[Key, Record] = {}
         self.launched = LaunchHash()
         self.step = 0
@@ -88,13 +90,16 @@ class Executor:
             self.step = step
             self._done.clear()
             self._known.clear()
+            self._to_compute.clear()
             self._outstanding = {
                 key._replace(micro_batch=PREVIOUS): record for key, record in self._outstanding.items()
             }
         for op in ops:
             self._done.discard(op.key)
             self._known[op.key] = op
-            if op.kind not in COMPUTE:
+            if op.kind in COMPUTE:
+                self._to_compute.append(op.key)
+            else:
                 self._queues.setdefault(op.stream, deque()).append(op)
         self._advance()
 
@@ -105,6 +110,7 @@ class Executor:
         key = Key(kind, unit, micro_batch, kind)
         if key not in self._known:
             self._known[key] = Op(kind, unit, micro_batch, kind, "compute", planned=False)
+            self._to_compute.append(key)
         return key
 
     def begin(self, key: Key) -> None:
@@ -232,7 +238,8 @@ class Executor:
     def launch_all(self) -> None:
         """Launches whatever is left, as if every compute op were complete."""
         self.end()
-        self._done.update(key for key, op in self._known.items() if op.kind in COMPUTE)
+        self._done.update(self._to_compute)
+        self._to_compute.clear()
         self._advance()
         if any(self._queues.values()):
             raise RuntimeError(f"collectives that nothing launches: {self._queues}")

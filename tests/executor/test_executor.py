@@ -66,3 +66,21 @@ def test_a_compute_op_that_has_not_run_cannot_be_waited_for(executor: Executor) 
     executor.load(0, [COPY])
     with pytest.raises(RuntimeError, match="has not run"):
         executor.require([COPY.key])
+
+
+def test_each_of_many_micro_batches_takes_as_much_looking_up_as_the_first(executor: Executor) -> None:
+    looked_up = 0
+
+    class Unit(str):
+        def __hash__(self) -> int:
+            nonlocal looked_up
+            looked_up += 1
+            return super().__hash__()
+
+    taken = []
+    for micro_batch in range(20):
+        before = looked_up
+        executor.load(0, [Op("copy_in", Unit("u0"), micro_batch, "backward", "compute")])
+        executor.complete()
+        taken.append(looked_up - before)
+    assert taken == taken[:1] * 20
