@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from paceline.core.errors import UserError
 from paceline.models.flops import flops_per_token
 from paceline.plan.published.describe import Described
@@ -17,7 +19,7 @@ def measured_seconds(row: Row, described: Described, peak: float) -> tuple[float
         peak: The device's datasheet peak in FLOP/s, by which figures of utilisation are made seconds.
 
     Raises:
-        UserError: No column tells it.
+        UserError: No column tells it, or it tells of more than the device can compute.
     """
     run = described.run
     model = flops_per_token(run.config, run.config.context) * run.tokens / run.devices
@@ -40,8 +42,18 @@ def measured_seconds(row: Row, described: Described, peak: float) -> tuple[float
             continue
         if value <= 0:
             raise UserError(f"{name}: expected a number above 0, got {row.values[name]!r}")
-        return seconds(value), name
+        taken = seconds(value)
+        if model / taken > _MOST.get(run.dtype, 1.0) * peak:
+            raise UserError(
+                f"{name}: {row.values[name]} is {100 * model / taken / peak:,.0f} % of the device's peak, "
+                f"{peak / 1e12:g} TFLOP/s: is it in other units, which the column's name can tell, or of another model?"
+            )
+        return taken, name
     raise UserError("expected a measured step time, throughput, FLOP/s or MFU, got none of them")
+
+
+_MOST = {"float32": math.inf, "float8": 2.0}
+"""So many times the peak may be reached: what is called fp32 may be TF32, and the peak may be of 16 bits."""
 
 
 def measures_time(row: Row) -> bool:

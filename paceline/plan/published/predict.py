@@ -60,8 +60,8 @@ def predict(row: Row, constants: Constants = FITTED) -> Prediction:
         described = replace(described, run=run, assumed=(*described.assumed, "float16"))
     peaks = hardware.device.peak
     peak = peaks.get(described.run.dtype) or peaks.get("bfloat16") or next(iter(peaks.values()))
-    measured, column = measured_seconds(row, described, peak)
-    return Prediction(described, measured, column, step_of(described, constants))
+    step = step_of(described, constants)
+    return Prediction(described, *measured_seconds(row, described, peak), step)
 
 
 def step_of(described: Described, constants: Constants = FITTED) -> StepTime:

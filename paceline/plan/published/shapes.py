@@ -8,7 +8,7 @@ from dataclasses import replace
 from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
 from paceline.models.flops import parameter_count
-from paceline.models.presets import llama
+from paceline.models.presets import PRESETS, llama
 from paceline.plan.published.table import Row
 
 CONTEXT = 2048
@@ -205,8 +205,14 @@ def shape(row: Row) -> tuple[ModelConfig, str]:
 
 
 def _named(row: Row) -> ModelConfig | None:
+    if row.text("model") in PRESETS and not row.text("table") and not row.text("source"):
+        # A row of a user's own.
+        return PRESETS[row.text("model")]
     size = _size(row)
     known = FAMILIES.get(family(row), {})
+    if row.whole("width") is None and re.search(r"llama(?![ _-]*v?\d(?![\d.]*[ _-]?[mbt]))", row.text("model")):
+        # Of no version: the second, or the third where that alone has the size.
+        known = FAMILIES["llama3"] | known
     if not size and (parameters := row.number("n_params")):
         size = _nearest(parameters, known)
     if size in known:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import UserError
 from paceline.models.flops import flops_per_token, parameter_count
+from paceline.models.presets import PRESETS
 from paceline.plan.published.describe import Described, describe
 from paceline.plan.published.measured import measured_seconds
 from paceline.plan.published.shapes import FAMILIES
@@ -42,6 +44,19 @@ def test_named_models_have_the_published_parameters() -> None:
         ("nemotron", "15b", 15.6e9),
     ):
         assert parameter_count(FAMILIES[family][size]) == pytest.approx(parameters, rel=0.02), (family, size)
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "llama-70b", "gpt2-124m", "llama2-7b"])
+def test_a_users_own_row_may_name_a_preset(tmp_path: Path, name: str) -> None:
+    cells = {"gpu": "h100", "n_gpus": 8, "microbatch_size": 1, "seq_len": 1024}
+    assert describe(row(tmp_path, model=name, **cells)).run.config == replace(PRESETS[name], context=1024)
+
+
+@pytest.mark.parametrize(("name", "of"), [("Llama 8B", "llama3"), ("llama 405b", "llama3"), ("llama 13b", "llama2")])
+def test_a_llama_of_no_version_is_one_that_has_the_size(tmp_path: Path, name: str, of: str) -> None:
+    cells = {"gpu": "h100", "n_gpus": 8, "microbatch_size": 1, "seq_len": 1024, "source": "a blog"}
+    config = FAMILIES[of][name.split()[1].lower()]
+    assert describe(row(tmp_path, model=name, **cells)).run.config == replace(config, context=1024)
 
 
 def test_a_row_of_llm_foundry(tmp_path: Path) -> None:
@@ -125,6 +140,20 @@ def test_throughputs_utilisation_and_flops_tell_the_same_step(tmp_path: Path) ->
 def test_what_a_row_lacks_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         describe(row(tmp_path, **{**MPT, "microbatch_size": 6, "global_batch": 192, **change}))
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ({"mfu_pct": 440}, "mfu: 440 is 440 % of the device's peak, 312 TFLOP/s: is it in other units"),
+        ({"step_time_s": 0.0187}, "seconds: 0.0187 is [0-9,]+ % of the device's peak"),
+        ({"tokens_per_s_per_gpu": 8e6}, "of the device's peak"),
+    ],
+)
+def test_what_no_device_computes_is_told(tmp_path: Path, cells: dict[str, object], words: str) -> None:
+    one = row(tmp_path, **MPT, microbatch_size=6, global_batch=96, **cells)
+    with pytest.raises(UserError, match=words):
+        measured_seconds(one, describe(one), 312e12)
 
 
 def test_a_row_without_a_measurement_says_so(tmp_path: Path) -> None:
