@@ -131,8 +131,9 @@ class FlatGradients:
             return whole
         slot = self._layout.slots[index]
         start, stop = self._layout.shard_of(self.bucket_of[index], index, self._index, self._shards)
-        first = int(whole.storage_offset()) + start - slot.offset
-        return whole.as_strided((stop - start,), (1,), first)
+        # One without elements may lie before the parameter.
+        first = start - slot.offset if start < stop else 0
+        return whole.as_strided((stop - start,), (1,), int(whole.storage_offset()) + first)
 
     def show_in(self, index: int, other: Tensor, gradient: Tensor) -> None:
         """Copies a parameter's gradient, or this rank's shard of it, to its place in a whole one, once it has come."""
@@ -144,18 +145,18 @@ class FlatGradients:
         part = other if is_whole else self.own_part(index, other)
         part.copy_(gradient)
 
-    def reduced_of(self, index: int) -> Tensor | None:
-        """The reduced gradient of a parameter, of this rank's shard where it has one; None where that is empty."""
+    def reduced_of(self, index: int) -> Tensor:
+        """The reduced gradient of a parameter, or this rank's shard of it, which may be empty."""
         return self._reduced_views[index]
 
-    def _reduced_view(self, index: int) -> Tensor | None:
+    def _reduced_view(self, index: int) -> Tensor:
         slot, bucket = self._layout.slots[index], self.bucket_of[index]
         reduced = self.reduced(bucket)
         if self._shards == 1:
             return parameter_in(reduced, slot, bucket.start)
         start, stop = self._layout.shard_of(bucket, index, self._index, self._shards)
         first = bucket.shard(self._index, self._shards)[0]
-        return reduced[start - first : stop - first] if start < stop else None
+        return reduced[start - first : stop - first]
 
     def shown_whole(self, index: int) -> Tensor:
         """A parameter's whole gradient, to be handed out as its `grad`."""
@@ -164,6 +165,8 @@ class FlatGradients:
 
     def shown_reduced(self, index: int, place: Tensor) -> Tensor:
         """A parameter's reduced gradient, to be handed out as its `grad`."""
+        if not place.numel():
+            return torch.empty_like(place)
         bucket = self.bucket_of[index]
         return self._handed_out.view(f"{bucket.name}, reduced", self.reduced(bucket), place)
 

@@ -107,7 +107,7 @@ class HeldGradients:
                 former.fill_(torch.nan)
             if gradient is not None:
                 self._flat.show_in(index, former, gradient)
-                replaced.given = gradient.data_ptr()
+                replaced.given = _place(gradient)
             replaced.take()
             if gradient is None or self._flat.schedule.shards > 1:
                 become_former(former, self._flat.schedule.layout.slots[index].spec.name)
@@ -123,7 +123,7 @@ class HeldGradients:
         for index, replaced in list(self._replaced.items()):
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = parameters[index].grad
-                if gradient is None or gradient.data_ptr() != replaced.given:
+                if gradient is None or _place(gradient) != replaced.given:
                     # The loop has set it to another, and under DDP, too, this one would be p.grad no more.
                     del self._replaced[index]
                     continue
@@ -156,7 +156,7 @@ class _Replaced:
     """
 
     tensor: Tensor
-    given: int = 0
+    given: tuple[int, int] = (0, 0)
 
     def take(self) -> None:
         """Takes it as it is now for unedited."""
@@ -171,6 +171,11 @@ class _Replaced:
         references, uses = _alone()
         is_ours = storage_of(self.tensor) in ours
         return is_ours or uses_of(self.tensor) > uses or _references({0: self.tensor})[0] > references
+
+
+def _place(gradient: Tensor) -> tuple[int, int]:
+    """Where a gradient lies; one without elements lies nowhere, but has a storage of its own."""
+    return storage_of(gradient), gradient.data_ptr()
 
 
 def _references(gradients: Mapping[int, Tensor]) -> dict[int, int]:

@@ -73,18 +73,16 @@ class EarlierGradients:
         self.held.begin(flat, gradients)
         if flat.each:
             own = [i for i in with_gradient if reduced or isinstance(self._all[i].grad, GradientShard)]
-            # Of which this rank has no part, it cannot tell whether the loop dropped them: others can.
-            kept = {*own, *(i for i in self.used if own and flat.reduced_of(i) is None)}
             # Those whose `grad` the loop itself has made are new.
             made = {index for index in own if not isinstance(self._all[index].grad, GradientShard)}
-            self.used = kept & (self.used | made)
+            self.used = set(own) & (self.used | made)
             self._carry(own, alone, reduced)
         elif reduced and (self._shards > 1 or self._share != 1):
             self._share_out(with_gradient)
         elif self._low:
             self._take_aside(with_gradient)
         for index, gradient in self._late.items():
-            if index in with_gradient or flat.reduced_of(index) is None:
+            if index in with_gradient:
                 self._all[index].grad = gradient
         self._late.clear()
 
@@ -128,8 +126,6 @@ class EarlierGradients:
         factor = 1 / self._replicas if reduced and self._shards > 1 else 1.0
         for index in bucket.slots:
             place = self.flat.reduced_of(index)
-            if place is None:
-                continue
             mine = self._reduced_part(index) if index in present else None
             if mine is not None and mine.data_ptr() == place.data_ptr() and factor == 1:
                 continue

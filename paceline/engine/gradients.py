@@ -195,16 +195,16 @@ class Gradients:
         chosen = set(used) if keep else set()
         if self._norms.is_on:
             parts = {index: self.flat.reduced_of(index) for index in self.flat.trainable if index in chosen}
-            self._norms.take_reduced({index: part for index, part in parts.items() if part is not None})
+            self._norms.take_reduced({index: part for index, part in parts.items() if part.numel()})
         self.published.clear()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in self.flat.trainable:
-                carried, reduced = self.earlier.carried.get(index), self.flat.reduced_of(index)
-                if reduced is None or not (index in chosen or (keep and carried is not None)):
+                carried = self.earlier.carried.get(index)
+                if not (index in chosen or (keep and carried is not None)):
                     self._all[index].grad = None
                     self.earlier.held.replace(index, None)
                     continue
-                reduced = self.flat.shown_reduced(index, reduced)
+                reduced = self.flat.shown_reduced(index, self.flat.reduced_of(index))
                 if carried is not None:
                     reduced = reduced.to(carried.dtype).add_(carried) if index in chosen else carried
                 self._give(index, reduced, None)
@@ -216,12 +216,8 @@ class Gradients:
         """Makes the sums so far the parameters' `grad`, which waits for their reductions when it is looked at."""
         self.earlier.used |= self.used
         for index in self.flat.trainable:
-            reduced, bucket = self.flat.reduced_of(index), self.flat.bucket_of[index]
-            if reduced is None:
-                self._all[index].grad = None
-                self.earlier.held.replace(index, None)
-            else:
-                self._give(index, self.flat.shown_reduced(index, reduced), partial(self._wait, bucket))
+            reduced = self.flat.shown_reduced(index, self.flat.reduced_of(index))
+            self._give(index, reduced, partial(self._wait, self.flat.bucket_of[index]))
 
     def _give(self, index: int, gradient: Tensor, wait: Callable[[], None] | None) -> None:
         """Makes a tensor of any dtype and shape a parameter's `grad`, in the tensor that was that before if it can."""
@@ -277,7 +273,7 @@ class Gradients:
     def square_sum(self) -> Tensor:
         """Sum of the squares of this rank's reduced gradients: fp64, 0-dim."""
         parts = (self.flat.reduced_of(index) for index in self.flat.trainable)
-        return square_sum([part for part in parts if part is not None], self._parameters.flat.device)
+        return square_sum([part for part in parts if part.numel()], self._parameters.flat.device)
 
     @property
     def carries(self) -> bool:

@@ -29,6 +29,7 @@ class Update:
         """Follows nothing yet."""
         self._program, self._state, self._forward = program, state, forward
         self._shards: list[GradientShard] = []
+        self._empty: dict[int, GradientShard] = {}
         self.under_way = self._is_suspended = self._has_updated = False
 
     def begin(self, optimizer: Optimizer) -> None:
@@ -71,7 +72,13 @@ class Update:
                 # The loop has made it itself, of the parameter's own shape.
                 set_gradient(parameters.all[index], as_shard(parameters.flat.cut(index, gradient), None, True))
         parameters.show_local()
-        self._shards = [p.grad for p in parameters.all if isinstance(p.grad, GradientShard)]
+        shards = {index: p.grad for index, p in enumerate(parameters.all) if isinstance(p.grad, GradientShard)}
+        # What this rank has no part of costs an optimizer no time, and no state that other ranks count steps in.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._empty = {index: shard for index, shard in shards.items() if not shard.numel()}
+        self._shards = [shard for index, shard in shards.items() if index not in self._empty]
+        for index in self._empty:
+            parameters.all[index].grad = None
         for shard in self._shards:
             shard.__class__ = Tensor  # type: ignore[assignment]
 
@@ -105,7 +112,11 @@ class Update:
     def _give_shards_back(self) -> None:
         for shard in self._shards:
             shard.__class__ = GradientShard
-        self._shards = []
+        parameters = self._program.parameters.all
+        if not self._shards or any(parameter.grad is not None for parameter in parameters):
+            for index, shard in self._empty.items():
+                set_gradient(parameters[index], shard)
+        self._shards, self._empty = [], {}
 
     def end(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped: what it updated is rounded, and sent to ranks that keep it whole."""
