@@ -146,9 +146,10 @@ class _Trace:
                 with saved_tensors_hooks(seen.saved, lambda each: each):
                     output = self.model(*args, **kwargs)
                     roots = _roots(output)
+                if not roots:
+                    raise UserError(_no_gradient(self.model))
                 seen.turn()
-                if roots:
-                    torch.autograd.backward(roots, [torch.empty_like(each) for each in roots])
+                torch.autograd.backward(roots, [torch.empty_like(each) for each in roots])
             del output, roots
         return self._work()
 
@@ -246,6 +247,14 @@ def _roots(output: Any) -> list[Tensor]:
     return [each for each in found if each.requires_grad]
 
 
+def _no_gradient(model: nn.Module) -> str:
+    if not any(each.requires_grad for each in model.parameters()):
+        why = "all of them are frozen"
+    else:
+        why = "results may be detached, no tensors, or of a reentrant checkpoint whose inputs have no gradients"
+    return f"{type(model).__name__} cannot be traced: nothing that it returns has a gradient for its parameters; {why}"
+
+
 @contextmanager
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     own = module.__dict__.get("forward")
@@ -270,6 +279,8 @@ def _told(seen: ObservedPass, model: nn.Module) -> Iterator[None]:
     was, log.disabled = log.disabled, True
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         # A model's own code raises what it likes.
         said = " ".join(str(error).split())[:300]

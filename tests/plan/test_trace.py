@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from paceline.calibrate.timed_pass import timed_pass
 from paceline.core.errors import UserError
@@ -214,6 +215,19 @@ def test_an_operator_that_depends_on_values_is_named_and_the_matrices_are_counte
     assert work.source == "rough" and "cannot be traced" in work.warnings[0]
     assert work.flops == 6 * 2 * (8 * 4 + 4 * 2)
     assert "times and activations are too small" in work.warnings[0]
+
+
+def test_a_result_that_no_gradient_comes_from_is_told(recwarn: pytest.WarningsRecorder) -> None:
+    class Recomputing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+            return y
+
+    work = traced_or_rough(Recomputing(4, 8), inputs=torch.empty(1, 4))
+    assert "nothing that it returns has a gradient" in work.warnings[0]
+    assert work.flops == 3 * 2 * 4 * 8
+    with pytest.raises(UserError, match="all of them are frozen"):
+        trace(nn.Linear(4, 8).requires_grad_(False), inputs=torch.empty(1, 4))
 
 
 def test_the_matrices_of_a_model_that_is_one_layer_are_counted_too() -> None:
