@@ -14,7 +14,7 @@ from paceline.plan.estimate import Estimate
 from paceline.plan.explain import Term
 from paceline.plan.failures import Failures
 from paceline.plan.quantities import gib, short
-from paceline.plan.recommend import in_words, reason
+from paceline.plan.recommend import in_words, name, reason
 from paceline.plan.request import Request
 from paceline.plan.scaling import Point
 from paceline.plan.search import Found
@@ -60,13 +60,12 @@ def show_head(request: Request) -> None:
 def show_table(found: Found, everything: bool) -> None:
     """Prints the strategies, the fastest first."""
     shown = list(found.best) if everything else chosen(found)
-    several = len({each.setting.strategy.precision for each in found.best}) > 1
-    unit, name = (1.0, "seconds") if min(each.seconds for each in shown) >= 1 else (1e3, "milliseconds")
-    print_table(HEADS, [_cells(each, several, unit) for each in shown], left=3)
+    unit, times = (1.0, "seconds") if min(each.seconds for each in shown) >= 1 else (1e3, "milliseconds")
+    print_table(HEADS, [_cells(name(found, each), each, unit) for each in shown], left=3)
     left = len(found.best) - len(shown)
     more = f"; {left} more with --all" if left else ""
     print(
-        f"batch: micro-batches x samples. Times in {name}; gather, reduce: waited for. free: of "
+        f"batch: micro-batches x samples. Times in {times}; gather, reduce: waited for. free: of "
         f"{gib(found.best[0].capacity)}{more}"
     )
 
@@ -84,12 +83,12 @@ def chosen(found: Found) -> list[Estimate]:
     return picked[:SHOWN]
 
 
-def _cells(each: Estimate, several: bool, unit: float) -> Sequence[str]:
+def _cells(called: str, each: Estimate, unit: float) -> Sequence[str]:
     strategy = each.setting.strategy
     exposed = dict(each.exposed)
     gather = exposed.pop("all_gather", 0.0)
     return (
-        each.name + (f" {strategy.precision}" if several else ""),
+        called,
         f"{each.setting.micro_batches} x {each.setting.samples}",
         _recomputed(strategy),
         *(
@@ -117,12 +116,12 @@ def _number(number: float) -> str:
 def show_recommended(found: Found, best: Estimate, budget: Budget | None, failures: Failures | None) -> None:
     """Prints the recommended setting: why, where its time and memory go, what binds it."""
     print()
-    print(fill(f"Take {in_words(best)}: {reason(found)}.", "  "))
-    waits = [f"{name} {said.seconds(time)}" for name, time in _longest(best)]
+    print(fill(f"Take {in_words(best, name(found, best))}: {reason(found)}.", "  "))
+    waits = [f"{kind} {said.seconds(time)}" for kind, time in _longest(best)]
     if best.slowed >= 0.01 * best.seconds:
         waits[0] += f" ({said.seconds(best.slowed)} of it as it shares the device with communication)"
     print(fill(f"  time    {said.seconds(best.seconds)}: {', '.join(waits)}; bound by {best.bound}", " " * 10))
-    kinds = ", ".join(f"{name} {gib(size)}" for name, size in best.memory.by_kind.items() if size >= 2**26)
+    kinds = ", ".join(f"{kind} {gib(size)}" for kind, size in best.memory.by_kind.items() if size >= 2**26)
     print(
         fill(
             f"  memory  {gib(best.memory.peak)} of {gib(best.capacity)} GiB in {best.memory.moment}: {kinds}", " " * 10
@@ -160,19 +159,19 @@ def show_scaling(points: Sequence[Point]) -> None:
 def _longest(best: Estimate) -> list[tuple[str, float]]:
     parts = {"compute": best.compute, **{f"wait for {kind}": time for kind, time in best.exposed.items()}}
     parts |= {"update": best.optimizer, "wait for the slowest rank": best.bubble}
-    return [(name, time) for name, time in parts.items() if time >= 1e-4 * best.seconds]
+    return [(kind, time) for kind, time in parts.items() if time >= 1e-4 * best.seconds]
 
 
 def show_misfit(found: Found, changes: Sequence[str]) -> None:
     """Prints by how much the best misses where nothing fits, and what would make it fit."""
     best = found.best[0]
     biggest = sorted(best.memory.by_kind.items(), key=lambda item: -item[1])[:3]
-    most = ", ".join(f"{name} {gib(size)}" for name, size in biggest)
+    most = ", ".join(f"{kind} {gib(size)}" for kind, size in biggest)
     print()
     print(
         fill(
-            f"Nothing fits: {in_words(best)} misses by {gib(-best.spare)} GiB ({gib(best.memory.peak)} of "
-            f"{gib(best.capacity)}: {most}).",
+            f"Nothing fits: {in_words(best, name(found, best))} misses by {gib(-best.spare)} GiB "
+            f"({gib(best.memory.peak)} of {gib(best.capacity)}: {most}).",
             "  ",
         )
     )

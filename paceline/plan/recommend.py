@@ -23,10 +23,16 @@ _WHAT = {
 _AGAIN = {"unit": "blocks", "keep_attention": "all of the blocks but attention"}
 
 
-def in_words(estimate: Estimate) -> str:
-    """A setting: "zero 2, 8 micro-batches of 1 sample, nothing recomputed"."""
+def name(found: Found, estimate: Estimate) -> str:
+    """A strategy's: "zero 2", with the precision where several are compared."""
+    several = len({each.setting.strategy.precision for each in found.best}) > 1
+    return estimate.name + (f" {estimate.setting.strategy.precision}" if several else "")
+
+
+def in_words(estimate: Estimate, called: str = "") -> str:
+    """A setting: "zero 2, 8 micro-batches of 1 sample, nothing recomputed", or what its strategy is called."""
     setting = estimate.setting
-    parts = [estimate.name]
+    parts = [called or estimate.name]
     samples = f"{setting.samples} sample{'s' * (setting.samples > 1)}"
     parts.append(f"{setting.micro_batches} micro-batch{'es' * (setting.micro_batches > 1)} of {samples}")
     parts.append(recomputed(setting.strategy))
@@ -63,17 +69,17 @@ def reason(found: Found) -> str:
     too_large = [each for each in others if not each.fits and each.setting.strategy.stage < stage]
     if too_large:
         nearest = min(too_large, key=lambda each: -each.spare)
-        parts.append(f"{nearest.name} would need {quantities.gib(-nearest.spare)} GiB more")
+        parts.append(f"{name(found, nearest)} would need {quantities.gib(-nearest.spare)} GiB more")
     compared = [each for each in fitting if each.seconds > (1 + ALIKE) * best.seconds or each.spare > best.spare]
     if compared:
-        parts.append(_next(best, compared[0]))
+        parts.append(_next(best, compared[0], name(found, compared[0])))
     return "; ".join(parts)
 
 
-def _next(best: Estimate, other: Estimate) -> str:
+def _next(best: Estimate, other: Estimate, called: str) -> str:
     slower = other.seconds / best.seconds - 1
     if slower < ALIKE:
-        return f"{other.name} is as fast and leaves {quantities.gib(other.spare)} GiB free"
+        return f"{called} is as fast and leaves {quantities.gib(other.spare)} GiB free"
     again = other.setting.strategy.recompute not in ("none", best.setting.strategy.recompute)
     again = again or other.setting.strategy.recompute_every < best.setting.strategy.recompute_every
     causes = {
@@ -81,8 +87,8 @@ def _next(best: Estimate, other: Estimate) -> str:
         "waiting for the network": other.communication - best.communication,
         "updating more on each rank": other.optimizer - best.optimizer,
     }
-    cause = max(causes, key=lambda name: causes[name])
-    return f"{other.name} takes {said.share(slower)} longer, {cause}"
+    cause = max(causes, key=lambda each: causes[each])
+    return f"{called} takes {said.share(slower)} longer, {cause}"
 
 
 def would_fit(case: Case, samples: int, precision: str) -> list[str]:
@@ -99,7 +105,7 @@ def _changes(case: Case, samples: int, precision: str) -> Iterator[str]:
         if fits(replace(case, devices=case.devices * times), max(1, samples // times)):
             yield f"{case.devices * times:,} devices"
             break
-    larger = [profiles.hardware(name) for name in profiles.names()]
+    larger = [profiles.hardware(each) for each in profiles.names()]
     larger = [each for each in larger if each.device.memory > case.hardware.device.memory]
     for hardware in sorted(larger, key=lambda each: each.device.memory):
         if precision in hardware.device.ceiling and fits(replace(case, hardware=hardware), samples):

@@ -45,6 +45,13 @@ def test_json_has_what_is_shown_and_parts_add_up(capsys: pytest.CaptureFixture[s
     )
 
 
+def test_where_precisions_are_compared_settings_are_told_with_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "nano", "--hardware", "4090", "--devices", "1"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    best, other = re.findall(r"zero 0 (?:float32|bfloat16)", shown)[:2]
+    assert f"Take {best}, 1 micro-batch" in shown and f"; {other} takes" in shown
+
+
 def test_what_is_written_is_a_run_of_paceline_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     small = ["plan", "--model", "gpt2-124m", *ISSUE[3:]]
