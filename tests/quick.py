@@ -1,9 +1,10 @@
-"""Which cases of a test the quick run takes, where there are many alike."""
+"""Which cases of a test are run, and which of these the quick run takes, where there are many alike."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from itertools import product
+from collections.abc import Container, Hashable, Iterable, Mapping
+from heapq import heapify, heappop, heapreplace
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -15,10 +16,37 @@ def named_values(axis: Mapping[str, object] | Iterable[object]) -> dict[str, obj
     return dict(axis) if isinstance(axis, Mapping) else {str(value): value for value in axis}
 
 
+def pairwise(
+    cases: Iterable[tuple[Hashable, ...]], first: Iterable[tuple[Hashable, ...]] = ()
+) -> list[tuple[Any, ...]]:
+    """Few of the cases, in which all pairs of values of two axes are met that are met in any case.
+
+    For settings of which each may disturb another one, where all together are checked by other means. After those that
+    are to be there at any rate, each time the case is taken that has most pairs which no other had, of several the
+    first.
+    """
+    taken = list(first)
+    met = {pair for case in taken for pair in combinations(enumerate(case), 2)}
+    pairs = [(case, frozenset(combinations(enumerate(case), 2))) for case in cases]
+    # How many pairs a case adds only becomes less: what comes first with a number that still holds has most.
+    left = [(-len(new - met), index) for index, (_, new) in enumerate(pairs)]
+    heapify(left)
+    while left and left[0][0] < 0:
+        adds, index = left[0]
+        case, new = pairs[index]
+        if (now := -len(new - met)) > adds:
+            heapreplace(left, (now, index))
+        else:
+            heappop(left)
+            taken.append(case)
+            met |= new
+    return taken
+
+
 def diagonal(
     *axes: Mapping[str, object] | Iterable[object], quick: Container[tuple[str, ...]] | None = None
 ) -> list[Any]:
-    """All combinations of the axes' values, for `pytest.mark.parametrize`.
+    """Combinations of the axes' values in which all pairs are met, for `pytest.mark.parametrize`.
 
     The quick run takes those on the diagonal, in which every value of every axis is met, or those that `quick` names;
     the others are marked `full`.
@@ -27,13 +55,16 @@ def diagonal(
     orders = [list(axis) for axis in named]
     if quick is None:
         quick = {tuple(order[index % len(order)] for order in orders) for index in range(max(map(len, orders)))}
+    every = list(product(*orders))
+    chosen = set(pairwise(every, first=[names for names in every if names in quick]))
     return [
         pytest.param(
             *(axis[name] for axis, name in zip(named, names, strict=True)),
             marks=() if names in quick else pytest.mark.full,
             id="-".join(names),
         )
-        for names in product(*orders)
+        for names in every
+        if names in chosen
     ]
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import paceline as pl
 from paceline.core.strategy import SYSTEMS, Strategy
-from tests.quick import named_values
+from tests.quick import named_values, pairwise
 
 
 class Stack(nn.Module):
@@ -107,23 +107,29 @@ def in_worlds(
 ) -> pytest.MarkDecorator:
     """Runs a test with the `strategy` and the `n` ranks of each world, those of as many ranks after each other.
 
-    Where there are `axes` too, a plain `pytest` takes their combinations by turns, one in each of the nearest worlds.
+    Where there are `axes` too, each of their combinations meets every stage, and every number of ranks or kind of
+    groups; not both at once, of which schedules are checked in tests/core. A plain `pytest` takes the combinations by
+    turns, one in each of the nearest worlds.
     """
-    combinations = list(product(*(named_values(axis).items() for axis in axes.values())))
-    cases, turns = [], cycle(range(len(combinations)))
-    for name, world in sorted(worlds.items(), key=lambda named: named[1][1]):
-        near = name in NEAREST or name not in WORLDS
-        taken = next(turns) if near else 0
-        for index, combination in enumerate(combinations):
-            mark = pytest.mark.full if near else pytest.mark.other_worlds
-            cases.append(
-                pytest.param(
-                    *world,
-                    *(value for _, value in combination),
-                    id="-".join([name, *(label for label, _ in combination)]),
-                    marks=() if near and index == taken else mark,
-                )
+    combinations = product(*(named_values(axis).items() for axis in axes.values()))
+    by_label = {"-".join(name for name, _ in each): [value for _, value in each] for each in combinations}
+    by_parts = {tuple(name.partition(", ")[::2]): name for name in worlds}
+    order = sorted(by_parts, key=lambda parts: worlds[by_parts[parts]][1])
+    near = [parts for parts in order if by_parts[parts] in NEAREST or by_parts[parts] not in WORLDS]
+    quick = [(*parts, label) for parts, label in zip(near, cycle(by_label), strict=False)]
+    chosen = pairwise(((*parts, label) for parts in order for label in by_label), first=quick)
+    cases = []
+    for *parts, label in sorted(chosen, key=lambda each: order.index(each[:2])):
+        name = by_parts[tuple(parts)]
+        mark = pytest.mark.full if tuple(parts) in near else pytest.mark.other_worlds
+        cases.append(
+            pytest.param(
+                *worlds[name],
+                *by_label[label],
+                id="-".join(filter(None, (name, label))),
+                marks=() if (*parts, label) in quick else mark,
             )
+        )
     return pytest.mark.parametrize(("strategy", "n", *axes), cases)
 
 

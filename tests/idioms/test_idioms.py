@@ -5,23 +5,41 @@ from __future__ import annotations
 import pytest
 
 from tests.idioms.run import IDIOMS, PLACES, held
+from tests.quick import pairwise
 from tests.ranks import RankPool
 
 SLOW = {"a compiled block"}
 
-CASES = [(name, place) for name, idiom in IDIOMS.items() for place in PLACES if idiom.low or not place.endswith("low")]
-"""Every idiom everywhere. A plain `pytest` runs each in one place, another one in turn."""
+NEAR = {name: [place for place in PLACES if idiom.low or not place.endswith("low")] for name, idiom in IDIOMS.items()}
+QUICK = {name: near[index % len(near)] for index, (name, near) in enumerate(NEAR.items())}
+"""A plain `pytest` runs each idiom in one place, another one in turn."""
 
 
-def case(name: str, place: str) -> pytest.param:
-    near = [place for idiom, place in CASES if idiom == name]
-    quick = place == near[list(IDIOMS).index(name) % len(near)] and name not in SLOW
-    marks = [] if quick else [pytest.mark.full]
+def parts(name: str, place: str) -> tuple[str, str, str]:
+    """An idiom, a stage, and what is beside it."""
+    stage, _, beside = place.partition(", ")
+    return name, stage, beside
+
+
+CASES = pairwise(
+    (parts(name, place) for name, near in NEAR.items() for place in near),
+    # Where parameters come and go within each pass.
+    first=dict.fromkeys(parts(name, place) for name in NEAR for place in (QUICK[name], "zero 3")),
+)
+"""Every idiom at every stage and with whatever is beside one, and these with each other. All three at once are for the
+programs in tests/programs, which are drawn, and for `python -m tests.idioms`."""
+
+
+def case(name: str, stage: str, beside: str) -> pytest.param:
+    place = ", ".join(filter(None, (stage, beside)))
+    marks = [] if place == QUICK[name] and name not in SLOW else [pytest.mark.full]
     return pytest.param(name, place, id=f"{name}: {place}", marks=marks)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "place"), [case(*each) for each in CASES])
+@pytest.mark.parametrize(
+    ("name", "place"), [case(*each) for each in sorted(CASES, key=lambda each: list(IDIOMS).index(each[0]))]
+)
 def test_an_idiom_is_right_or_refused(ranks: RankPool, name: str, place: str) -> None:
     kind, why = held(name, place, ranks)
     assert kind in ("right", "refused"), f"{kind}: {why}"

@@ -189,9 +189,12 @@ def replace_by_compiled(model: Transformer) -> None:
 
 
 COMPILED = {
-    "gathered": [STAGES["zero 3"], replace(STAGES["zero 3"], recompute="unit")],
-    "whole": [strategy for name, strategy in STAGES.items() if name != "zero 3"],
+    "forward": (compile_forwards, [STAGES["zero 0"], replace(STAGES["zero 3"], recompute="unit")]),
+    "in place": (compile_in_place, [STAGES["zero 1"], STAGES["zero 3"]]),
+    "replaced": (replace_by_compiled, [STAGES["zero 2"], STAGES["zero 3"]]),
 }
+"""Each way where parameters come and go and where they stay, and each stage: what is made of them is the same code. All
+ways at all stages, without such code, are in tests/engine/test_compiling.py."""
 
 
 def compiled(compile_blocks: Callable[[Transformer], None], strategies: list[Strategy]) -> list[tuple[dict, dict, int]]:
@@ -212,18 +215,10 @@ def compiled(compile_blocks: Callable[[Transformer], None], strategies: list[Str
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for CPUs needs a C++ compiler")
-@pytest.mark.parametrize("parameters", some(COMPILED, set()))
-@pytest.mark.parametrize(
-    "compile_blocks",
-    [
-        compile_forwards,
-        pytest.param(compile_in_place, marks=pytest.mark.other_worlds),
-        pytest.param(replace_by_compiled, marks=pytest.mark.other_worlds),
-    ],
-)
-def test_units_may_be_compiled(ranks, compile_blocks, parameters) -> None:
+@pytest.mark.parametrize("way", some(COMPILED, set()))
+def test_units_may_be_compiled(ranks, way: str) -> None:
     expected, weights, _ = ranks(1, recomputed, None)[0]
-    for results in ranks(2, compiled, compile_blocks, COMPILED[parameters], timeout=200):
+    for results in ranks(2, compiled, *COMPILED[way], timeout=200):
         for found, state, graphs in results:
             assert_same(found, expected, atol=1e-10)
             assert_same(state, weights, atol=1e-8)
@@ -247,16 +242,13 @@ def compiled_whole(strategies: list[Strategy], before: bool) -> list[tuple[dict,
     return results
 
 
-REST = [strategy for strategy in STAGES.values() if strategy.stage < 3]
-
-
+# A smaller model at all stages: tests/engine/test_compiling.py.
 @pytest.mark.parametrize(
     ("strategies", "before"),
     [
-        pytest.param([STAGES["zero 3"]], True, id="before it is made parallel", marks=pytest.mark.full),
-        pytest.param([STAGES["zero 3"]], False, id="after it"),
-        pytest.param(REST, True, id="before it is made parallel, at the other stages", marks=pytest.mark.other_worlds),
-        pytest.param(REST, False, id="after it, at the other stages", marks=pytest.mark.other_worlds),
+        pytest.param([STAGES["zero 3"]], False, id="after it is made parallel"),
+        pytest.param([STAGES["zero 2"]], False, id="after it, where parameters stay", marks=pytest.mark.full),
+        pytest.param([STAGES["zero 3"], STAGES["zero 1"]], True, id="before it", marks=pytest.mark.full),
     ],
 )
 def test_a_whole_model_may_be_compiled(ranks, strategies, before) -> None:
