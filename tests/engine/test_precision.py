@@ -151,8 +151,8 @@ def assert_summed(results: list[list[float]], strategy: Strategy, total: int) ->
 # bf16 itself stops at 256.
 @in_worlds(WORLDS, wide=[True, False])
 def test_hundreds_of_unit_gradients_sum_to_their_number(ranks, strategy, n, wide) -> None:
-    results = ranks(n, unit_gradients, replace(low(strategy, wide=wide), gradients="sum"), 300)
-    assert_summed(results, strategy, 300 * n)
+    results = ranks(n, unit_gradients, replace(low(strategy, wide=wide), gradients="sum"), 260)
+    assert_summed(results, strategy, 260 * n)
 
 
 def unit_gradients_one_by_one(strategy: Strategy, count: int) -> list[float]:
@@ -165,15 +165,8 @@ def unit_gradients_one_by_one(strategy: Strategy, count: int) -> list[float]:
 
 @pytest.mark.parametrize(("strategy", "wide"), diagonal(STAGES, [True, False]))
 def test_backward_passes_that_are_reduced_one_by_one_add_up_in_fp32(ranks, strategy, wide) -> None:
-    results = ranks(2, unit_gradients_one_by_one, replace(low(strategy, wide=wide), gradients="sum"), 300)
-    assert_summed(results, strategy, 600)
-
-
-# As the test of hundreds, which the quick run takes.
-@pytest.mark.parametrize(("strategy", "wide"), diagonal(STAGES, [False, True], quick=()))
-def test_a_thousand_unit_gradients_sum_to_a_thousand(ranks, strategy, wide) -> None:
-    results = ranks(2, unit_gradients, replace(low(strategy, wide=wide), gradients="sum"), 500)
-    assert_summed(results, strategy, 1000)
+    results = ranks(2, unit_gradients_one_by_one, replace(low(strategy, wide=wide), gradients="sum"), 260)
+    assert_summed(results, strategy, 520)
 
 
 def small_beside_large(strategy: Strategy) -> list[float]:
