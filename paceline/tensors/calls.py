@@ -25,3 +25,10 @@ def tensors_of(values: Any, kind: type[Kind]) -> Iterator[Kind]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_of(value, kind)
+
+
+def writes(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+    return name.endswith("_")

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.tensors.assigned_gradient import ReducedGradParameter, has_gradient
-from paceline.tensors.calls import name_of, tensors_of
+from paceline.tensors.calls import name_of, tensors_of, writes
+from paceline.tensors.gradient_shard import GradientShard
+from paceline.tensors.state_shard import StateShard
 
 _DESCRIPTIONS = frozenset(
     {
@@ -94,6 +96,10 @@ class ShardedParameter(ReducedGradParameter):
             written = {id(parameter) for parameter in tensors_of(_written(func, name, args, kwargs), ShardedParameter)}
             for parameter in {id(parameter): parameter for parameter in tensors_of(given, ShardedParameter)}.values():
                 _ask(parameter, name, id(parameter) in written)
+        # What it is computed with may be a part of something, which goes with no whole parameter.
+        for kind in (StateShard, GradientShard):
+            if next(tensors_of((*args, *kwargs.values()), kind), None) is not None:
+                return kind.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -174,8 +180,4 @@ def _written(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
 
 def _edits(func: Callable[..., Any], name: str) -> bool:
     """Whether a function writes to its first argument."""
-    if getattr(func, "__name__", "") == "__set__":
-        return True
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
-    return name.endswith("_")
+    return getattr(func, "__name__", "") == "__set__" or writes(name)

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import EngineError
-from paceline.tensors.calls import tensors_of
+from paceline.tensors.calls import tensors_of, writes
 from paceline.tensors.gradient_shard import DESCRIPTIONS, SHAPES, is_elementwise
 
 _ALLOWED = DESCRIPTIONS | SHAPES | {"__get__", "__set__", "__delete__", "equal", "allclose", "share_memory_"}
+
+_COPIES = frozenset({"copy_", "_foreach_copy_"})
+"""Writes that keep a state elsewhere."""
 
 
 class StateShard(Tensor):
@@ -36,7 +39,13 @@ class StateShard(Tensor):
             apart = not name.startswith("_foreach_") and any(
                 tensor.dim() and tensor.shape != shard.shape for tensor in given
             )
-            if name not in _ALLOWED and (apart or not is_elementwise(name)):
+            # A rank that has no part holds no state, and would leave unwritten what others write.
+            others = (
+                writes(name)
+                and name not in _COPIES
+                and any(tensor.dim() and not isinstance(tensor, StateShard) for tensor in tensors_of(args[:1], Tensor))
+            )
+            if name not in _ALLOWED and (apart or others or not is_elementwise(name)):
                 raise EngineError(
                     f"{name.strip('_')} of {shard.of}: an optimizer holds this rank's shard of it, flat, so the result "
                     "would be another one on each rank. Scale, zero or drop the states of a parameter as you like, or "
