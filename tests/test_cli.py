@@ -101,7 +101,7 @@ def test_what_the_outputs_encoding_lacks_is_shown_escaped(monkeypatch: pytest.Mo
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
 def test_output_that_finds_no_room_is_one_line(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as out:
-        command = [sys.executable, "-m", "paceline", "plan", "--model", "nano", "--devices", "2"]
+        command = paceline("train", "--print-config")
         done = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("paceline: error: ") and "No space left" in done.stderr

@@ -59,6 +59,10 @@ def main(arguments: Sequence[str]) -> int:
         UserError: An option makes no sense, there is no such run, or its files do not fit.
     """
     options = parse(SampleArguments, arguments, "paceline sample")
+    from paceline.train.run_folder import WEIGHTS, find_run
+
+    # A mistake is told before torch is imported, which takes seconds.
+    find_run(options.run, WEIGHTS)
     from paceline.train.sample import sample_run
 
     pieces = []
