@@ -57,7 +57,8 @@ class FolderStore(dist.Store):  # type: ignore[misc, name-defined]
             torch.distributed.DistStoreError: They were not in time.
         """
         began, seconds = time.monotonic(), self._seconds if timeout is None else timeout.total_seconds()
-        while not self.check(keys):
+        paths = [self._path(key) for key in keys]
+        while not all(path.exists() for path in paths):
             waited = time.monotonic() - began
             if waited > seconds:
                 raise dist.DistStoreError(f"timeout waiting {seconds:g} s for {', '.join(keys)}")
