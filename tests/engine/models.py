@@ -98,8 +98,9 @@ WORLDS = {
 }
 """Every stage among one to four ranks, in groups that shard and replicate, and with one copy of the parameters."""
 
-NEAREST = {"zero 3, N=1", "zero 1, N=2", "zero 3, N=2", "zero 2, one copy", "zero 0, N=3", "zero 3, 2 x 2"}
-"""Those of each kind that a plain `pytest` runs; `pytest -m other_worlds` runs the rest."""
+NEAREST = {"zero 3, N=1", "zero 1, N=2", "zero 2, one copy", "zero 0, N=3", "zero 3, 2 x 2"}
+"""Those of each kind that a plain `pytest` runs; `pytest -m other_worlds` runs the rest. What two ranks
+do that shard all, two groups of two do."""
 
 
 def in_worlds(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -97,6 +96,8 @@ _TRANSLATOR: dict[str, Any] = {
 
 
 def _gpt2() -> nn.Module:
+    import transformers
+
     config = transformers.GPT2Config(
         **_TOKENS, n_positions=32, n_embd=16, n_layer=4, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
@@ -104,10 +105,14 @@ def _gpt2() -> nn.Module:
 
 
 def _llama() -> nn.Module:
+    import transformers
+
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DECODER))
 
 
 def _mixtral() -> nn.Module:
+    import transformers
+
     # 14 tokens, 2 of 16 experts each: some experts see none. The loss that balances them depends on the whole batch.
     options: dict[str, Any] = {"num_local_experts": 16, "output_router_logits": True, "experts_implementation": "eager"}
     config = transformers.MixtralConfig(**_DECODER, **options)
@@ -115,6 +120,8 @@ def _mixtral() -> nn.Module:
 
 
 def _switch() -> nn.Module:
+    import transformers
+
     # Its experts are modules of their own: one that no token chooses gets no gradient at all.
     config = transformers.SwitchTransformersConfig(
         **_TRANSLATOR,
@@ -133,6 +140,8 @@ def _switch() -> nn.Module:
 
 
 def _t5() -> nn.Module:
+    import transformers
+
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**_TRANSLATOR))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
@@ -23,6 +22,8 @@ def wrapped_inside(kind: str) -> str:
     if kind == "ddp":
         model[1] = DistributedDataParallel(model[1])
     else:
+        from torch.distributed.fsdp import fully_shard
+
         fully_shard(model[1])
     with pytest.raises(pl.UserError) as raised:
         pl.parallelize(model, Strategy(zero=1))

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import paceline as pl
 from paceline.checkpoint.exchange.torch_files import read_torch
@@ -107,6 +105,9 @@ def test_a_tied_weight_that_differs_is_another_models(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_dcp_needs_trust_and_brings_everything(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     model.head(model.norm(model.embedding(torch.arange(7)))).square().sum().backward()
