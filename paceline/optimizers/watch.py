@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from paceline.optimizers.shard_states import require_states_of
+from paceline.core.errors import EngineError
+from paceline.optimizers.shard_states import SHARD, require_states_of
 
 
 class Watcher(Protocol):
@@ -71,12 +72,30 @@ def _hook_innermost(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     not the shards that the optimizer itself is shown.
     """
     if any(_holds(watcher, optimizer) for watcher in _alive()):
+        _require_no_hooks_inside(optimizer, sys._getframe(1))
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         before[_OWN], after[_OWN] = _before, _after
         before.move_to_end(_OWN)  # type: ignore[attr-defined]
         after.move_to_end(_OWN, last=False)  # type: ignore[attr-defined]
     else:
         require_states_of(optimizer)
+
+
+def _require_no_hooks_inside(optimizer: Optimizer, step: FrameType) -> None:
+    """Refuses hooks of an optimizer that steps inside another's step, or its own: they would find shards.
+
+    Raises:
+        EngineError: It has some.
+    """
+    if not {*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks} - {_OWN}:
+        return
+    for outer in _steps_around(step):
+        if any(group.get(SHARD, (0, 1))[1] > 1 for group in outer.param_groups):
+            raise EngineError(
+                f"{type(outer).__name__}.step() calls {type(optimizer).__name__}'s, whose hooks before or after a step "
+                "would find this rank's shards of the parameters, others on each rank: do their work before or after "
+                "optimizer.step(), or set strategy.zero to 0"
+            )
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
