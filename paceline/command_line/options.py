@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 import textwrap
@@ -35,10 +36,17 @@ class Option:
     """The value's type."""
     default: Any
     """Its value where none is given; `dataclasses.MISSING` if one must be."""
-    text: str
-    """What it is for, one paragraph."""
+    owner: type
+    """The dataclass of which it is a field."""
     value: Value | None = None
     """How help calls its value, if not by the type."""
+    in_short: str | None = None
+    """What it is for, where that is not to be what is written about the field."""
+
+    @property
+    def text(self) -> str:
+        """What it is for, one paragraph: read from the source when it is asked for, as that takes longest."""
+        return field_texts(self.owner).get(self.path[-1], "") if self.in_short is None else self.in_short
 
     @property
     def flag(self) -> str:
@@ -80,7 +88,7 @@ def options(cls: type, default: Any = None, path: tuple[str, ...] = ()) -> Itera
         default: An instance whose values are the defaults; None for the fields' own.
         path: Names of the fields that lead to it.
     """
-    hints, texts = get_type_hints(cls, include_extras=True), field_texts(cls)
+    hints = get_type_hints(cls, include_extras=True)
     sections: list[tuple[str, Any]] = []
     for field in dataclasses.fields(cls):
         hint, *marks = _annotations(hints[field.name])
@@ -89,7 +97,7 @@ def options(cls: type, default: Any = None, path: tuple[str, ...] = ()) -> Itera
             sections.append((field.name, value))
         else:
             mark = next((each for each in marks if isinstance(each, Value)), None)
-            yield Option((*path, field.name), hint, value, texts.get(field.name, ""), mark)
+            yield Option((*path, field.name), hint, value, cls, mark)
     for name, value in sections:
         yield from options(type(value), value, (*path, name))
 
@@ -122,6 +130,7 @@ def words(hint: Any, none: str = "none") -> str:
     return names.get(hint, str(hint))
 
 
+@functools.cache
 def field_texts(cls: type) -> dict[str, str]:
     """What is written about each field of a dataclass, also of those that it inherits."""
     texts: dict[str, str] = {}

@@ -82,7 +82,9 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     if "--help" in flags or "-h" in flags:
         known = {option.flag: option for option in options(TrainConfig, config)}
         print(f"usage: paceline train {USAGE}\n\n{DESCRIPTION}\n")
-        print(option_list([replace(known[flag], text=text) for flag, text in MOST_USED.items()], full=False), end="")
+        print(
+            option_list([replace(known[flag], in_short=text) for flag, text in MOST_USED.items()], full=False), end=""
+        )
         raise SystemExit(0)
     return parse(TrainConfig, flags, "paceline train", config)
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import pytest
 
+from paceline.command_line import options as option_module
 from paceline.command_line.options import Value, options
 from paceline.command_line.parse import parse, parse_known
 from paceline.core.errors import UserError
@@ -97,6 +98,16 @@ def test_texts_come_from_below_the_fields_or_from_the_docstring() -> None:
     texts = {option.flag: option.text for option in options(Outer)}
     assert texts["--count"] == "How many. More of it."
     assert texts["--inner.warm-up"] == "Steps of it, or a part of them."
+
+
+def test_texts_are_read_only_where_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: type) -> dict[str, str]:
+        raise AssertionError
+
+    monkeypatch.setattr(option_module, "field_texts", read)
+    assert parse(Outer, ["x", "--count", "2", "--inner.kind", "b"], "try") == Outer("x", 2, inner=Inner(kind="b"))
+    with pytest.raises(UserError, match="there is no option"):
+        parse(Outer, ["x", "--cuont", "1"], "try")
 
 
 def test_help_says_all_without_python_words(
