@@ -73,16 +73,20 @@ MUTANTS: dict[str, tuple[Strategy, tuple[Mutant, ...]]] = {
 def without_what(name: str | None, strategy: Strategy, least: float) -> dict[str, Any] | str:
     """What one rank finds with an engine that lacks something, or what it raises."""
     world, model = pl.init(), None
-    take = torch.optim.Adam._init_group
 
-    def take_slowly(*args: Any) -> Any:
-        # Within an update: hooks around it run before it begins.
-        time.sleep(world.rank * SLOW)
-        return take(*args)
+    def slow(kind: type[torch.optim.Adam | torch.optim.SGD]) -> Any:
+        take = kind._init_group
 
-    slow = patch.object(torch.optim.Adam, "_init_group", take_slowly)
+        def take_slowly(*args: Any) -> Any:
+            # Within an update: hooks around it run before it begins.
+            time.sleep(world.rank * SLOW)
+            return take(*args)
+
+        return patch.object(kind, "_init_group", take_slowly)
+
     try:
-        with slow, mutated(*(MUTANTS[name][1] if name else ())), late_streams(least=least):
+        # The last of a step's updates as well: each begins when all ranks have ended the one before.
+        with slow(torch.optim.Adam), slow(torch.optim.SGD), mutated(*(MUTANTS[name][1] if name else ())), late_streams(least=least):
             model = pl.parallelize(make(Net), strategy)
             if strategy.share_parameters:
                 # Ranks that share memory are not all as quick.
