@@ -84,9 +84,10 @@ def without_what(name: str | None, strategy: Strategy, least: float) -> dict[str
 
         return patch.object(kind, "_init_group", take_slowly)
 
+    lacks = mutated(*(MUTANTS[name][1] if name else ()))
     try:
         # The last of a step's updates as well: each begins when all ranks have ended the one before.
-        with slow(torch.optim.Adam), slow(torch.optim.SGD), mutated(*(MUTANTS[name][1] if name else ())), late_streams(least=least):
+        with slow(torch.optim.Adam), slow(torch.optim.SGD), lacks, late_streams(least=least):
             model = pl.parallelize(make(Net), strategy)
             if strategy.share_parameters:
                 # Ranks that share memory are not all as quick.
