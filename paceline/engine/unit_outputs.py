@@ -28,9 +28,10 @@ class UnitOutputs:
         Raises:
             EngineError: No tensor can be seen in it, and a backward is to follow; or a view of parameters is elsewhere.
         """
-        schedule, parameters = self._program.schedule, self._program.parameters.flat.views_of(unit)
+        schedule = self._program.schedule
         if not schedule.reshards_after_forward or unit not in schedule.slot or self._whole.is_full:
             return output, ()
+        parameters = self._program.parameters.flat.views_of(unit)
         kept = own_copies(output, within(parameters))
         more = list(self._leftovers[unit].own(unit, parameters))
         self.held.require_none(unit, parameters, tensors_in(output))

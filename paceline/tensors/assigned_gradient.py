@@ -23,6 +23,10 @@ def _get(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _assign(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    if gradient is None:
+        # As each step does to all: what the parameter tells of itself takes a while.
+        _set(parameter, None)
+        return
     # Between steps a parameter tells the dtype of its update, in which a loop may make its gradient.
     former, shown = _get(parameter), (parameter.shape, parameter.dtype)
     with torch._C.DisableTorchFunctionSubclass():
@@ -30,7 +34,7 @@ def _assign(parameter: nn.Parameter, gradient: Tensor | None) -> None:
             isinstance(gradient, Tensor)
             and (gradient.shape, gradient.dtype) in (shown, former is not None and (former.shape, former.dtype))
         )
-    if replaces and gradient is not None:
+    if replaces:
         set_gradient(parameter, gradient)
     else:
         _set(parameter, gradient)

@@ -96,10 +96,10 @@ class ShardedParameter(ReducedGradParameter):
             written = {id(parameter) for parameter in tensors_of(_written(func, name, args, kwargs), ShardedParameter)}
             for parameter in {id(parameter): parameter for parameter in tensors_of(given, ShardedParameter)}.values():
                 _ask(parameter, name, id(parameter) in written)
-        # What it is computed with may be a part of something, which goes with no whole parameter.
-        for kind in (StateShard, GradientShard):
-            if next(tensors_of((*args, *kwargs.values()), kind), None) is not None:
-                return kind.__torch_function__(func, types, args, kwargs)
+            # What it is computed with may be a part of something, which goes with no whole parameter.
+            for kind in (StateShard, GradientShard):
+                if next(tensors_of((*args, *kwargs.values()), kind), None) is not None:
+                    return kind.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
