@@ -183,6 +183,11 @@ class FlatParameters:
         """Where a gathered unit's parameters are for now, by name."""
         return {self.layout.slots[index].spec.name: self.views[index] for index in self.managed_of.get(unit, ())}
 
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """All tensors over these buffers that are kept for as long as they are."""
+        return (*self._tensors.made, *self.views)
+
     def cut(self, index: int, whole: Tensor) -> Tensor:
         """The part of a tensor of a parameter's own shape that goes with this rank's shard of it."""
         local, slot = self.local[index], self.layout.slots[index]

@@ -55,6 +55,11 @@ class Tensors:
         """The elements that a span names, flat."""
         return self.typed(span, None)
 
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """The buffers, and all that was handed out of them and is kept here."""
+        return (*self.by_name.values(), *list(self._views.values()))
+
     def typed(self, span: Span, dtype: torch.dtype | None) -> Tensor:
         """The elements that a span names, which counts bytes where its buffer holds several dtypes in turn."""
         view = self._views.get((span, dtype))

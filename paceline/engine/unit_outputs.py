@@ -31,10 +31,11 @@ class UnitOutputs:
         schedule = self._program.schedule
         if not schedule.reshards_after_forward or unit not in schedule.slot or self._whole.is_full:
             return output, ()
-        parameters = self._program.parameters.flat.views_of(unit)
+        flat = self._program.parameters.flat
+        parameters = flat.views_of(unit)
         kept = own_copies(output, within(parameters))
         more = list(self._leftovers[unit].own(unit, parameters))
-        self.held.require_none(unit, parameters, tensors_in(output))
+        self.held.require_none(unit, parameters, lambda: (*tensors_in(output), *flat.made))
         if backward_follows:
             require_seen(unit, kept, more)
         return kept, more if backward_follows else ()

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.streams import wait_for_others
 from paceline.core.errors import EngineError
+
+_SECONDS = 1.0
+"""For which collectives under way are waited for before a view counts as held."""
 
 
 class HeldViews:
@@ -27,13 +31,13 @@ class HeldViews:
         if self._looks and (unit, torch.is_grad_enabled()) not in self._seen:
             gc.collect(1)
 
-    def require_none(self, unit: str, parameters: Mapping[str, Tensor], known: Iterable[Tensor]) -> None:
+    def require_none(self, unit: str, parameters: Mapping[str, Tensor], known: Callable[[], Iterable[Tensor]]) -> None:
         """Refuses views of a unit's parameters that its forward has put where nobody sees them.
 
         Args:
             unit: Has run.
             parameters: Its own, by name, gathered.
-            known: Tensors that it may have: copies stand for them.
+            known: Gives tensors that may be there: the engine's own, and those for which copies stand.
 
         Raises:
             EngineError: There is one.
@@ -43,17 +47,25 @@ class HeldViews:
         if run in self._seen or bool(torch._C._autograd._top_saved_tensors_default_hooks(True)):
             return
         self._seen.add(run)
-        seen = {id(tensor) for tensor in known}
-        for view in _held(within(parameters)):
-            if id(view) not in seen:
-                starts = {parameter.data_ptr(): name for name, parameter in parameters.items()}
-                name = starts[max((start for start in starts if start <= view.data_ptr()), default=min(starts))]
-                raise EngineError(
-                    f"{name}: {unit} has put a view of it (detach(), data, t(), an index) where paceline does not see "
-                    "it, such as a list or a global variable. With zero=3 its memory is another unit's next: keep a "
-                    ".clone(), return the view or leave it on the module, or set strategy.zero to 2 or less or "
-                    "strategy.accumulation to hold"
-                )
+        if _place_of_one(parameters, known) is None:
+            return
+        # What a stream's thread works with while it carries out a collective looks held, too, but does not stay.
+        wait_for_others(_SECONDS)
+        if (place := _place_of_one(parameters, known)) is not None:
+            starts = {parameter.data_ptr(): name for name, parameter in parameters.items()}
+            name = starts[max((start for start in starts if start <= place), default=min(starts))]
+            raise EngineError(
+                f"{name}: {unit} has put a view of it (detach(), data, t(), an index) where paceline does not see "
+                "it, such as a list or a global variable. With zero=3 its memory is another unit's next: keep a "
+                ".clone(), return the view or leave it on the module, or set strategy.zero to 2 or less or "
+                "strategy.accumulation to hold"
+            )
+
+
+def _place_of_one(parameters: Mapping[str, Tensor], known: Callable[[], Iterable[Tensor]]) -> int | None:
+    """Where a view that somebody holds begins; None where there is none. Keeps none itself."""
+    seen = {id(tensor) for tensor in known()}
+    return next((view.data_ptr() for view in _held(within(parameters)) if id(view) not in seen), None)
 
 
 def _held(lies_within: Callable[[Tensor], bool]) -> Iterator[Tensor]:
