@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -47,11 +48,13 @@ class HeldViews:
         if run in self._seen or bool(torch._C._autograd._top_saved_tensors_default_hooks(True)):
             return
         self._seen.add(run)
-        if _place_of_one(parameters, known) is None:
-            return
-        # What a stream's thread works with while it carries out a collective looks held, too, but does not stay.
-        wait_for_others(_SECONDS)
-        if (place := _place_of_one(parameters, known)) is not None:
+        with _uncollected():
+            place = _place_of_one(parameters, known)
+            if place is not None:
+                # What a stream's thread works with while it carries out a collective looks held, but does not stay.
+                wait_for_others(_SECONDS)
+                place = _place_of_one(parameters, known)
+        if place is not None:
             starts = {parameter.data_ptr(): name for name, parameter in parameters.items()}
             name = starts[max((start for start in starts if start <= place), default=min(starts))]
             raise EngineError(
@@ -60,6 +63,18 @@ class HeldViews:
                 ".clone(), return the view or leave it on the module, or set strategy.zero to 2 or less or "
                 "strategy.accumulation to hold"
             )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Lets no automatic collection move what came inside the forward to where it is not looked for."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _place_of_one(parameters: Mapping[str, Tensor], known: Callable[[], Iterable[Tensor]]) -> int | None:
