@@ -11,8 +11,8 @@ from paceline.checkpoint.arguments import CheckpointArguments
 from paceline.checkpoint.exchange.export import export
 from paceline.checkpoint.exchange.imports import import_checkpoint
 from paceline.checkpoint.folder import checkpoints_in, folder_of, prune, read_manifest
-from paceline.checkpoint.manifest import ITEM_BYTES, Manifest
-from paceline.checkpoint.reader import DamagedError, Reader
+from paceline.checkpoint.manifest import ITEM_BYTES, DamagedError, Manifest
+from paceline.checkpoint.reader import Reader
 from paceline.command_line import json_file
 from paceline.command_line.parse import parse
 from paceline.launch.screen import show

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: made new, complete when its manifest is there, found and removed."""
+"""A checkpoint's folder: made new, complete when its manifest is there, found and removed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
-from paceline.checkpoint.manifest import NAME, Manifest, from_bytes, to_bytes
-from paceline.checkpoint.rank_file import sync
-from paceline.checkpoint.reader import DamagedError
+from paceline.checkpoint.manifest import NAME, DamagedError, Manifest, from_bytes, to_bytes
 from paceline.core.errors import UserError
 
 CHECKPOINTS = "checkpoints"
@@ -192,3 +190,12 @@ def _steps(parent: Path, unfinished: bool = False) -> list[tuple[int, Path]]:
         if match and path.is_dir() and not path.is_symlink() and is_complete(path) != unfinished:
             found.append((int(match[1]), path))
     return found
+
+
+def sync(path: Path) -> None:
+    """Sees that a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

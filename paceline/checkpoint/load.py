@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.folder import checkpoints_in, read_manifest
 from paceline.checkpoint.given import Stateful, as_sequence, in_words, require
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import DamagedError, Manifest
 from paceline.checkpoint.module_states import persistent_buffers, set_extra_states
 from paceline.checkpoint.optimizer_states import OptimizerStates
 from paceline.checkpoint.plain import decode
 from paceline.checkpoint.random_states import Generator, require_generators, set_random_states
 from paceline.checkpoint.ranges import Ranges
-from paceline.checkpoint.reader import DamagedError, Reader
+from paceline.checkpoint.reader import Reader
 from paceline.checkpoint.same_model import require_same_model
 from paceline.checkpoint.saving import finish_earlier
 from paceline.comm.control import all_gather_json

@@ -33,6 +33,10 @@ ITEM_BYTES = {
 """Bytes of an element by the name of its dtype; other dtypes are not stored."""
 
 
+class DamagedError(UserError):
+    """What is read is not what was written."""
+
+
 class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A range of a tensor, in one file under the tensor's own name.
 

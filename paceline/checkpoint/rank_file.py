@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.checkpoint.folder import sync
 from paceline.checkpoint.manifest import BLOCK_BYTES
 
 
@@ -39,15 +39,6 @@ def write_rank_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(str(error)) from error
     path.chmod(rights)
     sync(path)
-
-
-def sync(path: Path) -> None:
-    """Sees that a file's bytes, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def checksums(tensor: Tensor) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.manifest import BLOCK_BYTES, Part, Stored
+from paceline.checkpoint.manifest import BLOCK_BYTES, DamagedError, Part, Stored
 from paceline.checkpoint.rank_file import as_bytes, checksums
 from paceline.core.errors import UserError
 
@@ -28,10 +28,6 @@ _NO_DAMAGE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPER
 """Why a file that is whole may not be opened: an older checkpoint would be no better."""
 _MOST_HEADER_BYTES = 100_000_000
 """As safetensors has it."""
-
-
-class DamagedError(UserError):
-    """What is read is not what was written."""
 
 
 class _Entry(msgspec.Struct):

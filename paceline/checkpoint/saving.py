@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.agreement import raise_first, reason
-from paceline.checkpoint.folder import discard
-from paceline.checkpoint.rank_file import sync
+from paceline.checkpoint.folder import discard, sync
 from paceline.checkpoint.writing import OwnPart, commit, write_part
 from paceline.comm.world import World
 from paceline.core.errors import UserError

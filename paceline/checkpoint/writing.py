@@ -20,9 +20,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.folder import begun_file, complete
+from paceline.checkpoint.folder import begun_file, complete, sync
 from paceline.checkpoint.manifest import FORMAT, Manifest, Part, Stored, merged
-from paceline.checkpoint.rank_file import checksums, file_name, sync, write_rank_file
+from paceline.checkpoint.rank_file import checksums, file_name, write_rank_file
 from paceline.core.errors import UserError
 
 _POLL_SECONDS = 0.02

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.folder import CHECKPOINTS, checkpoints_in, read_manifest
-from paceline.checkpoint.reader import DamagedError, Reader
+from paceline.checkpoint.manifest import DamagedError
+from paceline.checkpoint.reader import Reader
 from paceline.core.errors import UserError
 from paceline.train.run_folder import METRICS
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.checkpoint.reader import DamagedError
+from paceline.checkpoint.manifest import DamagedError
 from paceline.core.strategy import Strategy
 from tests.checkpoint.two_saved import loaded, parallel, refused, step, two_saved
 from tests.engine.models import assert_same, snapshot

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.checkpoint.folder import make_folder, read_manifest
-from paceline.checkpoint.manifest import FORMAT, NAME, Manifest, Part, Stored, from_bytes, to_bytes
-from paceline.checkpoint.reader import DamagedError, Reader
+from paceline.checkpoint.manifest import FORMAT, NAME, DamagedError, Manifest, Part, Stored, from_bytes, to_bytes
+from paceline.checkpoint.reader import Reader
 from paceline.checkpoint.writing import OwnPart, commit, write_part
 
 PARTS = (Part("rank-00000.safetensors", 0, 5, (7,)), Part("rank-00001.safetensors", 5, 12, (9,)))

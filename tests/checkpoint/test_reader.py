@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.checkpoint import reader as module
-from paceline.checkpoint.manifest import Part, Stored
+from paceline.checkpoint.manifest import DamagedError, Part, Stored
 from paceline.checkpoint.rank_file import checksums, file_name, write_rank_file
-from paceline.checkpoint.reader import DamagedError, Reader
+from paceline.checkpoint.reader import Reader
 
 BLOCK = 64
 """Bytes, in these tests."""

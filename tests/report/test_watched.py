@@ -15,7 +15,7 @@ import pytest
 from paceline.cli import main
 from paceline.report.watched import State, Watched
 from tests.report.events import figures, lines, write_run
-from tests.train.processes import program
+from tests.train.processes import finished, program
 
 
 def said(state: State) -> dict[str, str]:
@@ -97,6 +97,18 @@ def test_a_run_that_has_ended_is_told_in_a_line(tmp_path: Path, capsys: pytest.C
     assert line.startswith("step 110/110") and line.endswith("has ended")
     assert main(["watch", str(run / "config.yaml")]) == 2
     assert "no run's folder but a file" in capsys.readouterr().err
+
+
+def test_it_is_there_at_once_as_it_needs_no_torch(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from paceline.report.watched import Watched
+assert Watched(Path(sys.argv[1])).look().step == 10
+sys.exit("torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", script, str(going_on(tmp_path / "run"))]
+    assert finished(command, tmp_path, {"PYTHONPATH": str(Path(__file__).parents[2])}) == (0, "", "")
 
 
 @pytest.mark.parametrize("in_a_terminal", [False, True])

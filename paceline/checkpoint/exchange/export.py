@@ -16,9 +16,9 @@ from torch import Tensor
 from paceline.checkpoint.exchange.huggingface import TOKENIZER, write_huggingface
 from paceline.checkpoint.exchange.tensor_file import Lazy, write_tensors
 from paceline.checkpoint.exchange.torch_optimizer import from_checkpoint
+from paceline.checkpoint.folder import sync
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.plain import decode
-from paceline.checkpoint.rank_file import sync
 from paceline.checkpoint.reader import Reader
 from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
