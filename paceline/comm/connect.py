@@ -6,9 +6,10 @@ import os
 import platform
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -26,56 +27,86 @@ from paceline.comm.world import World
 from paceline.core.errors import UserError
 
 
-def open_transport(
-    world: World,
-    groups: Sequence[Sequence[int]] | None = None,
-    kind: str | None = None,
-    wire: Wire = "full",
-    rare: bool = False,
-) -> Transport:
-    """A transport between the ranks of a group, the fastest that their hosts and devices allow. A collective call.
+class Wanted(NamedTuple):
+    """What a transport is to be.
 
-    Args:
-        world: The job.
+    Attributes:
         groups: Disjoint groups that together hold every rank, the same on every rank; the transport is that of the
             group with this rank, in which it is numbered by its position. By default one group of all.
-        kind: "auto": shared memory inside a host, sockets between hosts; "tcp": sockets between all ranks. By default
-            what PACELINE_TRANSPORT says, else "auto".
         wire: What fp32 elements are sent as between hosts where they are summed.
         rare: Whether little is sent, which between GPUs needs no communicator of its own: each takes memory, and the
             job has one already.
+    """
+
+    groups: Sequence[Sequence[int]] | None = None
+    wire: Wire = "full"
+    rare: bool = False
+
+
+def open_transport(world: World, kind: str | None = None, wire: Wire = "full") -> Transport:
+    """A transport between all ranks: see `open_transports`. A collective call."""
+    return open_transports(world, {"": Wanted(wire=wire)}, kind)[""]
+
+
+def open_transports(world: World, wanted: Mapping[str, Wanted], kind: str | None = None) -> dict[str, Transport]:
+    """Transports between the ranks of a group each, the fastest that their hosts and devices allow. A collective call.
+
+    Ranks tell each other where they are once for all of them.
+
+    Args:
+        world: The job.
+        wanted: By a name of the caller's; the same on every rank.
+        kind: "auto": shared memory inside a host, sockets between hosts; "tcp": sockets between all ranks. By default
+            what PACELINE_TRANSPORT says, else "auto".
 
     Raises:
         UserError: There is no such kind of transport, or GPUs are asked to send fewer bytes.
     """
-    groups = [list(range(world.world_size))] if groups is None else [list(group) for group in groups]
-    mine = next(group for group in groups if world.rank in group)
+    everyone = range(world.world_size)
+    groups = {name: [list(group) for group in each.groups or [everyone]] for name, each in wanted.items()}
+    mine = {name: next(group for group in each if world.rank in group) for name, each in groups.items()}
     if world.backend == "nccl":
-        if wire != "full":
-            raise UserError("strategy.wire: NCCL sends gradients as they are; leave wire at full")
-        if rare and len(groups) == 1:
-            return NcclTransport(_group_of_all(), world.device, owns=False)
-        return NcclTransport(_open_groups(groups, mine, "nccl", timedelta(seconds=world.timeout)), world.device)
+        return {name: _open_nccl(world, each, groups[name], mine[name]) for name, each in wanted.items()}
     kind = kind or os.environ.get("PACELINE_TRANSPORT", "auto")
     if kind not in ("auto", "tcp"):
         raise UserError(f"PACELINE_TRANSPORT: expected auto or tcp, got {kind!r}")
     hosts = _hosts(world, kind)
-    local = [rank for rank in mine if hosts[rank] == hosts[world.rank]]
-    channels = unix_sockets.connect(world.rank, local, all_gather_json, world.timeout, world.secret)
-    if channels is None:
+    local = [[rank for rank in group if hosts[rank] == hosts[world.rank]] for group in mine.values()]
+    found = unix_sockets.connect(world.rank, local, all_gather_json, world.timeout, world.secret)
+    if found is None:
         if world.rank == 0:
             _warn_of_sockets("some ranks of a host cannot reach each other over a Unix socket")
-        channels, hosts, local = {}, [str(rank) for rank in range(world.world_size)], [world.rank]
-    # By position in the group, not among those of this host.
-    channels = {mine.index(local[index]): channel for index, channel in channels.items()}
-    remote = [rank for rank in mine if rank not in local]
-    sockets: dict[int, socket.socket] = {}
+        hosts, local, found = [str(rank) for rank in everyone], [[world.rank] for _ in wanted], [{} for _ in wanted]
+    sockets: list[dict[int, socket.socket]] = [{} for _ in wanted]
     if len(set(hosts)) > 1:
-        sockets = tcp_connect.connect(world.rank, mine, remote, all_gather_json, world.timeout, world.secret)
-    own_hosts = [hosts[rank] for rank in mine]
-    return CpuTransport(
-        mine.index(world.rank), own_hosts, channels, sockets, world.timeout, wire, mine, new_transport()
-    )
+        remote = [
+            [rank for rank in group if rank not in near] for group, near in zip(mine.values(), local, strict=True)
+        ]
+        sockets = tcp_connect.connect(
+            world.rank, list(mine.values()), remote, all_gather_json, world.timeout, world.secret
+        )
+    opened: dict[str, Transport] = {}
+    for (name, group), near, channels, far in zip(mine.items(), local, found, sockets, strict=True):
+        opened[name] = CpuTransport(
+            group.index(world.rank),
+            [hosts[rank] for rank in group],
+            # By position in the group, not among those of this host.
+            {group.index(near[index]): channel for index, channel in channels.items()},
+            far,
+            world.timeout,
+            wanted[name].wire,
+            group,
+            new_transport(),
+        )
+    return opened
+
+
+def _open_nccl(world: World, wanted: Wanted, groups: list[list[int]], mine: list[int]) -> Transport:
+    if wanted.wire != "full":
+        raise UserError("strategy.wire: NCCL sends gradients as they are; leave wire at full")
+    if wanted.rare and len(groups) == 1:
+        return NcclTransport(_group_of_all(), world.device, owns=False)
+    return NcclTransport(_open_groups(groups, mine, "nccl", timedelta(seconds=world.timeout)), world.device)
 
 
 def _hosts(world: World, kind: str) -> list[str]:

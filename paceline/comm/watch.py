@@ -55,7 +55,7 @@ class Watch:
         self._mates = Mates(rank, [(host, number) for host, number in exchange(process(), "processes")])
         everyone = range(world_size)
         peers = list(everyone[1:]) if rank == 0 else [0]
-        sockets = tcp_connect.connect(rank, everyone, peers, exchange, timeout, secret)
+        (sockets,) = tcp_connect.connect(rank, [everyone], [peers], exchange, timeout, secret)
         self._hub: RollCall | None = None
         if rank == 0:
             sockets[0], to_hub = socket.socketpair()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.buffers.memory import apart
-from paceline.comm.connect import open_stream, open_transport
+from paceline.comm.connect import Wanted, open_stream, open_transports
 from paceline.comm.control import new_generation
 from paceline.comm.streams import CommStream
 from paceline.comm.transport import CommunicationError, Transport, explain
@@ -65,15 +65,11 @@ class Collectives:
         self._open(self.transports)
 
     def _open(self, before: Mapping[str, Transport]) -> None:
-        self.transports: dict[str, Transport] = {
-            name: open_transport(
-                self._world,
-                groups,
-                wire=self._wire if name in ("reduce", "replicate") else "full",
-                rare=name == "statistics",
-            )
+        wanted: dict[str, Wanted] = {
+            name: Wanted(groups, self._wire if name in ("reduce", "replicate") else "full", rare=name == "statistics")
             for name, groups in self._groups.items()
         }
+        self.transports: dict[str, Transport] = open_transports(self._world, wanted)
         for name, transport in before.items():
             self.transports[name].inherit(transport)
         self.has_given_up = False

@@ -23,8 +23,15 @@ _POLL_SECONDS = 0.05
 _MOST_STRANGERS = 128
 """Connections that have not said who they are, besides peers: of more, the oldest is closed, as peers speak at once."""
 _NUMBER = struct.Struct("<I")
+_MOST_PEERS = 1 << 20
+"""Of a group: what is left of a peer's number is the group's."""
 _PEER, _LISTENER = b"peer", b"listener"
 """Who signs, so that nobody can be sent its own words back."""
+
+
+def number_of(group: int, position: int) -> int:
+    """What a peer calls itself where the ranks of several groups connect at once."""
+    return group * _MOST_PEERS + position
 
 
 class Reception:

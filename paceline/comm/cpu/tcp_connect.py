@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from paceline.comm.cpu.reception import BACKLOG, Reception, introduce
+from paceline.comm.cpu.reception import BACKLOG, Reception, introduce, number_of
 from paceline.comm.transport import CommunicationError, Exchange
 
 _SIOCGIFADDR = 0x8915
@@ -17,36 +17,48 @@ _CONNECT_SECONDS = 5.0
 
 
 def connect(
-    rank: int, group: Sequence[int], peers: Sequence[int], exchange: Exchange, timeout: float, secret: bytes
-) -> dict[int, socket.socket]:
-    """Connects this rank to peers on any hosts.
+    rank: int,
+    groups: Sequence[Sequence[int]],
+    peers: Sequence[Sequence[int]],
+    exchange: Exchange,
+    timeout: float,
+    secret: bytes,
+) -> list[dict[int, socket.socket]]:
+    """Connects this rank to peers on any hosts, those of several groups at once.
 
     Each rank listens at a port of its own while it connects and lets in only who knows the job's secret.
 
     Args:
         rank: This rank.
-        group: The ranks of its group.
-        peers: Those of the group to connect to; each has this rank among its own.
+        groups: The ranks of its groups; as many on every rank of the job.
+        peers: Those of each group to connect to; each has this rank among its own.
         exchange: Gathers one JSON value from every rank of the job, in rank order; says what it is about.
         timeout: Seconds to wait for a peer.
         secret: The job's.
 
     Returns:
-        Sockets by the peer's position in the group.
+        For each group, sockets by the peer's position in it.
 
     Raises:
         CommunicationError: A peer cannot be reached.
     """
-    own = group.index(rank)
-    sockets: dict[int, socket.socket] = {}
+    places = {
+        number_of(index, group.index(peer)): (index, peer)
+        for index, group in enumerate(groups)
+        for peer in sorted(peers[index])
+    }
+    later = {number: place for number, place in places.items() if place[1] > rank}
+    sockets: list[dict[int, socket.socket]] = [{} for _ in groups]
     listener = socket.socket()
     listener.bind(("0.0.0.0", 0))
     listener.listen(BACKLOG)
     port = listener.getsockname()[1]
-    reception = Reception(listener, [group.index(peer) for peer in peers if peer > rank], timeout, secret)
+    reception = Reception(listener, later, timeout, secret)
     try:
         told = exchange([addresses(), port], "addresses of TCP sockets")
-        for peer in sorted(peer for peer in peers if peer < rank):
+        for index, peer in places.values():
+            if peer > rank:
+                continue
             theirs, port = told[peer]
             connection = reach(theirs, port, min(timeout, _CONNECT_SECONDS))
             if connection is None:
@@ -55,19 +67,22 @@ def connect(
                     "each other at any port, or name the interface to use in GLOO_SOCKET_IFNAME"
                 )
             try:
-                introduce(connection, own, secret, timeout)
+                introduce(connection, number_of(index, groups[index].index(rank)), secret, timeout)
             except OSError as error:
                 raise CommunicationError(f"rank {peer} is gone: rank {rank} was about to connect to it") from error
-            sockets[group.index(peer)] = connection
+            sockets[index][groups[index].index(peer)] = connection
         if not reception.wait():
-            names = ", ".join(f"rank {group[peer]}" for peer in sorted(reception.missing))
+            names = ", ".join(f"rank {peer}" for peer in sorted({later[number][1] for number in reception.missing}))
             raise CommunicationError(f"{names} did not reach rank {rank} within {timeout:g} s")
     finally:
         reception.close()
-    sockets |= reception.accepted
-    for connection in sockets.values():
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return dict(sorted(sockets.items()))
+    for number, connection in reception.accepted.items():
+        index, peer = later[number]
+        sockets[index][groups[index].index(peer)] = connection
+    for connected in sockets:
+        for connection in connected.values():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return [dict(sorted(connected.items())) for connected in sockets]
 
 
 def addresses() -> list[str]:

@@ -133,7 +133,7 @@ def connected_past(approach: Callable[[int], list[socket.socket]]) -> tuple[sock
                 strangers.extend(approach(told[0][1]))
             return [told[0], told[1]]
 
-        found[rank] = tcp_connect.connect(rank, [0, 1], [1 - rank], gather, 10, SECRET)
+        (found[rank],) = tcp_connect.connect(rank, [[0, 1]], [[1 - rank]], gather, 10, SECRET)
 
     other = threading.Thread(target=connect, args=(1,))
     other.start()

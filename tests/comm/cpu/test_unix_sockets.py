@@ -53,7 +53,7 @@ def told_in_one_run() -> str:
     # What else is random in a training run begins with the same seed each time.
     random.seed(0)
     torch.manual_seed(0)
-    assert unix_sockets.connect(0, [0, 1], gather, 5, SECRET) is None
+    assert unix_sockets.connect(0, [[0, 1]], gather, 5, SECRET) is None
     return told[0]
 
 
@@ -71,7 +71,7 @@ def two_ranks(before_rank_1: Callable[[str], None]) -> Iterator[list[socket.sock
     """Both ends of the connection between two ranks; `before_rank_1` gets where rank 0 listens."""
     told: dict[int, Any] = {}
     meet = threading.Barrier(2)
-    found: dict[int, dict[int, socket.socket] | None] = {}
+    found: dict[int, dict[int, socket.socket]] = {}
 
     def rank_of(rank: int) -> None:
         def gather(value: Any, label: str) -> list[Any]:
@@ -83,7 +83,9 @@ def two_ranks(before_rank_1: Callable[[str], None]) -> Iterator[list[socket.sock
             meet.wait(20)
             return values
 
-        found[rank] = unix_sockets.connect(rank, [0, 1], gather, 10, SECRET)
+        connected = unix_sockets.connect(rank, [[0, 1]], gather, 10, SECRET)
+        assert connected is not None
+        (found[rank],) = connected
 
     other = threading.Thread(target=rank_of, args=(1,))
     other.start()
@@ -92,7 +94,6 @@ def two_ranks(before_rank_1: Callable[[str], None]) -> Iterator[list[socket.sock
     finally:
         other.join()
     first, second = found[0], found[1]
-    assert first is not None and second is not None
     with first[1], second[0]:
         yield [first[1], second[0]]
 
