@@ -174,7 +174,8 @@ CASES = pairwise(
 """Whatever is compiled at every stage, with every accumulation and beside all else, and these with each other. All at
 once they are for the checker to prove: a compiler sees no more of them than hooks, parameters and gradients."""
 
-QUICK = [(2, "2 micro-batches", ""), (3, "hold", "")]
+QUICK = {forwards: [(2, "2 micro-batches", ""), (3, "hold", "")], whole: [(3, "1 micro-batch", "")]}
+"""What a plain `pytest` compiles: blocks where parameters stay and where they are held, all where they come and go."""
 
 
 def on_rank(way: Compiled, cases: list[tuple[int, str, str]]) -> list[dict[str, Tensor]]:
@@ -184,7 +185,7 @@ def on_rank(way: Compiled, cases: list[tuple[int, str, str]]) -> list[dict[str, 
 @pytest.mark.parametrize(
     ("way", "cases"),
     [
-        pytest.param(WAYS[0], QUICK, id=f"{WAYS[0].__name__}: quick"),
+        *(pytest.param(way, cases, id=f"{way.__name__}: quick") for way, cases in QUICK.items()),
         *(
             pytest.param(
                 way, [each[1:] for each in CASES if each[0] == way.__name__], id=way.__name__, marks=pytest.mark.full

@@ -242,13 +242,13 @@ def compiled_whole(strategies: list[Strategy], before: bool) -> list[tuple[dict,
     return results
 
 
-# A smaller model at all stages: tests/engine/test_compiling.py.
+# A smaller model, also in a plain `pytest`, and at all stages: tests/engine/test_compiling.py.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategies", "before"),
     [
-        pytest.param([STAGES["zero 3"]], False, id="after it is made parallel"),
-        pytest.param([STAGES["zero 2"]], False, id="after it, where parameters stay", marks=pytest.mark.full),
-        pytest.param([STAGES["zero 3"], STAGES["zero 1"]], True, id="before it", marks=pytest.mark.full),
+        pytest.param([STAGES["zero 3"], STAGES["zero 2"]], False, id="after it is made parallel"),
+        pytest.param([STAGES["zero 3"], STAGES["zero 1"]], True, id="before it"),
     ],
 )
 def test_a_whole_model_may_be_compiled(ranks, strategies, before) -> None:
