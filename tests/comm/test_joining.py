@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from tests.train.processes import finished
-
-ALONE = """
 import paceline as pl
 from paceline.comm import world
 from paceline.core.errors import UserError
 from paceline.launch.worker import lost_a_peer
-world._JOINING_SECONDS = 2.0
-try:
-    pl.init(timeout=float({timeout}))
-except UserError as error:
-    print(lost_a_peer(error), error)
-"""
+from tests.ranks import RankPool
+
+
+def joins_alone(environment: dict[str, str], timeout: float) -> tuple[bool, str]:
+    """Whether a rank that nobody joins counts as having lost a peer, and what it says."""
+    pl.shutdown()
+    with patch.dict(os.environ, environment), patch.object(world, "_JOINING_SECONDS", 2.0):
+        with pytest.raises(UserError) as caught:
+            pl.init(timeout=timeout)
+        return lost_a_peer(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize("given", ["by the launcher", pytest.param("by the caller", marks=pytest.mark.full)])
-def test_one_that_nobody_joins_says_so_and_counts_as_having_lost_a_peer(tmp_path: Path, given: str) -> None:
+def test_one_that_nobody_joins_says_so_and_counts_as_having_lost_a_peer(
+    ranks: RankPool, tmp_path: Path, given: str
+) -> None:
     environment = {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -32,11 +35,7 @@ def test_one_that_nobody_joins_says_so_and_counts_as_having_lost_a_peer(tmp_path
         "LOCAL_WORLD_SIZE": "2",
         "PACELINE_RENDEZVOUS": f"file://{tmp_path}/store",
         **({"PACELINE_JOINING_SECONDS": "1"} if given == "by the launcher" else {}),
-        "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    timeout = "600" if given == "by the launcher" else "1"
-    command = [sys.executable, "-c", ALONE.format(timeout=timeout)]
-    status, out, err = finished(command, tmp_path, environment)
-    assert status == 0, err
-    assert out.startswith("True rank 0 could not join the job at file://")
-    assert "if ranks are missing, see that all 2 were started" in out
+    ((lost, told),) = ranks(1, joins_alone, environment, 600 if given == "by the launcher" else 1)
+    assert lost and told.startswith("rank 0 could not join the job at file://")
+    assert "if ranks are missing, see that all 2 were started" in told

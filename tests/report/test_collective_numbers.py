@@ -56,12 +56,16 @@ def test_the_page_goes_through_them(shown: Browser) -> None:
     script = """(() => { const picker = document.getElementById('numbers-way');
       picker.value = [...picker.options].find((option) => option.text === arguments[0]).value;
       picker.dispatchEvent(new Event('change')); })()"""
-    cells = "[...document.querySelectorAll('#numbers-held tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+    moments = """[...Array(arguments[0]).keys()].map((number) => {
+      numbers.player.go(number);
+      const rows = [...document.querySelectorAll('#numbers-held tr')];
+      return [rows.map((r) => [...r.cells].map((c) => c.textContent)),
+        document.querySelector('#numbers .told').textContent];
+    })"""
     for name, example in EXAMPLES.items():
         shown.run(script, name)
-        for number, frame in enumerate(collective_frames(example)):
-            shown.run("numbers.player.go(arguments[0])", number)
-            head, *rows = shown.run(cells)
+        frames = collective_frames(example)
+        for frame, ((head, *rows), told) in zip(frames, shown.run(moments, len(frames)), strict=True):
             assert head == ["", *example.names]
             assert [row[1:] for row in rows] == [[f"{value:.3f}" for value in values] for values in held(frame)]
-            assert frame.told in shown.text("#numbers .told")
+            assert frame.told in told

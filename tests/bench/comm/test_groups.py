@@ -22,11 +22,10 @@ RANKS = 2
 NUMEL = 1000
 
 
-def start(claimed: int = RANKS) -> Group:
-    commands = [
-        [*python_module("tests.bench.comm.rank_programs"), str(rank), str(RANKS), str(claimed)] for rank in range(RANKS)
-    ]
-    return Group(RANKS, commands, [search_path()] * RANKS)
+def start(ranks: int = RANKS, claimed: int = RANKS) -> Group:
+    module = python_module("tests.bench.comm.rank_programs")
+    commands = [[*module, str(rank), str(ranks), str(claimed)] for rank in range(ranks)]
+    return Group(ranks, commands, [search_path()] * ranks)
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +136,8 @@ def test_ranks_that_do_not_come_are_not_waited_for_forever(monkeypatch: pytest.M
 
 
 def test_a_launcher_of_another_library_is_recognised() -> None:
-    with pytest.raises(GroupError, match="a world of 1 instead of 2: mpiexec is not of this library"):
-        start(claimed=1)
+    with pytest.raises(GroupError, match="a world of 2 instead of 1: mpiexec is not of this library"):
+        start(ranks=1)
 
 
 def test_a_turn_is_long_enough_to_measure_and_not_longer() -> None:
