@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
@@ -98,13 +98,17 @@ WORLDS = {
 }
 """Every stage among one to four ranks, in groups that shard and replicate, and with one copy of the parameters."""
 
-NEAREST = {"zero 3, N=1", "zero 1, N=2", "zero 2, one copy", "zero 0, N=3", "zero 3, 2 x 2"}
-"""Those of each kind that a plain `pytest` runs; `pytest -m other_worlds` runs the rest. What two ranks
-do that shard all, two groups of two do."""
+NEAREST = {"zero 3, N=1", "zero 1, N=2", "zero 3, N=2", "zero 2, one copy", "zero 0, N=3"}
+"""Those of each kind that a plain `pytest` runs; `pytest -m other_worlds` runs the rest."""
+
+NEAREST_GROUPS = NEAREST - {"zero 3, N=2"} | {"zero 3, 2 x 2"}
+"""Those for tests of what groups may get wrong: four ranks, as two that shard all and as two groups."""
 
 
 def in_worlds(
-    worlds: dict[str, tuple[Strategy, int]], **axes: Mapping[str, object] | Iterable[object]
+    worlds: dict[str, tuple[Strategy, int]],
+    nearest: Container[str] = NEAREST,
+    **axes: Mapping[str, object] | Iterable[object],
 ) -> pytest.MarkDecorator:
     """Runs a test with the `strategy` and the `n` ranks of each world, those of as many ranks after each other.
 
@@ -116,7 +120,7 @@ def in_worlds(
     by_label = {"-".join(name for name, _ in each): [value for _, value in each] for each in combinations}
     by_parts = {tuple(name.partition(", ")[::2]): name for name in worlds}
     order = sorted(by_parts, key=lambda parts: worlds[by_parts[parts]][1])
-    near = [parts for parts in order if by_parts[parts] in NEAREST or by_parts[parts] not in WORLDS]
+    near = [parts for parts in order if by_parts[parts] in nearest or by_parts[parts] not in WORLDS]
     quick = [(*parts, label) for parts, label in zip(near, cycle(by_label), strict=False)]
     chosen = pairwise(((*parts, label) for parts in order for label in by_label), first=quick)
     cases = []
@@ -136,10 +140,16 @@ def in_worlds(
 
 every_world = in_worlds(WORLDS)
 
+every_group = in_worlds(WORLDS, NEAREST_GROUPS)
+"""As `every_world`, where a plain `pytest` also takes groups."""
+
 SEVERAL = {name: (strategy, n) for name, (strategy, n) in WORLDS.items() if n > 1}
 
 several_ranks = in_worlds(SEVERAL)
 """As `every_world`, for what one rank cannot get wrong."""
+
+several_groups = in_worlds(SEVERAL, NEAREST_GROUPS)
+"""As `every_group`, for what one rank cannot get wrong."""
 
 sharded = pytest.mark.parametrize("strategy", SHARDED.values(), ids=SHARDED)
 

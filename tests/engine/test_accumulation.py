@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import paceline as pl
 from paceline.core.strategy import Strategy
-from tests.engine.models import WORLDS, assert_same, data, in_worlds, make, shares, snapshot
+from tests.engine.models import NEAREST_GROUPS, WORLDS, assert_same, data, in_worlds, make, shares, snapshot
 
 # Two and three micro-batches of equal size on each of two, three or four ranks.
 SAMPLES = 72
@@ -49,7 +49,7 @@ def in_one_batch() -> list[dict]:
     return accumulated(None)
 
 
-@in_worlds(WORLDS, policies={"each": ["each"], "once": ["defer", "hold"]})
+@in_worlds(WORLDS, NEAREST_GROUPS, policies={"each": ["each"], "once": ["defer", "hold"]})
 def test_accumulation_policies_equal_one_batch_however_many_micro_batches_a_step_has(
     ranks, strategy, n, policies
 ) -> None:

@@ -15,6 +15,7 @@ from paceline.core.errors import EngineError, UserError
 from paceline.core.strategy import Strategy
 from paceline.tensors.gradient_shard import GradientShard
 from tests.engine.models import (
+    NEAREST_GROUPS,
     SHARDED,
     STAGES,
     Stack,
@@ -63,7 +64,7 @@ def edited(model: nn.Module, kind: str) -> list[dict]:
     return [snapshot(model)]
 
 
-@in_worlds(SEVERAL, kind=["zeroed", "kept", "between micro-batches"])
+@in_worlds(SEVERAL, NEAREST_GROUPS, kind=["zeroed", "kept", "between micro-batches"])
 def test_elements_of_gradients_are_edited_on_every_rank(ranks, strategy, n, kind) -> None:
     alone = edited(pl.parallelize(make(), Strategy()), kind)
     for found in ranks(n, in_parallel, strategy, make, edited, kind):

@@ -16,7 +16,7 @@ from paceline.core.errors import UserError
 from paceline.core.memory import Memory, memory
 from paceline.core.strategy import Strategy
 from paceline.engine.api import engine_of
-from tests.engine.models import SEVERAL, in_worlds
+from tests.engine.models import NEAREST_GROUPS, SEVERAL, in_worlds
 from tests.tensors.whole_owner import plain_view
 
 
@@ -98,7 +98,7 @@ def all_predicted_and_held(strategy: Strategy, precisions: list[dict[str, Any]])
     return found
 
 
-@in_worlds(SEVERAL, precisions=PRECISIONS)
+@in_worlds(SEVERAL, NEAREST_GROUPS, precisions=PRECISIONS)
 def test_a_rank_holds_what_is_predicted_to_the_byte(
     ranks, strategy: Strategy, n: int, precisions: list[dict[str, Any]]
 ) -> None:

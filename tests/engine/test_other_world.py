@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import paceline as pl
 from paceline.core.strategy import Strategy
-from tests.engine.models import NEAREST, WORLDS, assert_same, data, make, shares, snapshot
+from tests.engine.models import NEAREST_GROUPS, WORLDS, assert_same, data, make, shares, snapshot
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -107,7 +107,9 @@ PAIRS["zero 3, N=4 to zero 1, N=3"] = "zero 3, N=4", "zero 1, N=3"
     ("before", "after"),
     [
         pytest.param(
-            *pair, id=name, marks=() if pair[0] in NEAREST or pair[1] == "zero 1, N=3" else pytest.mark.other_worlds
+            *pair,
+            id=name,
+            marks=() if pair[0] in NEAREST_GROUPS or pair[1] == "zero 1, N=3" else pytest.mark.other_worlds,
         )
         for name, pair in PAIRS.items()
     ],

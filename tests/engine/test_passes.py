@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import paceline as pl
 from paceline.core.strategy import SYSTEMS, Strategy
 from tests.engine.models import (
+    NEAREST_GROUPS,
     WORLDS,
     Stack,
     assert_all_same,
@@ -46,7 +47,7 @@ def two_backwards(model: nn.Module) -> Found:
     return found
 
 
-@in_worlds(WITH_SERVER)
+@in_worlds(WITH_SERVER, NEAREST_GROUPS)
 def test_two_backwards_before_a_step_both_count(ranks, strategy, n) -> None:
     results = ranks(n, in_parallel, strategy, Stack, two_backwards)
     for found in results if strategy.collective == "all_reduce" else results[:1]:

@@ -15,6 +15,7 @@ import paceline as pl
 from paceline.core.strategy import Strategy
 from tests.engine.models import (
     HYBRID,
+    NEAREST_GROUPS,
     STAGES,
     WORLDS,
     assert_same,
@@ -96,7 +97,7 @@ def by_one(ranks: int, micro_batches: int, dtype: torch.dtype, wide: bool, scale
     return {"state": master.state_dict(), "norms": norms}
 
 
-@in_worlds(WORLDS, micro_batches=[1, 3])
+@in_worlds(WORLDS, NEAREST_GROUPS, micro_batches=[1, 3])
 def test_bfloat16_with_fp32_masters_equals_one_process(ranks, strategy, n, micro_batches) -> None:
     expected = by_one(n, micro_batches, torch.bfloat16, wide=True, scale=1.0)
     for result in ranks(n, trained, low(strategy), micro_batches, 1.0):

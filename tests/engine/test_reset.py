@@ -20,6 +20,7 @@ from tests.engine.models import (
     SEVERAL,
     Fragile,
     assert_all_same,
+    every_group,
     every_world,
     in_parallel,
     in_worlds,
@@ -73,7 +74,7 @@ def halves(model: nn.Module, fails: bool) -> None:
         loss.backward()
 
 
-@every_world
+@every_group
 def test_after_an_exception_and_reset_the_next_step_equals_a_clean_run(ranks, strategy, n) -> None:
     failures = (fail_in_backward_of_a_micro_batch, fail_in_the_loop)
     for found in ranks(n, in_parallel, strategy, Fragile, with_failures, *failures):

@@ -17,7 +17,17 @@ from paceline.core.collectives.rounds import Traffic
 from paceline.core.ops import Op
 from paceline.core.strategy import Strategy
 from paceline.engine.engine import Engine
-from tests.engine.models import SHARDED, STAGES, Stack, assert_same, data, make, several_ranks, shares, snapshot
+from tests.engine.models import (
+    SHARDED,
+    STAGES,
+    Stack,
+    assert_same,
+    data,
+    make,
+    several_groups,
+    shares,
+    snapshot,
+)
 from tests.quick import diagonal, some
 
 
@@ -65,7 +75,7 @@ def test_stages_give_the_same_bits_in_float32(ranks, n, transport) -> None:
             assert_same(state, expected, atol=0)
 
 
-@several_ranks
+@several_groups
 def test_late_collectives_change_no_bit(ranks, strategy, n) -> None:
     expected = ranks(n, in_float32, strategy)[0]
     for state in ranks(n, in_float32, strategy, True):

@@ -20,6 +20,7 @@ from tests.engine.models import (
     assert_all_same,
     assert_same,
     data,
+    every_group,
     every_world,
     in_parallel,
     in_worlds,
@@ -75,7 +76,7 @@ def stated(strategy: Strategy) -> tuple[dict, dict, dict, list[bool]]:
     return first, again, halved, evaluated
 
 
-@every_world
+@every_group
 def test_states_have_whole_parameters_and_what_is_loaded_or_edited_counts(ranks, strategy, n) -> None:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,6 +12,7 @@ from tests.engine.models import (
     assert_all_same,
     assert_same,
     data,
+    every_group,
     every_world,
     gradients,
     make,
@@ -55,7 +56,7 @@ def weighted_alone(counts: list[tuple[int, ...]]) -> list[dict]:
     return found
 
 
-@every_world
+@every_group
 def test_uneven_token_counts_give_the_mean_over_all_tokens(ranks, strategy, n) -> None:
     counts = [numbers[:n] for numbers in TOKENS]
     expected = weighted_alone(counts)
