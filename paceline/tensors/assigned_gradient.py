@@ -28,11 +28,12 @@ def _assign(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         _set(parameter, None)
         return
     # Between steps a parameter tells the dtype of its update, in which a loop may make its gradient.
-    former, shown = _get(parameter), (parameter.shape, parameter.dtype)
+    former, shape, dtype = _get(parameter), parameter.shape, parameter.dtype
     with torch._C.DisableTorchFunctionSubclass():
         replaces = isinstance(gradient, GradientShard) or (
             isinstance(gradient, Tensor)
-            and (gradient.shape, gradient.dtype) in (shown, former is not None and (former.shape, former.dtype))
+            and gradient.shape in (shape, former is not None and former.shape)
+            and gradient.dtype in (dtype, former is not None and former.dtype)
         )
     if replaces:
         set_gradient(parameter, gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -221,4 +222,22 @@ def slopes_by_vjp_in_the_loss(side: Side) -> Found:
         return (output - y).square().mean() + slope.square().mean()
 
     fit(side, net, torch.optim.SGD(model.parameters(), 0.1), loss_of=loss_of)
+    return state(model)
+
+
+@idiom()
+def gradients_averaged_from_a_copy(side: Side) -> Found:
+    """First-order meta-learning: a copy learns, and its gradients, averaged by hand, are the model's."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x, y = side.batch(step)
+        learner = copy.deepcopy(model)
+        (learner(x) - y).square().mean().backward()
+        (net(x) * 0).sum().backward()
+        for p, own in zip(model.parameters(), learner.parameters(), strict=True):
+            p.grad = side.mean(own.grad).to(p.grad.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
     return state(model)
