@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.comm.streams import wait_for_others
 from paceline.core.errors import EngineError
@@ -98,7 +99,16 @@ def _held(lies_within: Callable[[Tensor], bool]) -> Iterator[Tensor]:
 def within(parameters: Mapping[str, Tensor]) -> Callable[[Tensor], bool]:
     """Tells of a tensor whether it lies in the memory that gathered parameters are in for now."""
     memory = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
-    return lambda tensor: tensor.untyped_storage().data_ptr() in memory
+
+    def lies_within(tensor: Any) -> bool:
+        if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
+            # Such as a nested tensor, which is made of others and has no memory of its own.
+            return any(lies_within(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        if tensor.layout == torch.strided:
+            return tensor.untyped_storage().data_ptr() in memory
+        return tensor.is_sparse and lies_within(tensor._values())
+
+    return lies_within
 
 
 def is_view(tensor: Any, lies_within: Callable[[Tensor], bool]) -> bool:

@@ -16,6 +16,7 @@ from tests.idioms import (
     buffers,
     frozen,
     gradients,
+    layouts,
     loops,
     losses,
     modules,
@@ -27,7 +28,10 @@ from tests.idioms import (
 from tests.idioms.side import IDIOMS, Ddp, Found, Paceline, Side
 from tests.ranks import RankError, RankPool
 
-WRITTEN_IN = (averages, buffers, frozen, gradients, loops, losses, modules, optimizers, several, tables, weights)
+WRITTEN_IN = (
+    *(averages, buffers, frozen, gradients, layouts, loops),
+    *(losses, modules, optimizers, several, tables, weights),
+)
 """Importing them registers the idioms."""
 
 _STAGES = {f"zero {zero}": pl.Strategy(zero=zero, bucket_mb=1e-4) for zero in range(4)}
