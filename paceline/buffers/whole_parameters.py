@@ -20,7 +20,7 @@ Gather = Callable[[Tensor, Tensor, str], None]
 class WholeParameters:
     """All parameters of a model whole, in memory of their own where the flat buffers have them otherwise."""
 
-    def __init__(self, flat: FlatParameters, gather: Gather | None, edits: bool, on_host: bool) -> None:
+    def __init__(self, flat: FlatParameters, gather: Gather | None, edits: bool, on_host: bool, widens: bool) -> None:
         """Gathers them. A collective call where they are sharded.
 
         Args:
@@ -28,9 +28,12 @@ class WholeParameters:
             gather: Performs an all-gather; None with one rank.
             edits: Whether they may be written to, so that this rank needs a copy of what others share with it.
             on_host: Whether what is gathered lies in the host's memory.
+            widens: Whether frozen parameters, of which only rounded values are left, are in the dtype that they had, so
+                that the others' masters can be computed with beside them.
         """
         self._flat = flat
         self._buckets: dict[str, Tensor] = {}
+        self._widened: dict[int, Tensor] = {}
         with torch.no_grad():
             if gather is not None:
                 for bucket, whole in gathered(flat, gather):
@@ -43,17 +46,30 @@ class WholeParameters:
                     self._buckets[bucket.name] = flat.master(bucket)
                 elif flat.shares_memory and edits:
                     self._buckets[bucket.name] = flat.whole(bucket).clone()
+            for index, slot in enumerate(flat.layout.slots if widens else ()):
+                if not slot.spec.trainable and slot.spec.dtype != flat.layout.flats[slot.flat].dtype:
+                    self._widened[index] = self._view(index).to(getattr(torch, slot.spec.dtype))
 
     def _view(self, index: int) -> Tensor:
-        flat, bucket = self._flat, self._flat.bucket_of[index]
-        whole = self._buckets.get(bucket.name)
-        return flat.views[index] if whole is None else parameter_in(whole, flat.layout.slots[index], bucket.start)
+        flat, bucket = self._flat, self._flat.bucket_of.get(index)
+        if bucket is None or (whole := self._buckets.get(bucket.name)) is None:
+            return flat.views[index]
+        return parameter_in(whole, flat.layout.slots[index], bucket.start)
 
-    def show(self) -> None:
-        """Makes them the data of the user's parameters."""
+    def show(self) -> dict[int, Tensor]:
+        """Makes them the data of the user's parameters; returns that of those that it changes, by index."""
         for index in self._flat.managed:
             unguard(self._flat.all[index])
-            self._flat.all[index].data = self._view(index)
+        shown = {index: self._view(index) for index in self._flat.managed} | self._widened
+        for index, data in shown.items():
+            self._flat.all[index].data = data
+        return shown
+
+    def narrow(self, edits: bool) -> None:
+        """Rounds frozen parameters again, to what they have become where that is kept."""
+        for index in self._widened:
+            data, view = self._flat.all[index].data, self._view(index)
+            self._flat.all[index].data = view.copy_(data) if edits else view
 
     def keep(self) -> None:
         """Writes what the user's parameters have become to the flat buffers, also where they were given other data."""

@@ -67,3 +67,15 @@ def differing(tensors: Mapping[int, Tensor], what: str) -> list[int]:
     told = all_gather_json({str(index): checksum(tensor) for index, tensor in tensors.items()}, what)
     indices = sorted({int(index) for each in told for index in each})
     return [index for index in indices if len({each.get(str(index)) for each in told}) > 1]
+
+
+def agree_on_order(order: Sequence[str]) -> list[str]:
+    """One order of units for every rank: rank 0's, with what only others ran where they ran it. A collective call."""
+    agreed: list[str] = []
+    for seen in all_gather_json(list(order), "order of units"):
+        position = 0
+        for unit in seen:
+            if unit not in agreed:
+                agreed.insert(position, unit)
+            position = agreed.index(unit) + 1
+    return agreed

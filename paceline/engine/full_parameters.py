@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from paceline.buffers.whole_parameters import Gather, WholeParameters, gathered, is_gathered
 from paceline.core.ops import READ, WRITTEN
 from paceline.engine.parameters import Parameters
 from paceline.engine.program import Program
+from paceline.hooks.casting import cast_singular_vectors
 from paceline.hooks.parameters import follow_accumulators
 from paceline.tensors.sharded_parameter import disown
 
@@ -43,14 +47,14 @@ class FullParameters:
         return any(is_gathered(self._program.parameters.flat, bucket) for bucket in self._program.layout.buckets)
 
     @contextmanager
-    def full(self, call: str, edits: bool = True, on_host: bool = False) -> Iterator[None]:
+    def full(self, call: str, edits: bool = True, is_state: bool = False) -> Iterator[None]:
         """Lets every parameter be whole and as it is updated. A collective call where they are sharded.
 
         Args:
             call: What the user called, for messages.
             edits: Whether they may be written to. Where ranks share memory, only that is a collective call. If they
                 may not, graphs from before can still run backward.
-            on_host: Whether what is gathered only to be read lies in the host's memory.
+            is_state: Whether they are only saved or loaded, and not computed with.
         """
         program = self._program
         if self.is_full or not program.parameters.flat.managed:
@@ -58,11 +62,14 @@ class FullParameters:
             return
         self._wait_for_updates()
         program.parameters.require_unedited()
+        vectors = program.strategy.low and not is_state
+        if vectors:
+            cast_singular_vectors(program.module, torch.float32)
         self.is_full = True
         collectives = program.collectives
         shared_by = collectives if edits and program.schedule.shares_memory else None
         try:
-            with full(program.parameters, partial(collectives.gather, call) if collectives else None, edits, on_host):
+            with full(program.parameters, partial(collectives.gather, call) if collectives else None, edits, is_state):
                 try:
                     yield
                 finally:
@@ -71,6 +78,8 @@ class FullParameters:
                         shared_by.barrier(READ)
         finally:
             self.is_full = False
+            if vectors:
+                cast_singular_vectors(program.module, getattr(torch, program.strategy.precision))
             if edits and program.parameters.flat.is_sharded:
                 self._may_be_edited()
         if shared_by is not None:
@@ -91,7 +100,7 @@ class FullParameters:
 
     def open_states(self, edits: bool) -> None:
         """Enters `full`, until `close_state`."""
-        self._states.append(self.full("model.load_state_dict()" if edits else _STATE_DICT, edits, not edits))
+        self._states.append(self.full("model.load_state_dict()" if edits else _STATE_DICT, edits, True))
         self._states[-1].__enter__()
 
     def close_state(self) -> None:
@@ -105,23 +114,26 @@ class FullParameters:
 
 
 @contextmanager
-def full(parameters: Parameters, gather: Gather | None, edits: bool = True, on_host: bool = False) -> Iterator[None]:
-    """Lets all parameters be whole, as they are updated; what is written to them is kept.
+def full(
+    parameters: Parameters, gather: Gather | None, edits: bool = True, is_state: bool = False
+) -> Iterator[dict[int, Tensor]]:
+    """Lets all parameters be whole, as they are updated; what is written to them is kept. Gives the data of each.
 
     Args:
         parameters: All of a model.
         gather: Performs an all-gather; None with one rank.
         edits: Whether they may be written to, so that this rank needs a copy of what others share with it.
-        on_host: Whether what is gathered lies in the host's memory.
+        is_state: Whether they are only saved or loaded: what is gathered to be saved lies in the host's memory then.
     """
     flat = parameters.flat
     parameters.take_given()
     parameters.unpin()
-    whole = WholeParameters(flat, gather, edits, on_host)
-    whole.show()
+    whole = WholeParameters(flat, gather, edits, on_host=is_state and not edits, widens=not is_state)
+    shown = whole.show()
     try:
-        yield
+        yield shown
     finally:
+        whole.narrow(edits)
         if edits:
             whole.keep()
             if flat.is_sharded or flat.has_masters:
@@ -132,10 +144,10 @@ def full(parameters: Parameters, gather: Gather | None, edits: bool = True, on_h
 def leave(parameters: Parameters, gather: Gather | None) -> None:
     """Makes every parameter whole and plain, as it is updated, for good. A collective call where sharded."""
     flat = parameters.flat
-    with full(parameters, gather):
-        kept = {index: flat.all[index].data for index in flat.managed}
-    for index in flat.managed:
+    with full(parameters, gather) as kept:
+        pass
+    for index, data in kept.items():
         flat.all[index].grad = None
         disown(flat.all[index])
-        flat.all[index].data = kept[index]
+        flat.all[index].data = data
     follow_accumulators(flat.all)

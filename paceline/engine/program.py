@@ -40,6 +40,7 @@ class Program:
     """One model laid out on one rank: the schedule of its steps, and everything that its ops name.
 
     Attributes:
+        module: The model.
         world: The job.
         schedule: The ops of a step, and its buffers.
         collectives: Carries out collectives; None with one rank.
@@ -77,7 +78,7 @@ class Program:
         self.world, self.lock = world, threading.RLock()
         # On the host's clock that costs next to nothing; on a GPU each op takes two events and more.
         self.recorder = Recorder(is_on=world.device.type == "cpu")
-        self._module, self._units, self._owner = module, tuple(units), owner
+        self.module, self._units, self._owner = module, tuple(units), owner
         self.specs = parameter_specs(module, self._units)
         self.norms = NormRecords(len(self.specs))
         self.gradients: Gradients | None = None
@@ -118,10 +119,10 @@ class Program:
 
     def _lay_out(self, turns: Iterable[Iterable[nn.Parameter]] | None = None) -> None:
         self._tensors = Tensors(self._transports, self.world.device)
-        by_name = dict(self._module.named_parameters())
+        by_name = dict(self.module.named_parameters())
         parameters = [by_name[slot.spec.name] for slot in self.layout.slots]
         self.parameters = Parameters(self.schedule, parameters, self.world.device, self._tensors, self._owner, turns)
-        self.structure = Structure(self._module, self.layout, parameters)
+        self.structure = Structure(self.module, self.layout, parameters)
         self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
 
     def _transports(self) -> Mapping[str, Transport]:

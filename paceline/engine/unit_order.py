@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from paceline.comm.agreement import agree_on_order
 from paceline.comm.control import all_gather_json
-from paceline.comm.world import World
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 
@@ -64,23 +62,9 @@ class UnitOrder:
     def _agree(self) -> bool:
         """Adopts the order that the first forward has shown; whether it is another one than before."""
         before = self._program.schedule.order
-        order = tuple(agree_on_order(self._forward.order, self._program.world))
+        order = tuple(agree_on_order(self._forward.order))
         # Empty where nothing that ran told of itself, as in a reentrant checkpoint around the whole model.
         if order:
             self._program.adopt(order)
             self._known = True
         return self._program.schedule.order != before
-
-
-def agree_on_order(order: Sequence[str], world: World) -> list[str]:
-    """One order of units for every rank: rank 0's, with what only others ran where they ran it. A collective call."""
-    if world.world_size == 1:
-        return list(order)
-    agreed: list[str] = []
-    for seen in all_gather_json(list(order), "order of units"):
-        position = 0
-        for unit in seen:
-            if unit not in agreed:
-                agreed.insert(position, unit)
-            position = agreed.index(unit) + 1
-    return agreed

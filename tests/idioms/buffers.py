@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,6 +30,24 @@ def spectral_norm(side: Side) -> Found:
     torch.manual_seed(0)
     parts = [nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
     return trained(side, nn.Sequential(*parts, nn.Tanh(), nn.Linear(WIDTH, 2)))
+
+
+@idiom(off=0.2)
+def spectral_norm_that_is_evaluated_whole(side: Side) -> Found:
+    """By the model's parameters in full, and by a copy."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 2))
+    net = side.parallel(model.to(side.dtype).eval())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    notes = []
+    for step in range(3):
+        fit(side, net, optimizer, 1)
+        x, _ = side.batch(50 + step)
+        with side.whole(model), torch.no_grad():
+            notes.append(side.mean(model(x).square().mean()))
+        with torch.no_grad():
+            notes.append(side.mean(copy.deepcopy(model)(x).square().mean()))
+    return {**state(model), "evaluated": torch.stack(notes)}
 
 
 @idiom(off=0.1)

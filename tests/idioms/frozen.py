@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -50,6 +52,43 @@ def adapters_are_merged_for_evaluation(side: Side) -> Found:
             merged = layer.weight + layer.up @ layer.down
             notes.append(merged.double().sum())
     return {**state(model), "merged": torch.stack(notes)}
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter that is merged into its weight, and taken out again."""
+
+    def __init__(self, layer: nn.Linear, side: Side) -> None:
+        super().__init__()
+        self.layer, self.is_merged = layer.requires_grad_(False), False
+        self.down = nn.Parameter(side.tensor(2, layer.in_features, seed=3) * 0.3)
+        self.up = nn.Parameter(side.tensor(layer.out_features, 2, seed=4) * 0.1)
+
+    def merge(self, sign: int) -> None:
+        self.layer.weight.data += sign * (self.up.data @ self.down.data).to(self.layer.weight.dtype)
+        self.is_merged = sign > 0
+
+    def forward(self, x):
+        return self.layer(x) if self.is_merged else self.layer(x) + x @ self.down.T @ self.up.T
+
+
+@idiom()
+def adapters_are_merged_while_the_model_is_evaluated(side: Side) -> Found:
+    """Also by a copy of it: what is frozen is computed with beside masters."""
+    model = mlp(side)
+    model[0], model[3] = Adapted(model[0], side), Adapted(model[3], side)
+    net = side.parallel(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.02, eps=1e-3)
+    notes = []
+    x, _ = side.batch(5)
+    for _ in range(3):
+        fit(side, net, optimizer, 1)
+        with side.whole(model), torch.no_grad():
+            model[0].merge(1)
+            notes.append(side.mean(model(x).square().mean()))
+            model[0].merge(-1)
+        with torch.no_grad():
+            notes.append(side.mean(copy.deepcopy(model)(x).square().mean()))
+    return {**state(model), "evaluated": torch.stack(notes)}
 
 
 @idiom()
