@@ -13,7 +13,7 @@ from paceline.core.step_state import StepState
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.materialise.freed import return_freed_memory
-from paceline.optimizers.shard_states import mark_states, prepare_optimizer, require_states_of
+from paceline.optimizers.shard_states import is_of_torch, mark_states, prepare_optimizer, require_states_of
 from paceline.tensors.assigned_gradient import set_gradient
 from paceline.tensors.gradient_shard import GradientShard, as_shard
 
@@ -30,7 +30,7 @@ class Update:
         self._program, self._state, self._forward = program, state, forward
         self._shards: list[GradientShard] = []
         self._empty: dict[int, GradientShard] = {}
-        self.under_way = self._is_suspended = self._has_updated = False
+        self.under_way = self._is_suspended = self._has_updated = self._hides_empty = False
 
     def begin(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: it is shown this rank's shards.
@@ -57,7 +57,7 @@ class Update:
         else:
             require_states_of(optimizer)
         executor.load(executor.step, self._ops())
-        self.under_way = True
+        self.under_way, self._hides_empty = True, is_of_torch(optimizer)
         self._show_local()
         # Where ranks share memory this one has done with it now, but others may still read what it is about to write.
         executor.begin(self._key("update"))
@@ -73,9 +73,9 @@ class Update:
                 set_gradient(parameters.all[index], as_shard(parameters.flat.cut(index, gradient), None, True))
         parameters.show_local()
         shards = {index: p.grad for index, p in enumerate(parameters.all) if isinstance(p.grad, GradientShard)}
-        # What this rank has no part of costs an optimizer no time, and no state that other ranks count steps in.
+        # What this rank has no part of costs torch's optimizers no time, and no state. Others may ask for no None.
         with torch._C.DisableTorchFunctionSubclass():
-            self._empty = {index: shard for index, shard in shards.items() if not shard.numel()}
+            self._empty = {index: shard for index, shard in shards.items() if self._hides_empty and not shard.numel()}
         self._shards = [shard for index, shard in shards.items() if index not in self._empty]
         for index in self._empty:
             parameters.all[index].grad = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.core.errors import UserError
@@ -54,6 +55,9 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
     own, shards = flat.number
     if isinstance(optimizer, torch.optim.LBFGS) and flat.has_masters:
         raise UserError("LBFGS keeps gradients of all parameters in one vector: set strategy.precision to float32")
+    has_begun = any(SHARD in group for group in optimizer.param_groups)
+    if not is_of_torch(optimizer) and not has_begun and (shards > 1 or flat.has_masters):
+        _require_states_in_state(optimizer, flat)
     if shards > 1:
         _require_elementwise(optimizer, strategy)
         require_states_of(optimizer, own, shards)
@@ -128,6 +132,37 @@ def _require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
         )
 
 
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether torch has the class, as it is."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _require_states_in_state(optimizer: Optimizer, flat: FlatParameters) -> None:
+    """Refuses a tensor for each parameter that an optimizer made when it was built, where it cannot be cut.
+
+    Raises:
+        UserError: It keeps some elsewhere than in its `state`.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    updated = [flat.local.get(flat.index_of.get(id(p), -1)) for p in parameters]
+    for name, kept in vars(optimizer).items():
+        if name in ("state", "param_groups", "defaults") or not isinstance(kept, (list, tuple, dict)):
+            continue
+        tensors = [
+            each for each in tree_leaves(kept) if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)
+        ]
+        if not tensors or [each.shape for each in tensors] != [p.shape for p in parameters]:
+            continue
+        pairs = zip(tensors, updated, strict=True)
+        if flat.shards > 1 or any(each.dtype != local.dtype for each, local in pairs if local is not None):
+            raise UserError(
+                f"{type(optimizer).__name__}.{name} has a tensor for each parameter, whole and in the dtype that is "
+                "computed with, but inside step() a parameter is this rank's shard, in the dtype of its update: keep "
+                "them in self.state[parameter], make them in the first step(), or set strategy.zero to 0 and "
+                "strategy.precision to float32"
+            )
+
+
 def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, index: int) -> None:
     """Makes what an optimizer holds for one parameter go with this rank's shard of it, in the dtype of its update."""
     local, spec = flat.local.get(index), flat.layout.slots[index].spec
@@ -140,7 +175,7 @@ def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, in
         if tuple(state.shape) == spec.shape:
             if state.shape != local.shape or state.dtype != local.dtype:
                 states[name] = flat.cut(index, state)
-        elif state.shape != local.shape and state.dim():
+        elif flat.shards > 1 and state.shape != local.shape and state.dim():
             raise UserError(
                 f"{optimizer} holds {name} of shape {list(state.shape)} for {spec.name}, of which "
                 f"this rank updates {local.numel()} elements: load states that were saved with the same strategy "
