@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,9 @@ KIND = "paceline planner hardware"
 VERSION = 4
 UNITS = "bytes, seconds, bytes a second, floating-point operations a second, watts"
 """What the numbers of a file are in. Files say so, and none in other units is believed."""
+
+DTYPES = ("float32", "bfloat16", "float16", "float8")
+"""By which names devices have their peaks and ceilings. Plans compute in the first three."""
 
 _LARGEST_FILE = 1_000_000
 
@@ -39,7 +43,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "devices_per_host": (1, 1e5, "devices"),
     "within.latency": (0.0, 1.0, "seconds"),
     "within.bandwidth": (1e5, 1e14, "bytes a second"),
-    "between.latency": (0.0, 10.0, "seconds"),
+    "between.latency": (0.0, 1.0, "seconds"),
     "between.bandwidth": (1e4, 1e14, "bytes a second"),
     "framework": (0, 1e12, "bytes"),
     "hooks": (0.0, 0.1, "seconds"),
@@ -87,18 +91,23 @@ def read(path: str | Path) -> Hardware:
     try:
         found: Hardware = msgspec.convert(values, Hardware, strict=True)
     except msgspec.ValidationError as error:
-        raise UserError(f"{path}: {_place(str(error))}; `paceline plan --here` makes a whole one") from None
+        raise UserError(f"{path}: {_explained(str(error))}; `paceline plan --here` makes a whole one") from None
     for name in _unread(values, asdict(found)):
         raise UserError(f"{path}: {name}: a profile has no such value, and a slip would leave what is meant out")
     for name, value in _numbers(asdict(found)):
         _check(path, name, value)
+    for name in ("peak", "ceiling"):
+        if unknown := sorted(getattr(found.device, name).keys() - set(DTYPES)):
+            near = difflib.get_close_matches(unknown[0], DTYPES, n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{path}: device.{name}.{unknown[0]}: expected one of {', '.join(DTYPES)}{hint}")
     for dtype, ceiling in found.device.ceiling.items():
         if ceiling > (peak := found.device.peak.get(dtype, ceiling)):
             raise UserError(
                 f"{path}: device.ceiling.{dtype}: expected at most device.peak.{dtype}, {peak:g}, got {ceiling:g}"
             )
-    if not found.device.ceiling:
-        raise UserError(f"{path}: device.ceiling: expected a number for at least one of float32, bfloat16, float16")
+    if not found.device.ceiling.keys() & set(DTYPES[:3]):
+        raise UserError(f"{path}: device.ceiling: expected a number for at least one of {', '.join(DTYPES[:3])}")
     return found
 
 
@@ -112,7 +121,7 @@ def _values(path: str | Path) -> dict[str, Any]:
     try:
         if len(text) > _LARGEST_FILE:
             raise ValueError("it is longer than a profile is")
-        values = json.loads(text)
+        values = json.loads(text, parse_int=_read, parse_float=_read)
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"hardware profile {path}: is damaged: not JSON ({error}); make it anew with `paceline plan --here`"
@@ -122,10 +131,21 @@ def _values(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def _place(message: str) -> str:
-    """Msgspec's words, with the path of the value first."""
+def _read(text: str) -> float:
+    """A number, whole ones as such however they are written: 8e10 is as many bytes as 80000000000."""
+    number = float(text)
+    return int(number if "e" in text.lower() or "." in text else text) if number.is_integer() else number
+
+
+def _explained(message: str) -> str:
+    """Msgspec's words, with the path of the value first, and what the value is in."""
     said, _, where = message.partition(" - at `$.")
-    return f"{where.rstrip('`')}: {said}" if where else said
+    where = where.rstrip("`")
+    lacking = re.search("missing required field `(.*)`", said)
+    name = ".".join(part for part in (where, lacking and lacking[1]) if part)
+    known = _RANGES.get(name) or _RANGES.get(name.rpartition(".")[0])
+    unit = f", in {known[2]}" if known else ""
+    return f"{where}: {said}{unit}" if where else f"{said}{unit}"
 
 
 def _unread(values: dict[str, Any], read: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -148,14 +168,18 @@ def _check(path: str | Path, name: str, value: float) -> None:
     # Of what goes by names, the range is that of all of them.
     known = f"measured.{name.rpartition('.')[2]}" if name.startswith("measured.") else name
     least, most, unit = _RANGES.get(known) or _RANGES[name.rpartition(".")[0]]
-    if math.isfinite(value) and least <= value <= most:
+    if least <= value <= most:  # which neither infinity nor what is no number is
         return
-    prefixes = _PERCENT if unit.startswith("a share") else _PREFIXES
-    likely = [word for factor, word in prefixes.items() if least <= value * factor <= most]
+    likely = [word for factor, word in _PREFIXES.get(unit, {}).items() if least <= value * factor <= most]
     hint = f"; is it in {likely[0]}?" if likely and value > 0 else ""
     raise UserError(f"{path}: {name}: expected {unit}, from {least:g} to {most:g}, got {value:g}{hint}")
 
 
-_PREFIXES = {1e9: "billions (GB)", 1e12: "trillions (TFLOP/s)", 1e-3: "milliseconds", 1e-6: "microseconds"}
-"""Units that people write numbers in, the likeliest first."""
-_PERCENT = {1e-2: "percent"}
+_PREFIXES = {
+    "bytes": {1e9: "billions (GB)", 1e6: "millions (MB)"},
+    "bytes a second": {1e9: "billions (GB/s)", 1e6: "millions (MB/s)", 1e12: "trillions (TB/s)"},
+    "floating-point operations a second": {1e12: "trillions (TFLOP/s)", 1e9: "billions (GFLOP/s)"},
+    "seconds": {1e-3: "milliseconds", 1e-6: "microseconds"},
+    "a share of 1": {1e-2: "percent"},
+}
+"""Units that people write numbers in, the likeliest first, by those that they should be in."""

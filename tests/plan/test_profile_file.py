@@ -63,6 +63,13 @@ def test_what_was_measured_is_written_too_and_its_numbers_are_checked(file: Path
         (("framewrok",), 1e9, "framewrok: a profile has no such value"),
         (("device", "watt"), 700.0, "device.watt: a profile has no such value"),
         (("device", "ceiling", "bfloat16"), 5e15, "device.ceiling.bfloat16: expected at most device.peak.bfloat16"),
+        (("device", "memory"), 10**400, "device.memory: Expected `int`, got `float`, in bytes"),
+        (("device", "memory"), 79.1, "device.memory: Expected `int`, got `float`, in bytes"),
+        (("device", "bandwidth"), None, "device: Object missing required field `bandwidth`, in bytes a second"),
+        (("device", "peak", "bfloat16"), 989.4, r"is it in trillions \(TFLOP/s\)"),
+        (("device", "peak", "bf16"), 9e14, "device.peak.bf16: expected one of float32.*did you mean bfloat16"),
+        (("device", "ceiling"), {"float8": 9e14}, "at least one of float32"),
+        (("between", "latency"), 8, "between.latency: expected seconds, from 0 to 1, got 8"),
         (("units",), "GB, ms", "units: expected 'bytes, .*got 'GB, ms'; convert the numbers"),
     ],
 )
@@ -71,6 +78,14 @@ def test_a_mistake_in_a_file_says_where_and_what_was_expected(file: Path, keys, 
     with pytest.raises(UserError, match=words) as told:
         profile_file.read(file)
     assert str(file) in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(file: Path) -> None:
+    text = file.read_text()
+    memory = f'"memory": {profiles.hardware("h100").device.memory}'
+    assert memory in text
+    file.write_text(text.replace(memory, '"memory": 8.5e10'))
+    assert profile_file.read(file).device.memory == 85_000_000_000
 
 
 @pytest.mark.parametrize(
