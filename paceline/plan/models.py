@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
@@ -40,7 +42,9 @@ def meta_model_and_inputs(name: str) -> tuple[nn.Module, Inputs | None]:
     """As `meta_model`, with what the model is called with if its function returned that, too: a tensor, a tuple of
     arguments, or a dictionary of named ones.
     """
-    model, inputs = on_meta(lambda: _build(name))
+    # What a model says as it is built is not part of a plan, which may be JSON for another program.
+    with contextlib.redirect_stdout(sys.stderr):
+        model, inputs = on_meta(lambda: _build(name))
     if not any(True for _ in model.parameters()):
         raise UserError(f"--model {name}: {type(model).__name__} has no parameters")
     if lazy := [each for each, parameter in model.named_parameters() if is_lazy(parameter)]:
@@ -97,17 +101,19 @@ def _hugging_face(path: Path) -> nn.Module:
 
 def _function(name: str) -> tuple[nn.Module, Inputs | None]:
     module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise UserError(f"--model {name}: expected module:function, such as my_models:build")
     # The modules of the folder that the user stands in, as with python -m.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise UserError(
-            f"--model {name}: there is no module {error.name}; expected module:function, importable from here"
-        ) from None
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"--model {name}: there is no module {error.name}; expected module:function, importable from here"
+            ) from None
+        raise _raised(name, f"importing {module_name}", error) from error
     function: Any = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"--model {name}: {module_name} has no function {function_name!r} that returns an nn.Module")
@@ -117,7 +123,13 @@ def _function(name: str) -> tuple[nn.Module, Inputs | None]:
         raise UserError(f"--model {name}: expected a function that takes nothing ({error})") from None
     except ValueError:  # a callable that tells nothing of its arguments
         pass
-    built = function()
+    try:
+        built = function()
+    except UserError:
+        raise
+    except Exception as error:
+        where = f"{function_name}(), which builds it on the meta device (shapes without values),"
+        raise _raised(name, where, error) from error
     pair = isinstance(built, tuple) and len(built) == 2
     model, inputs = built if pair else (built, None)
     if not isinstance(model, nn.Module) or not isinstance(inputs, (Tensor, tuple, Mapping, NoneType)):
@@ -126,6 +138,21 @@ def _function(name: str) -> tuple[nn.Module, Inputs | None]:
             f"tensor, a tuple of arguments or a dict of named ones), got {_named(built)}"
         )
     return model, inputs
+
+
+def _raised(name: str, what: str, error: Exception) -> UserError:
+    """What a user's own code raised, in a sentence, and then its traceback from there on."""
+    trace = error.__traceback__
+    while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    told = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    said = " ".join(str(error).split())
+    return UserError(f"--model {name}: {what} raised {type(error).__name__}: {said}\n\n{told}")
+
+
+def _is_users(file: str) -> bool:
+    ours = str(Path(__file__).parents[1])
+    return not file.startswith((ours, "<frozen")) and file != importlib.__file__
 
 
 def _named(built: Any) -> str:

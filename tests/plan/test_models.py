@@ -130,6 +130,16 @@ def lazy():
 def sized(width):
     return nn.Linear(width, width)
 
+def chatty():
+    print("reading my settings")
+    return nn.Linear(4, 4)
+
+def broken():
+    return helped({})
+
+def helped(settings):
+    return nn.Linear(settings["width"], 4)
+
 shape = (1, 2)
 """
 
@@ -175,7 +185,43 @@ def test_a_name_that_leads_to_no_model_says_what_was_expected(mine: str, name: s
     assert words in str(caught.value)
 
 
-def test_a_module_that_misses_another_is_not_itself_missing(mine: str, tmp_path: Path) -> None:
-    (tmp_path / f"{mine}_broken.py").write_text("import not_installed_anywhere\n")
-    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
-        meta_model(f"{mine}_broken:build")
+def test_what_a_users_function_raises_is_told_with_its_own_lines_alone(mine: str) -> None:
+    with pytest.raises(UserError) as caught:
+        meta_model(f"{mine}:broken")
+    first, _, traced = str(caught.value).partition("\n\n")
+    assert first.startswith(f"--model {mine}:broken: broken(), which builds it on the meta device")
+    assert first.endswith("raised KeyError: 'width'")
+    assert "in broken" in traced and "in helped" in traced and traced.endswith("KeyError: 'width'")
+    assert "models.py" not in traced.replace(mine, "") and "on_meta" not in traced
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import not_installed_anywhere\n", "raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        ("def build(: pass\n", "raised SyntaxError: invalid syntax"),
+        ("raise ValueError('no settings')\n", "raised ValueError: no settings"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_so_and_where(mine: str, tmp_path: Path, text: str, words: str) -> None:
+    name = f"{mine}_broken_{len(text)}"
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(UserError) as caught:
+        meta_model(f"{name}:build")
+    first, _, traced = str(caught.value).partition("\n\n")
+    assert first.startswith(f"--model {name}:build: importing {name} {words}")
+    assert f'{name}.py", line 1' in traced and "importlib" not in traced
+
+
+@pytest.mark.parametrize("name", [":build", "models:"])
+def test_half_a_name_asks_for_the_other(name: str) -> None:
+    with pytest.raises(UserError, match="expected module:function"):
+        meta_model(name)
+
+
+def test_what_a_model_prints_as_it_is_built_is_not_among_the_numbers(
+    mine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meta_model(f"{mine}:chatty")
+    out, err = capsys.readouterr()
+    assert out == "" and err == "reading my settings\n"
