@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from paceline.command_line.parse import parse
 from paceline.core.errors import UserError
+from paceline.launch.screen import show
 from paceline.plan.arguments import PlanArguments
+from paceline.plan.progress import told_to
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
             )
         from paceline.plan.command import forecast
 
-        return forecast(options, devices)
+        with told_to(partial(show, warning=True)):
+            return forecast(options, devices)
     if needing := [name for name in _NEED_HARDWARE if _given(options, name)]:
         raise UserError(
             f"{_flag(needing[0])}: needs to know what the devices are: add --hardware, such as "

@@ -32,6 +32,7 @@ class ObservedPass(TorchDispatchMode):
         backward: Operations of each unit's backward pass.
         again: How many of each unit's forward operations come before the last tensor that autograd keeps: what torch's
             checkpoint runs once more (its early stop).
+        operators: How many ran.
         failed: The operator that raised, with its unit.
         unknown: Operators that look as if they multiplied matrices, but whose cost is not known.
         changed: Whether something wrote to memory that was there before the current unit began.
@@ -49,6 +50,7 @@ class ObservedPass(TorchDispatchMode):
         self.forward: dict[str, list[Operation]] = defaultdict(list)
         self.backward: dict[str, list[Operation]] = defaultdict(list)
         self.again: dict[str, int] = defaultdict(int)
+        self.operators = 0
         self.failed: tuple[str, str] | None = None
         self.unknown: set[str] = set()
         self.changed = self.paused = False
@@ -87,6 +89,7 @@ class ObservedPass(TorchDispatchMode):
             if self.failed is None:
                 self.failed = str(func._schema.name).replace("::", "."), self.unit
             raise
+        self.operators += 1
         self._see(func, args, result)
         if not self.paused:
             counted = operation(func, args, kwargs, result)

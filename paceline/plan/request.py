@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from paceline.core.errors import UserError
+from paceline.launch.screen import show
 from paceline.models.config import ModelConfig
 from paceline.models.presets import PRESETS
 from paceline.plan import profiles, quantities
@@ -81,9 +83,8 @@ def _hardware(options: PlanArguments, devices: int) -> Hardware:
     if options.here:
         # Measuring runs ranks, of which plans know nothing.
         from paceline.calibrate.machine import here, measurable
-        from paceline.launch.screen import show
 
-        return here(measurable(devices), report=show)
+        return here(measurable(devices), report=partial(show, warning=True))
     return profiles.hardware(options.hardware)
 
 

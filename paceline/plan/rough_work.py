@@ -1,15 +1,50 @@
-"""What a model's matrices alone tell of its work, where it cannot be traced."""
+"""The work of a model that may not be traceable: what its matrices alone tell then."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import nn
 
+from paceline.core.errors import UserError
 from paceline.models.units import find_units
+from paceline.plan.example_inputs import Inputs, example_inputs
+from paceline.plan.trace import trace
 from paceline.plan.work import Operation, UnitWork, Work
+
+
+def traced_or_rough(
+    model: nn.Module,
+    samples: int = 1,
+    *,
+    length: int = 0,
+    inputs: Inputs | None = None,
+    precision: str = "float32",
+    device: Literal["cpu", "cuda"] = "cuda",
+    units: Sequence[str] = (),
+) -> Work:
+    """As `trace`; of a model that cannot be traced what its matrices alone tell, with the reason as a warning."""
+    try:
+        return trace(model, samples, length=length, inputs=inputs, precision=precision, device=device, units=units)
+    except UserError as error:
+        try:
+            rows = example_inputs(model, samples, length, inputs).tokens
+        except UserError:
+            rows = samples * max(1, length)
+        told = f"{error}. {_TOO_LITTLE[rows > samples]}"
+        return replace(rough_work(model, rows, samples, precision, units), warnings=(told,))
+
+
+_TOO_LITTLE = tuple(
+    f"Of its work only one product of each matrix for each {each} is counted: times and activations are too small, by "
+    "far for convolutions and recurrent layers, and strategies that are told to fit may not"
+    for each in ("sample", "token")
+)
+"""What is said of rough work, by whether rows are tokens."""
 
 
 def rough_work(

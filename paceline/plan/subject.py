@@ -14,8 +14,8 @@ from paceline.models.flops import flops_per_token
 from paceline.models.on_meta import on_meta
 from paceline.models.transformer import Transformer
 from paceline.plan.example_inputs import Inputs
+from paceline.plan.rough_work import traced_or_rough
 from paceline.plan.stages import Shapes, shapes
-from paceline.plan.trace import traced_or_rough
 from paceline.plan.work import Operation, UnitWork, Work
 
 Kernels = Literal["cpu", "cuda"]

@@ -7,9 +7,10 @@ keeps. Blocks that are alike run once.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from paceline.plan.example_inputs import Inputs, example_inputs
 from paceline.plan.fused import FusedKernels
 from paceline.plan.observed_pass import ObservedPass
 from paceline.plan.packed import unpacked
-from paceline.plan.rough_work import rough_work
+from paceline.plan.progress import told_while_slow
 from paceline.plan.stand_in import Result, result_of, stand_in
 from paceline.plan.without_memory import cast, fake, without_memory
 from paceline.plan.work import Operation, UnitWork, Work
@@ -71,36 +72,6 @@ def trace(
         return _Trace(model, given, precision, device, units, skips=False).run()
 
 
-def traced_or_rough(
-    model: nn.Module,
-    samples: int = 1,
-    *,
-    length: int = 0,
-    inputs: Inputs | None = None,
-    precision: str = "float32",
-    device: Literal["cpu", "cuda"] = "cuda",
-    units: Sequence[str] = (),
-) -> Work:
-    """As `trace`; of a model that cannot be traced what its matrices alone tell, with the reason as a warning."""
-    try:
-        return trace(model, samples, length=length, inputs=inputs, precision=precision, device=device, units=units)
-    except UserError as error:
-        try:
-            rows = example_inputs(model, samples, length, inputs).tokens
-        except UserError:
-            rows = samples * max(1, length)
-        told = f"{error}. {_TOO_LITTLE[rows > samples]}"
-        return replace(rough_work(model, rows, samples, precision, units), warnings=(told,))
-
-
-_TOO_LITTLE = tuple(
-    f"Of its work only one product of each matrix for each {each} is counted: times and activations are too small, by "
-    "far for convolutions and recurrent layers, and strategies that are told to fit may not"
-    for each in ("sample", "token")
-)
-"""What is said of rough work, by whether rows are tokens."""
-
-
 class _Unalike(Exception):
     """Blocks that seemed alike are not."""
 
@@ -129,6 +100,8 @@ class _Trace:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         with ExitStack() as stack:
+            # What a model says as it runs is not part of a plan, which may be JSON for another program.
+            stack.enter_context(redirect_stdout(sys.stderr))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(unpacked())
@@ -142,6 +115,7 @@ class _Trace:
                 stack.enter_context(_replaced(unit, self._forward_of(name, unit)))
             stack.enter_context(FusedKernels(self.device))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(told_while_slow(self._how_far))
             with _told(seen, self.model), seen:
                 with saved_tensors_hooks(seen.saved, lambda each: each):
                     output = self.model(*args, **kwargs)
@@ -152,6 +126,14 @@ class _Trace:
                 torch.autograd.backward(roots, [torch.empty_like(each) for each in roots])
             del output, roots
         return self._work()
+
+    def _how_far(self) -> str:
+        seen, samples = self.seen, self.given.samples
+        return (
+            f"tracing {type(self.model).__name__} with {samples} sample{'s' * (samples > 1)}: in {seen.phase} of "
+            f"{seen.unit or 'the model itself'}, {len(seen.order)} of {len(self.units)} units begun, "
+            f"{seen.operators:,} operators so far"
+        )
 
     # ---- blocks that are alike
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from paceline.plan import profiles
 from paceline.plan.arguments import PlanArguments
 from paceline.plan.case import Case
 from paceline.plan.estimate import Setting
+from paceline.plan.hardware import Hardware
 from paceline.plan.request import request
 from paceline.plan.subject import of_module
 
@@ -40,3 +42,16 @@ def test_a_model_that_is_left_in_its_own_dtype_counts_against_that_dtypes_peak()
     low = on_meta(lambda: nn.Linear(64, 64).to(torch.bfloat16))
     case = Case(of_module("low", low, torch.empty(1, 64, dtype=torch.bfloat16)), profiles.hardware("h100"), 2)
     assert case.estimate(Setting(Strategy(), 1, 1)).peak_flops == 989.4e12
+
+
+def test_what_is_said_of_measuring_is_not_among_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def here(ranks: int, *, report: Callable[[str], object]) -> Hardware:
+        report(f"measuring this machine with {ranks} ranks")
+        return profiles.hardware("h100")
+
+    monkeypatch.setattr("paceline.calibrate.machine.here", here)
+    request(PlanArguments(model="nano", here=True, json="-"), 2)
+    out, err = capsys.readouterr()
+    assert out == "" and err == "measuring this machine with 2 ranks\n"

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,8 +15,10 @@ from paceline.calibrate.timed_pass import timed_pass
 from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
+from paceline.plan import progress
 from paceline.plan.models import meta_model
-from paceline.plan.trace import trace, traced_or_rough
+from paceline.plan.rough_work import traced_or_rough
+from paceline.plan.trace import trace
 from paceline.plan.transformer_work import transformer_work
 from paceline.plan.work import Work
 
@@ -232,6 +237,39 @@ def test_a_result_that_no_gradient_comes_from_is_told(recwarn: pytest.WarningsRe
 
 def test_the_matrices_of_a_model_that_is_one_layer_are_counted_too() -> None:
     assert traced_or_rough(nn.Linear(3, 5), 2).flops == 6 * 2 * 3 * 5
+
+
+class Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            print("a block")
+            time.sleep(0.05)
+        return x
+
+
+def test_a_trace_that_takes_long_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST", 0.02)
+    lines: list[str] = []
+    with progress.told_to(lines.append):
+        trace(Slow(), 2, inputs=torch.empty(1, 8))
+    assert lines
+    told = r"tracing Slow with 2 samples: in forward of .*, [1-3] of 3 units begun, \d+ operators so far"
+    assert all(re.fullmatch(told, line) for line in lines)
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
+    lines.clear()
+    trace(Slow(), 1, inputs=torch.empty(1, 8))
+    assert not lines, "nobody listens"
+
+
+def test_what_a_model_prints_as_it_is_traced_is_not_among_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    trace(Slow(), 1, inputs=torch.empty(1, 8))
+    out, err = capsys.readouterr()
+    assert out == "" and "a block" in err
 
 
 def test_a_model_whose_inputs_are_not_known_asks_for_them() -> None:
