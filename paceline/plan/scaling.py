@@ -12,7 +12,7 @@ from paceline.core.strategy import Strategy
 from paceline.plan.case import Case
 from paceline.plan.estimate import Estimate
 from paceline.plan.quantities import short
-from paceline.plan.search import search
+from paceline.plan.search import groups, search
 
 DEVICES = (*(2**power for power in range(17)), 100_000)
 """Numbers of devices that are looked at."""
@@ -51,12 +51,10 @@ def curve(case: Case, samples: int, precision: str, devices: Sequence[int] = DEV
 
 def _best(case: Case, samples: int, precision: str) -> Estimate | None:
     """The best of all ranks' stages, and of copies within a host or 16 of them."""
-    host = case.hardware.devices_per_host
     chosen: dict[str, Any] = {"precision": precision}
     stages: list[Any] = [2, 3] if case.devices > 1 else []
     strategies = [Strategy(zero=0, **chosen), *(Strategy(zero=stage, **chosen) for stage in stages)]
-    groups = [size for size in (host, 16 * host) if 1 < size < case.devices and case.devices % size == 0]
-    strategies += [Strategy(zero=3, shard=group, **chosen) for group in groups]
+    strategies += [Strategy(zero=3, shard=group, **chosen) for group in groups(case, (1, 16))]
     return search(case, samples, strategies=strategies).recommended
 
 

@@ -8,6 +8,7 @@ the best so far is shorter than all bounds that are left, so what is found is th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -22,7 +23,7 @@ from paceline.plan.least import Least
 MOST_TRIED = 6
 """Settings of one strategy that are simulated at most."""
 MOST_MICRO_BATCHES = 8
-"""Sizes of a micro-batch that are looked at, the largest powers of 2 and divisors."""
+"""Sizes of a micro-batch that are looked at."""
 RECOMPUTE = (("none", 1), ("keep_attention", 2), ("keep_attention", 1), ("unit", 2), ("unit", 1))
 """What is computed again, and of which share of the blocks: more and more of it."""
 BUCKETS = (25.0, 100.0, 400.0)
@@ -97,15 +98,23 @@ def search(
 
 def families(case: Case, precision: str) -> list[Strategy]:
     """Every stage over all ranks, and in groups of a host's devices and of some hosts."""
-    devices, host = case.devices, case.hardware.devices_per_host
     chosen: dict[str, Any] = {"precision": precision}
-    if devices == 1:
+    if case.devices == 1:
         return [Strategy(zero=0, **chosen)]
-    sizes = [size for size in (host, 2 * host, 4 * host, 16 * host, 64 * host) if 1 < size < devices]
-    groups = [0, *(size for size in dict.fromkeys(sizes) if devices % size == 0)]
     stages: list[Any] = [1, 2, 3]
-    found = [Strategy(zero=stage, shard=shard, **chosen) for stage, shard in product(stages, groups)]
+    shards = [0, *groups(case, (1, 2, 4, 16, 64))]
+    found = [Strategy(zero=stage, shard=shard, **chosen) for stage, shard in product(stages, shards)]
     return [Strategy(zero=0, **chosen), *found]
+
+
+def groups(case: Case, hosts: Sequence[int]) -> list[int]:
+    """Sizes of groups: the devices of so many hosts, or where the last host is not full a part that all hosts share."""
+    devices, host = case.devices, case.hardware.devices_per_host
+    sizes = [count * host for count in hosts]
+    if devices > host:
+        # It divides a host's devices, so that no group lies on two hosts.
+        sizes.insert(0, math.gcd(devices, host))
+    return [size for size in dict.fromkeys(sizes) if 1 < size < devices and devices % size == 0]
 
 
 def micro_batches(samples: int) -> list[int]:

@@ -72,6 +72,30 @@ def test_one_device_has_one_strategy() -> None:
 
 
 @pytest.mark.parametrize(
+    ("hardware", "devices", "sizes"),
+    [
+        ("h100", 8, []),
+        ("h100", 6, []),
+        ("h100", 64, [8, 16, 32]),
+        ("h100", 12, [4]),
+        ("h100", 11, []),
+        ("gb200", 8192, [8]),
+        ("gb200", 144, [72]),
+        ("gh200", 64, [2, 4, 16]),
+    ],
+)
+def test_groups_fill_hosts_or_divide_them(hardware: str, devices: int, sizes: list[int]) -> None:
+    case = Case(SMALL, profiles.hardware(hardware), devices)
+    assert sorted({each.shard for each in families(case, "bfloat16")} - {0}) == sizes
+
+
+def test_where_hosts_are_not_full_groups_within_them_save_rings_through_all_ranks() -> None:
+    found = search(Case(transformer("llama-1b", PRESETS["llama-1b"], 512), profiles.hardware("gb200"), 8192), 1)
+    fitting = {each.name: each.seconds for each in found.best if each.fits}
+    assert fitting["zero 3, groups of 8"] < 0.5 * fitting["zero 3"]
+
+
+@pytest.mark.parametrize(
     ("samples", "sizes"), [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (7, [1, 7]), (1024, [1, 2, 4, 8, 16, 32, 64, 128])]
 )
 def test_sizes_of_micro_batches_divide_a_devices_samples(samples: int, sizes: list[int]) -> None:
