@@ -108,7 +108,7 @@ def _ranks(
     """All settings with one number of ranks: calibration, runs, calibration, so that a machine that changes shows."""
     threads = threads_per_rank(0, ranks)
     report(f"{ranks} ranks: measuring the machine")
-    before = measured_here(ranks, options.calibration / 2)
+    before = measured_here(ranks, options.calibration / 2)[0]
     rows = []
     with RankPool(ranks, threads, fresh=True) as pool:
         for case in cases:
@@ -120,7 +120,7 @@ def _ranks(
                 held = pool.run(_memory, case, strategy, limit=600)
                 rows.append(_row(case, ranks, strategy, seconds, held, before.framework))
     report(f"{ranks} ranks: measuring the machine again")
-    return rows, between(before, measured_here(ranks, options.calibration / 2))
+    return rows, between(before, measured_here(ranks, options.calibration / 2)[0])
 
 
 def _row(

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -20,11 +21,12 @@ from paceline.calibrate.probe import fitted
 from paceline.calibrate.rank import Measured, measure, measure_in
 from paceline.comm.world import World
 from paceline.core.errors import UserError
-from paceline.launch.cores import available_cores, threads_per_rank
+from paceline.launch.cores import CROWDED, available_cores, threads_per_rank
 from paceline.launch.pool import RankPool, RanksFailed
 from paceline.measuring.results import machine
 from paceline.plan import profile_file
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
+from paceline.plan.progress import told_while_slow
 
 SECONDS = 12.0
 """About how long measuring takes on a quiet machine."""
@@ -49,8 +51,8 @@ def here(ranks: int, *, anew: bool = False, report: Callable[[str], object] = la
         except UserError as error:
             report(f"{error}. It is measured anew")
     report(f"measuring this machine with {ranks} rank{'s' if ranks > 1 else ''}, about {SECONDS:.0f} s")
-    found = measured_here(ranks, SECONDS)
-    _keep(path, found, report)
+    found, crowded = measured_here(ranks, SECONDS)
+    _keep(path, found, crowded, report)
     return found
 
 
@@ -76,11 +78,17 @@ def measured_in_job(world: World, report: Callable[[str], object] = lambda _: No
     threads = torch.get_num_threads()
     found = fitted(_hardware(results, ranks, threads), results[0].smallest, results[0].steps, ranks)
     if world.rank == 0 and world.local_world_size == ranks:
-        _keep(cached(ranks, threads), found, report)
+        _keep(cached(ranks, threads), found, max(each.crowded for each in results), report)
     return found
 
 
-def _keep(path: Path, found: Hardware, report: Callable[[str], object]) -> None:
+def _keep(path: Path, found: Hardware, crowded: float, report: Callable[[str], object]) -> None:
+    if crowded > CROWDED:
+        report(
+            f"for {100 * crowded:.0f} % of the time in which this machine was measured other work had its cores, so "
+            "that all times are too long: this is not kept, and the next plan measures again"
+        )
+        return
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,19 +111,27 @@ def cached(ranks: int, threads: int) -> Path:
     return base / "paceline" / "hardware" / f"{_identity(ranks, threads)}.json"
 
 
-def measured_here(ranks: int, seconds: float = SECONDS) -> Hardware:
+def measured_here(ranks: int, seconds: float = SECONDS) -> tuple[Hardware, float]:
     """Measures this machine for about so long.
+
+    Returns:
+        What was found, and the share of the time in which other work had the cores.
 
     Raises:
         UserError: A rank failed.
     """
-    threads = threads_per_rank(0, ranks)
+    threads, began = threads_per_rank(0, ranks), time.perf_counter()
+
+    def how_far() -> str:
+        return f"still measuring after {time.perf_counter() - began:.0f} s: other work may have the cores"
+
     try:
-        with RankPool(ranks, threads, fresh=True) as pool:
+        with told_while_slow(how_far, 2 * seconds), RankPool(ranks, threads, fresh=True) as pool:
             results: list[Measured] = pool.run(measure, seconds, limit=LIMIT)
     except RanksFailed as failed:
         raise UserError(f"measuring this machine failed: {failed.summary}") from None
-    return fitted(_hardware(results, ranks, threads), results[0].smallest, results[0].steps, ranks)
+    hardware = fitted(_hardware(results, ranks, threads), results[0].smallest, results[0].steps, ranks)
+    return hardware, max(each.crowded for each in results)
 
 
 def _hardware(results: Sequence[Measured], ranks: int, threads: int) -> Hardware:

@@ -20,7 +20,7 @@ from paceline.comm.connect import open_transport
 from paceline.comm.transport import Transport
 from paceline.comm.world import World
 from paceline.core.strategy import Stage, Strategy
-from paceline.launch.cores import available_cores
+from paceline.launch.cores import available_cores, waited_for_a_core
 from paceline.materialise.freed import keep_freed_memory, return_freed_memory
 from paceline.measuring.cases import ADAMW, Case, Precision
 from paceline.measuring.loops import one_process, parallel
@@ -83,6 +83,8 @@ class Measured(NamedTuple):
     """Seconds of the engine's step on a model that computes next to nothing."""
     steps: dict[str, dict[Stage, float]]
     """Seconds of the engine's steps on `PROBE`, by precision and stage: in float32 of all stages."""
+    crowded: float = 0.0
+    """Share of the time in which other work had the core that this rank could have computed on."""
 
 
 def measure(seconds: float) -> Measured:
@@ -101,6 +103,7 @@ def measure_in(world: World, seconds: float) -> Measured:
         seconds: Sets how often each is repeated: about so long it takes on a quiet machine.
     """
     keep_freed_memory()
+    began, waited = time.perf_counter(), waited_for_a_core()
     framework = _framework(world)
     repeats = max(3, round(seconds / 3))
     found, launch = _operators(repeats)
@@ -119,12 +122,19 @@ def measure_in(world: World, seconds: float) -> Measured:
         "float32": dict(zip(stages, whole, strict=True)),
         "bfloat16": {0: half},
     }
-    return Measured(found, launch, ceiling, _bandwidth(repeats), framework, smallest, steps)
+    bandwidth = _bandwidth(repeats)
+    crowded = _by_others((waited_for_a_core() - waited) / (time.perf_counter() - began), crowding)
+    return Measured(found, launch, ceiling, bandwidth, framework, smallest, steps, crowded)
 
 
 def _crowding(world: World) -> float:
     """How many times as long as on a core of its own computing takes where ranks of one thread are more than cores."""
     return max(1.0, world.local_world_size / available_cores()) if clock() is time.thread_time else 1.0
+
+
+def _by_others(waited: float, crowding: float) -> float:
+    """In which share of the time other work had the core that a rank waited for; ranks wait for each other, too."""
+    return max(0.0, 1 - (1 - waited) * crowding)
 
 
 def _slower(found: Mapping[str, Rates], share: float) -> dict[str, Rates]:

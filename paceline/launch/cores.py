@@ -39,6 +39,10 @@ def threads_per_rank(threads: int, local_ranks: int) -> int:
     return max(1, available_cores() // local_ranks)
 
 
+CROWDED = 0.25
+"""From this share of the time in which other work has the cores, whoever measures times says so."""
+
+
 def waited_for_a_core() -> float:
     """Seconds in which this process's main thread could have run, but all cores did other work; 0 if nobody knows."""
     with contextlib.suppress(OSError, ValueError, IndexError):

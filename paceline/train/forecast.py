@@ -17,6 +17,7 @@ import torch
 import paceline as pl
 from paceline.comm.world import World
 from paceline.core.errors import UserError
+from paceline.launch.cores import CROWDED
 from paceline.models.config import ModelConfig
 from paceline.plan.case import Case
 from paceline.plan.estimate import Setting
@@ -27,7 +28,6 @@ from paceline.plan.subject import transformer
 from paceline.train.config import TrainConfig
 from paceline.train.metrics import peak_memory
 from paceline.train.run_folder import PLAN, RunFolder
-from paceline.train.summary import CROWDED
 
 UNKNOWN = Hardware(
     Device("unknown", 1 << 62, 1.0, dict.fromkeys(("float32", "bfloat16", "float16"), 1.0), {}),

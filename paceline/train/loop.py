@@ -14,7 +14,7 @@ from paceline.comm.devices import strategy_on
 from paceline.comm.patience import StepPatience
 from paceline.data.samples import LeftOut
 from paceline.engine.recovery import close
-from paceline.launch.cores import threads_per_rank
+from paceline.launch.cores import CROWDED, threads_per_rank
 from paceline.launch.screen import show
 from paceline.launch.seat import Seat
 from paceline.launch.stop import StopRequest, ended_at_once, exit_status
@@ -40,7 +40,7 @@ from paceline.train.rewind import run_and_go_back
 from paceline.train.run_folder import RunFolder, check_run_folder, create_run_folder
 from paceline.train.samples import write_samples
 from paceline.train.skipped import require_progress, tell_skipped
-from paceline.train.summary import CROWDED, SAVING, crowded, opening, validation_line
+from paceline.train.summary import SAVING, crowded, opening, validation_line
 from paceline.train.training import Training
 
 

@@ -19,8 +19,6 @@ from paceline.train.run_folder import LATEST, RUNS, TOKENIZER
 from paceline.train.sample import continuation
 from paceline.train.validate import Validation
 
-CROWDED = 0.25
-"""From this share of the time in which other work has the cores, the run says so."""
 VALIDATING = "validating"
 SAVING = "saving the weights"
 SAMPLING = "writing a sample"

@@ -43,7 +43,7 @@ def test_settings_are_run_and_forecast(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """But for calibration, which tests of its own hold to what it should find."""
-    monkeypatch.setattr(plan, "measured_here", lambda ranks, seconds: HERE)
+    monkeypatch.setattr(plan, "measured_here", lambda ranks, seconds: (HERE, 0.0))
     path = tmp_path / "plan.json"
     plan.main(
         PlanBench(ranks=(2,), sizes=("small",), precision=("float32",), zero=(0, 3), rounds=1, steps=1, json=str(path))

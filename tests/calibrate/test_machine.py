@@ -35,9 +35,9 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of ranks that were measured with, instead of measuring."""
     asked: list[int] = []
 
-    def instead(ranks: int, seconds: float) -> Hardware:
+    def instead(ranks: int, seconds: float) -> tuple[Hardware, float]:
         asked.append(ranks)
-        return HERE
+        return HERE, 0.0
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(machine, "measured_here", instead)
@@ -83,6 +83,23 @@ def test_ranks_of_other_threads_do_not_go_by_a_measurement_nor_replace_it(
     monkeypatch.setattr(machine.torch, "get_num_threads", lambda: threads + 1)
     machine.measured_in_job(World())
     assert machine.kept(1, threads) == HERE and machine.kept(1, threads + 1) is not None
+
+
+def test_what_was_measured_beside_other_work_is_told_and_not_kept(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "measured_here", lambda *_: (HERE, 0.6))
+    told: list[str] = []
+    assert machine.here(2, report=told.append) == HERE
+    assert "for 60 % of the time in which this machine was measured other work had its cores" in told[-1]
+    assert machine.kept(2, threads_per_rank(0, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("waited", "ranks_a_core", "by_others"), [(0.0, 1.0, 0.0), (0.5, 1.0, 0.5), (0.5, 2.0, 0.0), (0.75, 2.0, 0.5)]
+)
+def test_ranks_that_wait_for_each_other_are_no_other_work(waited: float, ranks_a_core: float, by_others: float) -> None:
+    assert rank._by_others(waited, ranks_a_core) == pytest.approx(by_others)
 
 
 def test_a_folder_that_cannot_be_written_costs_the_next_measurement_alone(
