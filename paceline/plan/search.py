@@ -130,7 +130,7 @@ def _settings(case: Case, family: Strategy, samples: int) -> Iterator[Setting]:
     for size, (recompute, every) in product(micro_batches(samples), RECOMPUTE):
         count = samples // size
         ways = ["auto"]
-        if count > 1 and family.stage >= 2:
+        if count > 1 and family.stage >= 2 and family.reduce_in_float32:
             ways += ["defer", "hold"] if family.gathers else ["defer"]
         for accumulation in ways:
             changed: dict[str, Any] = {"recompute": recompute, "recompute_every": every, "accumulation": accumulation}

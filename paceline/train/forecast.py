@@ -17,15 +17,17 @@ import torch
 import paceline as pl
 from paceline.comm.world import World
 from paceline.core.errors import UserError
+from paceline.core.strategy import Strategy
 from paceline.launch.cores import CROWDED
 from paceline.models.config import ModelConfig
 from paceline.plan.case import Case
 from paceline.plan.estimate import Setting
 from paceline.plan.hardware import Device, Hardware, Kernels, Link
 from paceline.plan.recommend import in_words
-from paceline.plan.search import search
+from paceline.plan.search import families, search
 from paceline.plan.subject import transformer
 from paceline.train.config import TrainConfig
+from paceline.train.defaults import defaults
 from paceline.train.metrics import peak_memory
 from paceline.train.run_folder import PLAN, RunFolder
 
@@ -37,6 +39,9 @@ UNKNOWN = Hardware(
     Link(0.0, 1.0),
 )
 """Stands for machines of which nobody knows how fast they are: what a rank holds can be told nevertheless."""
+
+DECIDED = ("zero", "shard", "recompute", "recompute_every", "accumulation", "prefetch", "bucket_mb")
+"""Settings of a strategy that `plan: auto` decides, beside the micro-batch."""
 
 
 @dataclass
@@ -152,8 +157,8 @@ def planned(config: TrainConfig, shape: ModelConfig, world: World, say: Callable
 
         say(f"plan: measuring this machine for about {SECONDS:.0f} s, once")
         hardware = measured_in_job(world, say)
-    share = _share(config.batch, world.world_size)
-    estimate = search(_case(hardware, shape, world), share, precisions=(config.strategy.precision,)).recommended
+    share, case = _share(config.batch, world.world_size), _case(hardware, shape, world)
+    estimate = search(case, share, strategies=_possible(config.strategy, case)).recommended
     if estimate is None:
         raise UserError(
             f"plan auto: nothing fits: {config.batch} samples of {shape.context} tokens over {world.world_size} ranks "
@@ -161,14 +166,36 @@ def planned(config: TrainConfig, shape: ModelConfig, world: World, say: Callable
         )
     # Rank 0's choice is everyone's, whatever rounding says elsewhere.
     setting = estimate.setting
-    chosen = {
-        name: value
-        for name, value in asdict(setting.strategy).items()
-        if name in ("zero", "shard", "recompute", "recompute_every", "accumulation", "prefetch", "bucket_mb")
-    }
+    chosen = {name: value for name, value in asdict(setting.strategy).items() if name in DECIDED}
     chosen, samples = pl.all_gather_json([chosen, setting.samples], "the strategy that was planned")[0]
     say(f"plan: {in_words(estimate)}: {estimate.seconds * 1e3:.1f} ms a step predicted")
-    return replace(config, strategy=replace(config.strategy, **chosen), micro_batch=samples, plan="")
+    strategy = replace(config.strategy, **chosen)
+    usual = defaults(config.model.preset)
+    for name in DECIDED:
+        asked = getattr(config.strategy, name)
+        if asked not in (getattr(usual.strategy, name), getattr(strategy, name)):
+            say(f"note: strategy.{name} {asked} does not count, as plan auto decides it: {getattr(strategy, name)}")
+    if config.micro_batch not in (usual.micro_batch, samples):
+        say(f"note: micro_batch {config.micro_batch} does not count, as plan auto decides it: {samples}")
+    return replace(config, strategy=strategy, micro_batch=samples, plan="")
+
+
+def _possible(strategy: Strategy, case: Case) -> list[Strategy]:
+    """Every stage and group that goes with the settings that a plan leaves as they are, such as how gradients travel.
+
+    Raises:
+        UserError: None does.
+    """
+    usual: dict[str, Any] = {name: getattr(Strategy, name) for name in DECIDED}
+    found, wrong = list[Strategy](), None
+    for family in families(case, strategy.precision):
+        try:
+            found.append(replace(strategy, **(usual | {"zero": family.stage, "shard": family.shard})))
+        except UserError as error:
+            wrong = error
+    if wrong is not None and not found:
+        raise wrong
+    return found
 
 
 def setting_of(config: TrainConfig, ranks: int) -> Setting:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.models.presets import PRESETS
+from paceline.plan.case import Case
 from paceline.plan.hardware import Device, Hardware, Kernels, Link
+from paceline.plan.search import Found, search
 from paceline.train import forecast
 from paceline.train.config import TrainConfig
 
@@ -44,6 +48,57 @@ def test_auto_takes_what_the_planner_finds_and_keeps_what_it_does_not_decide(mon
     assert chosen.plan == "" and chosen.strategy.gradients == "sum" and chosen.strategy.units == ("blocks.*",)
     assert chosen.batch == 8 and 4 % chosen.micro_batch == 0
     assert "zero" in said[-1] and "ms a step predicted" in said[-1]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("left", "stages"),
+    [
+        ({}, {0, 1, 2, 3}),
+        ({"packing": "flat"}, {0, 1}),
+        ({"synchronize": "after", "bucket_mb": 5.0}, {0, 1}),
+        ({"collective": "parameter_server"}, {0}),
+        ({"share_parameters": True, "zero": 1}, {1, 2, 3}),
+        ({"precision": "bfloat16", "reduce_in_float32": False}, {0, 1, 2, 3}),
+        ({"wire": "int8", "accumulation": "hold", "zero": 3}, {0, 1, 2, 3}),
+    ],
+)
+def test_what_the_planner_does_not_decide_goes_with_what_it_takes(
+    left: dict[str, Any], stages: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flops = {"float32": 1e11, "bfloat16": 2e11}
+    device = replace(QUICK.device, peak=flops, ceiling=flops)
+    monkeypatch.setattr(forecast, "known_hardware", lambda _: replace(QUICK, device=device))
+    looked_at: list[Strategy] = []
+
+    def searched(case: Case, samples: int, *, strategies: Sequence[Strategy]) -> Found:
+        looked_at.extend(strategies)
+        return search(case, samples, strategies=strategies)
+
+    monkeypatch.setattr(forecast, "search", searched)
+    config = TrainConfig(plan="auto", strategy=Strategy(gradients="sum", **left))
+    chosen = forecast.planned(config, PRESETS["nano"], world(2), lambda _: None).strategy
+    assert {each.stage for each in looked_at} == stages
+    kept = {name: value for name, value in left.items() if name not in forecast.DECIDED}
+    assert all(getattr(each, name) == value for each in (*looked_at, chosen) for name, value in kept.items())
+
+
+@pytest.mark.usefixtures("alone")
+def test_settings_that_no_plan_goes_with_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "known_hardware", lambda _: QUICK)
+    config = TrainConfig(plan="auto", strategy=Strategy(gradients="sum", zero=1, share_parameters=True))
+    with pytest.raises(UserError, match="share_parameters"):
+        forecast.planned(config, PRESETS["nano"], world(1), lambda _: None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_was_asked_for_and_is_decided_by_the_planner_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "known_hardware", lambda _: QUICK)
+    said: list[str] = []
+    strategy = Strategy(gradients="sum", zero=3, shard=2, prefetch=7)
+    forecast.planned(TrainConfig(plan="auto", strategy=strategy), PRESETS["nano"], world(2), said.append)
+    assert any(line.startswith("note: strategy.prefetch 7 does not count, as plan auto decides it: ") for line in said)
+    assert not any("micro_batch" in line for line in said), "it is the usual one"
 
 
 @pytest.mark.usefixtures("alone")
