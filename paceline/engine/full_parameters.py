@@ -57,7 +57,7 @@ class FullParameters:
             is_state: Whether they are only saved or loaded, and not computed with.
         """
         program = self._program
-        if self.is_full or not program.parameters.flat.managed:
+        if self.is_full or not (program.parameters.flat.managed or program.strategy.low):
             yield
             return
         self._wait_for_updates()
@@ -143,11 +143,10 @@ def full(
 
 def leave(parameters: Parameters, gather: Gather | None) -> None:
     """Makes every parameter whole and plain, as it is updated, for good. A collective call where sharded."""
-    flat = parameters.flat
     with full(parameters, gather) as kept:
         pass
     for index, data in kept.items():
-        flat.all[index].grad = None
-        disown(flat.all[index])
-        flat.all[index].data = data
-    follow_accumulators(flat.all)
+        parameters.all[index].grad = None
+        disown(parameters.all[index])
+        parameters.all[index].data = data
+    follow_accumulators(parameters.all)

@@ -102,7 +102,8 @@ def close(engine: Engine, whole: bool) -> None:
         whole: Whether the model is then a plain one on this rank; else it is of no more use, and none of its parameters
             takes memory that it had not.
     """
-    collectives, managed = engine.program.collectives, bool(engine.program.parameters.flat.managed) and whole
+    collectives = engine.program.collectives
+    managed = whole and bool(engine.program.parameters.flat.managed or engine.strategy.low)
     if collectives is not None:
         collectives.note_exception()
         if collectives.has_given_up and managed:

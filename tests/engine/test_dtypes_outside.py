@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -82,3 +83,31 @@ def in_low_precision(zero: int, entry: str) -> dict[str, Tensor]:
 def test_what_meets_fp32_buffers_is_cast(ranks, zero: int, entry: str) -> None:
     for found in ranks(2, in_low_precision, zero, entry):
         assert_same(found, train(build(), entry), atol=0.01)
+
+
+def frozen(zero: int, every: bool) -> list[Tensor]:
+    """What a model whose parameters are frozen, all or some, answers: whole, copied and released."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    (model if every else model[0]).requires_grad_(False)
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    with torch.no_grad():
+        expected = model(x)
+        pl.parallelize(model, Strategy(zero=zero, precision="bfloat16", bucket_mb=1e-4))  # type: ignore[arg-type]
+        model(x)
+        with pl.full_parameters(model):
+            whole = model(x)
+        copied = copy.deepcopy(model)(x)
+        assert model[0].weight.dtype == torch.bfloat16
+        answers = [whole, copied, pl.release(model)(x)]
+    return [expected, *answers]
+
+
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("zero", range(4))
+def test_frozen_parameters_are_in_their_own_dtype_where_all_are_whole(ranks, zero: int, every: bool) -> None:
+    for expected, *answers in ranks(2, frozen, zero, every):
+        for answer in answers:
+            torch.testing.assert_close(answer, expected, atol=0.02, rtol=0)
