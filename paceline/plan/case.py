@@ -87,17 +87,17 @@ class Case:
                 precision.
         """
         hardware, precision = self.hardware, setting.strategy.precision
-        split = self._step_of(setting, lambda count: self._split(setting, count, 1.0))
+        split = self.step_of(setting, lambda count: self._split(setting, count, 1.0))
         slowed = split.pop("slowed")
         # Sums of floats differ by their order.
         slowed = slowed if slowed > 1e-9 * split["compute"] else 0.0
-        sent = self._step_of(setting, lambda count: {"bytes": float(self._sent(setting.strategy, count))})
+        sent = self.step_of(setting, lambda count: {"bytes": float(self._sent(setting.strategy, count))})
         exposed = {kind: time for kind, time in split.items() if kind not in ("compute", "optimizer") and time > 0}
         plain = sum(split.values())
         hosts = math.ceil(self.devices / hardware.devices_per_host)
         bubble = plain * hardware.kernels.straggling * math.log2(hosts)
         if self.slow_rank != 1.0:
-            slow = self._step_of(setting, lambda count: self._split(setting, count, self.slow_rank))
+            slow = self.step_of(setting, lambda count: self._split(setting, count, self.slow_rank))
             bubble += sum(slow.values()) - slow["slowed"] - plain
         whole = {"compute": split["compute"] - slowed, "optimizer": split["optimizer"], "bubble": bubble}
         whole["communication"] = sum(exposed.values()) + slowed
@@ -141,7 +141,7 @@ class Case:
             self._steps[key] = self.schedule(strategy).step(micro_batches)
         return self._steps[key]
 
-    def _step_of(self, setting: Setting, of: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
+    def step_of(self, setting: Setting, of: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
         """A sum over a step's ops, from steps of few micro-batches: each one more adds the same."""
         most = min(setting.micro_batches, ALIKE)
         found = dict(of(most))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from paceline.command_line import quantities as said
@@ -91,12 +92,19 @@ def _communicating(case: Case, estimate: Estimate) -> Iterator[Term]:
         "shard": spread(schedule.shards, host),
         "replicate": spread(schedule.replicas, host, schedule.shards),
     }
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for op in case.ops(setting.strategy, 1):
-        if op.kind not in COMPUTE and op.stream != "statistics":
-            number, size = found.get((op.kind, op.group), (0, 0))
-            found[op.kind, op.group] = (number + 1, size + op.bytes)
-    for (kind, group), (number, size) in found.items():
+
+    def collectives(micro_batches: int) -> Mapping[str, float]:
+        numbers, sizes = Counter[str](), Counter[str]()
+        for op in case.ops(setting.strategy, micro_batches):
+            if op.kind not in COMPUTE and op.stream != "statistics":
+                numbers[f"{op.kind} {op.group} number"] += 1
+                sizes[f"{op.kind} {op.group} bytes"] += op.bytes
+        return {**numbers, **sizes}
+
+    found = case.step_of(setting, collectives)
+    for name in [name for name in found if name.endswith(" number")]:
+        kind, group, _ = name.split()
+        number, size = round(found[name]), found[f"{kind} {group} bytes"]
         where = groups[group]
         n, hosts = where.ranks, where.hosts
         twice = "2 x " if kind == "all_reduce" else ""
@@ -105,7 +113,7 @@ def _communicating(case: Case, estimate: Estimate) -> Iterator[Term]:
         formula = f"max({within}, {between})" if where.within > 1 and hosts > 1 else between if hosts > 1 else within
         yield Term(
             kind,
-            f"{gib(size)} GiB a micro-batch in {number}",
+            f"{gib(size)} GiB a step in {number:,}",
             f"{twice}{formula} + a latency for each step of the ring; n = {n}, h = {hosts}; waited for "
             f"{said.seconds(estimate.exposed.get(kind, 0.0))} of a step",
             "ring (Thakur et al. 2005), links: datasheet x 0.8 (nccl-tests)",

@@ -32,3 +32,14 @@ def test_formulas_of_states_give_the_bytes_that_are_shown(stage: int, more: Any,
         # Padding; and of gradients what autograd makes of a unit before it is copied in.
         beside = 0.1 * GPT2.shapes.numel if name == "gradients" else 0
         assert estimate.memory.by_kind[name] == pytest.approx(held, rel=0.01, abs=beside), (name, formulas[name])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_collectives_that_are_told_are_those_of_a_step(stage: int, micro_batches: int) -> None:
+    case = Case(GPT2, profiles.hardware("h200"), 8)
+    estimate = case.estimate(Setting(Strategy(zero=stage, precision="bfloat16"), 1, micro_batches))
+    told = [each.value for each in terms(case, estimate) if each.name in ("all_gather", "reduce_scatter", "all_reduce")]
+    buffers = sum(float(re.match(r"([\d.]+) GiB a step in [\d,]+", value)[1]) for value in told)  # type: ignore[index]
+    halves = 2 if stage == 0 else 1  # an all-reduce sends each part twice
+    assert estimate.sent / 2**30 == pytest.approx(halves * buffers * 7 / 8, rel=0.02)
