@@ -9,6 +9,7 @@ from functools import partial
 from paceline.command_line.parse import parse
 from paceline.core.errors import UserError
 from paceline.launch.screen import show
+from paceline.launch.stop import ended_at_once
 from paceline.plan.arguments import PlanArguments
 from paceline.plan.progress import told_to
 
@@ -37,7 +38,11 @@ def main(arguments: Sequence[str]) -> int:
                 f"{_flag(of_exact[0])}: is of the exact bytes, shown without --hardware and --here; with them groups "
                 "and micro-batches are found, for the --batch-tokens of a step"
             )
-        from paceline.plan.command import forecast
+        # torch goes on with what it found half imported, and fails later in ways of its own.
+        with ended_at_once():
+            import torch._dynamo.config  # noqa: F401, by which traces of a model begin
+
+            from paceline.plan.command import forecast
 
         with told_to(partial(show, warning=True)):
             return forecast(options, devices)
@@ -46,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
             f"{_flag(needing[0])}: needs to know what the devices are: add --hardware, such as "
             "--hardware h100, or --here"
         )
-    from paceline.plan import exact_table
+    with ended_at_once():
+        from paceline.plan import exact_table
 
     exact_table.show(options, devices)
     return 0

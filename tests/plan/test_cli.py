@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 
@@ -79,3 +80,22 @@ print({"sympy", "torch._inductor", "torch._dynamo"} & sys.modules.keys())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize("module", ["numpy.linalg", "torch._dynamo.utils"])
+def test_an_interrupt_amid_imports_ends_the_command(module: str) -> None:
+    """Torch's own extension goes on without numpy where importing it fails, and falls over it later."""
+    script = f"""
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == {module!r} and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from paceline.cli import main
+sys.exit(main(["plan", "--model", "nano", "--devices", "2", "--hardware", "h100"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT
+    assert (done.stdout, done.stderr) == ("", "")
