@@ -14,7 +14,7 @@ from tests.ranks import RankPool
 DOCS = Path(__file__).parent.parent / "docs"
 COURSE = runpy.run_path(str(DOCS / "make_tutorial.py"))
 PAGE = (DOCS / "tutorial.md").read_text()
-SMALLER = {"1024": "64", "STEPS = 12": "STEPS = 6"}
+SMALLER = {"1024": "16", "STEPS = 12": "STEPS = 6"}
 """So that a test takes seconds; the model, its buckets and what is sent stay the page's."""
 
 

@@ -25,7 +25,7 @@ from tests.engine.real_models import FAMILIES, SHAPES, Batch, Family, loss_of
 from tests.quick import diagonal, full
 from tests.ranks import RankPool
 
-STEPS = 3
+STEPS = 2
 SAMPLES = 2
 """In a micro-batch of one rank."""
 MAX_NORM = 0.5

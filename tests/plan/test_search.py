@@ -54,13 +54,13 @@ def test_where_all_fits_nothing_is_recomputed_and_stages_differ_by_little() -> N
 
 
 def test_nothing_fits_and_what_would() -> None:
-    case = Case(transformer("llama-70b", PRESETS["llama-70b"]), H100, 16)
+    case = Case(LLAMA, H100, 2)
     found = search(case, 1)
     assert found.recommended is None and reason(found) == ""
     assert found.best[0].setting.strategy == Strategy(zero=3, precision="bfloat16", recompute="unit")
     changes = would_fit(case, 1, "bfloat16")
-    assert changes[0] == "32 devices" and changes[1].startswith("--hardware ")
-    assert search(replace(case, devices=32), 1).recommended is not None
+    assert changes[0] == "4 devices" and changes[1].startswith("--hardware ")
+    assert search(replace(case, devices=4), 1).recommended is not None
 
 
 def test_one_device_has_one_strategy() -> None:

@@ -97,12 +97,16 @@ def test_the_same_command_goes_on_after_kill_9(
     assert kept == ["step-00000012", "step-00000014"], "older ones, and unfinished ones, are gone"
 
 
-def test_a_stop_saves_all_that_resume_needs(nano: list[str], tmp_path: Path) -> None:
-    command = paceline("train", *nano, *FLAGS, "--steps", "100000", "--checkpoint.every", "0", "--folder", "stopped")
+def test_a_run_that_is_going_on_is_refused_and_its_stop_saves_all_that_resume_needs(
+    nano: list[str], tmp_path: Path
+) -> None:
+    command = paceline("train", *nano, *FLAGS, "--steps", "100000", "--checkpoint.every", "9", "--folder", "stopped")
     with program(command, tmp_path) as started:
-        while not curve(tmp_path / "stopped"):
+        while not list(tmp_path.glob("stopped/checkpoints/*/manifest.json")):
             assert started.process.poll() is None, started.process.communicate()
             time.sleep(0.02)
+        status, _, err = called(tmp_path, "train", "--resume", "stopped", "--steps", "200000")
+        assert status == 2 and "stopped is in use: another process trains there" in err
         started.process.send_signal(signal.SIGTERM)
         status, out, _ = started.finish()
     assert status == 143 and "paceline train --resume stopped" in out
@@ -151,16 +155,6 @@ def test_a_folder_of_a_run_that_was_killed_early_needs_no_hand(nano: list[str], 
     assert (status, err) == (0, "")
     assert curve(tmp_path / "mine") == expected
     assert list(tmp_path.glob("mine/checkpoints/step-00000002/manifest.json"))
-
-
-def test_a_run_that_is_still_going_on_is_refused(nano: list[str], tmp_path: Path) -> None:
-    command = paceline("train", *nano, *FLAGS, "--steps", "100000", "--checkpoint.every", "1", "--folder", "busy")
-    with program(command, tmp_path) as started:
-        while not list(tmp_path.glob("busy/checkpoints/*/manifest.json")):
-            assert started.process.poll() is None, started.process.communicate()
-            time.sleep(0.02)
-        status, _, err = called(tmp_path, "train", "--resume", "busy", "--steps", "200000")
-    assert status == 2 and "busy is in use: another process trains there" in err
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def compare(
     def run(
         model: ModelSpec, strategy: Strategy, micro_batches: int = 3, ranks: int = 2, tolerance: float = 1e-9
     ) -> Outcome:
-        found = prepared(model, ranks)
+        found = prepared(model, ranks, (micro_batches,))
         pool = two if ranks == 2 else four
         comparison = Comparison(found.spec, single, pool, tmp_path, limit=60)
         outcome = comparison.run(Case(strategy, recipe_for(strategy, ranks, micro_batches, STEPS), tolerance))

@@ -35,13 +35,6 @@ def group() -> Iterator[Group]:
     group.close()
 
 
-@pytest.fixture
-def mortal() -> Iterator[Group]:
-    group = start()
-    yield group
-    group.close()
-
-
 def quiet(_: str) -> None:
     pass
 
@@ -95,18 +88,10 @@ def test_a_barrier_that_a_rank_leaves_before_all_have_come_is_wrong(group: Group
     assert hasty == 1, "rank 0, when rank 1 is late"
 
 
-def test_a_group_whose_rank_dies_is_left_out_from_then_on_with_its_last_words(mortal: Group) -> None:
-    systems = [System(mortal, "made", algorithm) for algorithm in ("right", "deadly", "wrong")]
-    failures: dict[str, str] = {}
-    assert measure("all_reduce", NUMEL, systems, 2, failures, quiet) == []
-    assert list(failures) == ["all_reduce over made deadly"]
-    assert failures["all_reduce over made deadly"].startswith("OSError: gone for good; everything else")
-    assert mortal.closed
-
-
 @pytest.mark.full
-def test_waiting_ranks_take_no_time_and_end_with_the_group(mortal: Group) -> None:
-    pids = [process.pid for process in mortal._processes]
+def test_waiting_ranks_take_no_time_and_end_with_the_group() -> None:
+    group = start()
+    pids = [process.pid for process in group._processes]
 
     def used() -> float:
         ticks = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13] for pid in pids]
@@ -115,9 +100,18 @@ def test_waiting_ranks_take_no_time_and_end_with_the_group(mortal: Group) -> Non
     before = used()
     time.sleep(1)
     assert used() - before < 0.1, "seconds of computing, of 2 processes in 1 s"
-    mortal.close()
+    group.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not mortal._folder.path.exists()
+    assert not group._folder.path.exists()
+
+
+def test_a_group_whose_rank_dies_is_left_out_from_then_on_with_its_last_words(group: Group) -> None:
+    systems = [System(group, "made", algorithm) for algorithm in ("right", "deadly", "wrong")]
+    failures: dict[str, str] = {}
+    assert measure("all_reduce", NUMEL, systems, 2, failures, quiet) == []
+    assert list(failures) == ["all_reduce over made deadly"]
+    assert failures["all_reduce over made deadly"].startswith("OSError: gone for good; everything else")
+    assert group.closed, "so this test is the last that uses it"
 
 
 def test_processes_that_end_at_once_are_named_with_their_last_words() -> None:
