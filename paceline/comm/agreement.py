@@ -24,16 +24,17 @@ def check_same_model(specs: Sequence[ParameterSpec], module: nn.Module, strategy
     Raises:
         UserError: Ranks differ; names the first difference and the ranks on each side.
     """
-    strategies = all_gather_json(repr(strategy), "strategy")
+    mine = [[s.name, list(s.shape), s.dtype, s.trainable, list(s.stride), s.unit] for s in specs]
+    mine += [[name, list(b.shape), str(b.dtype), False] for name, b in module.named_buffers()]
+    digest = hashlib.blake2b(json.dumps(mine).encode()).hexdigest()
+    told = all_gather_json([repr(strategy), digest], "strategy and digest of the model")
+    strategies, digests = zip(*told, strict=True)
     if len(set(strategies)) > 1:
         other = next(rank for rank, text in enumerate(strategies) if text != strategies[0])
         raise UserError(
             f"ranks use different strategies; rank 0: {strategies[0]}; rank {other}: {strategies[other]}. Give every "
             "rank the same one"
         )
-    mine = [[s.name, list(s.shape), s.dtype, s.trainable, list(s.stride), s.unit] for s in specs]
-    mine += [[name, list(b.shape), str(b.dtype), False] for name, b in module.named_buffers()]
-    digests = all_gather_json(hashlib.blake2b(json.dumps(mine).encode()).hexdigest(), "digest of the model")
     if len(set(digests)) == 1:
         return
     models = all_gather_json(mine, "parameters of the model")
