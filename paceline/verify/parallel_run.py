@@ -189,8 +189,9 @@ class _Rank:
         actual: torch.Tensor | None = None,
     ) -> None:
         actual = self._parameters[slot.spec.name] if actual is None else actual
-        # Of a frozen parameter there is nothing but the copy.
-        expected = expected.to(actual.dtype) if copied or not slot.spec.trainable else expected
+        if copied or not slot.spec.trainable:
+            # Of a frozen parameter there is nothing but the copy, in whatever dtype it is shown.
+            expected = expected.to(getattr(torch, self.engine.layout.flats[slot.flat].dtype))
         size = deviation(actual, expected, max(largest(expected), LEARNING_RATE))
         bucket = bucket_of(self.engine, self.engine.layout.slots.index(slot))
         gathered = self.engine.schedule.shards > 1 and bucket is not None
