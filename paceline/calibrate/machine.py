@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def here(ranks: int, *, anew: bool = False, report: Callable[[str], object] = la
         UserError: Measuring failed.
     """
     path = cached(ranks, threads_per_rank(0, ranks))
-    if path.exists() and not anew:
+    if os.path.exists(path) and not anew:  # False, too, where nobody may look
         try:
             return profile_file.read(path)
         except UserError as error:
@@ -60,7 +61,7 @@ def kept(ranks: int, threads: int) -> Hardware | None:
     """What was measured of this machine, as so many ranks of so many threads have it, if it was."""
     path = cached(ranks, threads)
     try:
-        return profile_file.read(path) if path.exists() else None
+        return profile_file.read(path) if os.path.exists(path) else None
     except UserError:
         return None
 
@@ -107,8 +108,18 @@ def measurable(devices: int) -> int:
 
 def cached(ranks: int, threads: int) -> Path:
     """Where a measurement is kept: its name stands for the machine, torch, and how many ranks have how many threads."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "paceline" / "hardware" / f"{_identity(ranks, threads)}.json"
+    return _caches() / "paceline" / "hardware" / f"{_identity(ranks, threads)}.json"
+
+
+def _caches() -> Path:
+    """The user's folder for caches; that for temporary files where a user has no home, as in some containers."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if named.is_absolute():  # others are to be ignored, says the XDG base directory specification
+        return named
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return Path(tempfile.gettempdir())
 
 
 def measured_here(ranks: int, seconds: float = SECONDS) -> tuple[Hardware, float]:

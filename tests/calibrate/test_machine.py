@@ -112,6 +112,23 @@ def test_a_folder_that_cannot_be_written_costs_the_next_measurement_alone(
     assert "measures again" in told[-1]
 
 
+@pytest.mark.parametrize("named", ["", "relative", "/" + 300 * "x"])
+def test_a_user_without_a_folder_for_caches_has_no_measurement(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of every training, which looks for one."""
+
+    def homeless(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", homeless)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    assert machine.kept(2, 1) is None
+    assert machine.cached(2, 1).is_absolute()
+
+
 def test_what_a_step_adds_to_operators_is_what_the_steps_show() -> None:
     bare = replace(
         HERE,
