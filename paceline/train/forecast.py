@@ -158,11 +158,15 @@ def planned(config: TrainConfig, shape: ModelConfig, world: World, say: Callable
         say(f"plan: measuring this machine for about {SECONDS:.0f} s, once")
         hardware = measured_in_job(world, say)
     share, case = _share(config.batch, world.world_size), _case(hardware, shape, world)
-    estimate = search(case, share, strategies=_possible(config.strategy, case)).recommended
+    looked = search(case, share, strategies=_possible(config.strategy, case))
+    estimate = looked.recommended
     if estimate is None:
+        nearest = looked.best[0]
         raise UserError(
-            f"plan auto: nothing fits: {config.batch} samples of {shape.context} tokens over {world.world_size} ranks "
-            "with any stage and recomputation; take a smaller model, a shorter context or more ranks"
+            f"plan auto: nothing fits: {config.batch} samples of {shape.context} tokens over {world.world_size} "
+            f"rank{'s' * (world.world_size > 1)}: {in_words(nearest)}, which misses by least, needs "
+            f"{_mib(-nearest.spare)} beside the {_mib(case.capacity)} that there are; take a smaller model, a shorter "
+            "context or more ranks"
         )
     # Rank 0's choice is everyone's, whatever rounding says elsewhere.
     setting = estimate.setting

@@ -112,6 +112,14 @@ def test_less_memory_makes_ranks_share_more(monkeypatch: pytest.MonkeyPatch) -> 
     assert (tight.stage, tight.recompute) != (roomy.stage, roomy.recompute)
 
 
+@pytest.mark.usefixtures("alone")
+def test_where_nothing_fits_it_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = replace(QUICK, device=replace(QUICK.device, memory=2**20))
+    monkeypatch.setattr(forecast, "known_hardware", lambda _: tiny)
+    with pytest.raises(UserError, match=r"over 2 ranks: zero 3, .* misses by least, needs \d+ MiB beside the 1 MiB"):
+        forecast.planned(PLAIN, PRESETS["small"], world(2), lambda _: None)
+
+
 def test_a_run_too_short_to_be_timed_tells_nothing() -> None:
     found = forecast.Forecast(0, lambda: QUICK)
     assert found.compared(PLAIN, PRESETS["nano"], world(1)) is None
