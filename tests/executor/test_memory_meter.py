@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import paceline as pl
+from paceline.executor import memory_meter
 from paceline.executor.memory_meter import reader
 from tests.ranks import RankPool
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_what_is_resident_is_counted() -> None:
+def test_what_is_resident_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_meter, "_SECONDS", 0.0)
     held = reader(torch.device("cpu"))
     before = held()
     kept = torch.ones(16 << 20)
@@ -21,7 +23,24 @@ def test_what_is_resident_is_counted() -> None:
     assert before > 10 << 20
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ops_that_follow_at_once_do_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(memory_meter, "_resident", lambda: asked.append(1) or len(asked))
+    held = reader(torch.device("cpu"))
+    monkeypatch.setattr(memory_meter, "_SECONDS", 60.0)
+    assert [held() for _ in range(9)] == [1] * 9
+
+
 def _step_with_large_activations() -> list[pl.Event]:
+    memory_meter._SECONDS, usual = 0.0, memory_meter._SECONDS
+    try:
+        return _recorded_step()
+    finally:
+        memory_meter._SECONDS = usual
+
+
+def _recorded_step() -> list[pl.Event]:
     model = pl.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), pl.Strategy(units=("*",)))
     with pl.record(model) as events:
         model(torch.ones(1 << 20, 4)).sum().backward()
