@@ -122,6 +122,7 @@ class FlatParameters:
         self._buffers = schedule.buffers()
         self._tensors.allocate(self._buffers, "unsharded")
         self.views = [self._whole_view(index) for index in range(len(self.layout.slots))]
+        self._views_of: dict[str, dict[str, Tensor]] = {}
 
     def _range_of(self, index: int) -> tuple[int, int]:
         """The elements of its flat buffer that are this rank's of a parameter."""
@@ -181,7 +182,10 @@ class FlatParameters:
 
     def views_of(self, unit: str) -> dict[str, Tensor]:
         """Where a gathered unit's parameters are for now, by name."""
-        return {self.layout.slots[index].spec.name: self.views[index] for index in self.managed_of.get(unit, ())}
+        if unit not in self._views_of:
+            own = self.managed_of.get(unit, ())
+            self._views_of[unit] = {self.layout.slots[index].spec.name: self.views[index] for index in own}
+        return self._views_of[unit]
 
     @property
     def made(self) -> tuple[Tensor, ...]:

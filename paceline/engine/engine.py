@@ -210,7 +210,7 @@ class Engine:
         if self.update.under_way:
             self.update.suspend()
         self.forward.pre_forward(unit, records)
-        self._outputs.held.begin(unit)
+        self._outputs.begin(unit)
 
     def in_forward(self) -> bool:
         """See `Listener`."""

@@ -20,7 +20,16 @@ class UnitOutputs:
         """Of a model's units, by name; `whole` tells whether all parameters are whole, so that none goes."""
         self._program, self._whole = program, whole
         self._leftovers = {name: Leftovers(unit) for name, unit in units.items()}
-        self.held = HeldViews(program.schedule.reshards_after_forward)
+        self.held = HeldViews()
+
+    def begin(self, unit: str) -> None:
+        """A unit is about to run."""
+        if self._may_go(unit):
+            self.held.begin(unit)
+
+    def _may_go(self, unit: str) -> bool:
+        schedule = self._program.schedule
+        return schedule.reshards_after_forward and unit in schedule.slot and not self._whole.is_full
 
     def own(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
         """What a unit returns, such that it outlives the unit's parameters, and what else it leaves behind, as such.
@@ -28,13 +37,13 @@ class UnitOutputs:
         Raises:
             EngineError: No tensor can be seen in it, and a backward is to follow; or a view of parameters is elsewhere.
         """
-        schedule = self._program.schedule
-        if not schedule.reshards_after_forward or unit not in schedule.slot or self._whole.is_full:
+        if not self._may_go(unit):
             return output, ()
         flat = self._program.parameters.flat
         parameters = flat.views_of(unit)
-        kept = own_copies(output, within(parameters))
-        more = list(self._leftovers[unit].own(unit, parameters))
+        lies_within = within(parameters)
+        kept = own_copies(output, lies_within)
+        more = list(self._leftovers[unit].own(unit, parameters, lies_within))
         self.held.require_none(unit, parameters, lambda: (*tensors_in(output), *flat.made))
         if backward_follows:
             require_seen(unit, kept, more)

@@ -23,15 +23,20 @@ _SECONDS = 1.0
 class HeldViews:
     """Looks for them in the first forwards of each unit, with a graph and without."""
 
-    def __init__(self, looks: bool) -> None:
-        """Has looked at no unit yet, and will if units are resharded after forward."""
-        self._looks = looks
+    def __init__(self) -> None:
+        """Has looked at no unit yet."""
         self._seen: set[tuple[str, bool]] = set()
 
     def begin(self, unit: str) -> None:
         """A unit is about to run: what there is by now, the collector has in another generation than what comes."""
-        if self._looks and (unit, torch.is_grad_enabled()) not in self._seen:
+        if self._is_to_see(unit):
             gc.collect(1)
+
+    def _is_to_see(self, unit: str) -> bool:
+        if (unit, torch.is_grad_enabled()) in self._seen:
+            return False
+        # What hooks on saved tensors keep of a graph is read in the unit's own backward.
+        return not torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def require_none(self, unit: str, parameters: Mapping[str, Tensor], known: Callable[[], Iterable[Tensor]]) -> None:
         """Refuses views of a unit's parameters that its forward has put where nobody sees them.
@@ -44,11 +49,9 @@ class HeldViews:
         Raises:
             EngineError: There is one.
         """
-        run = unit, torch.is_grad_enabled()
-        # What hooks on saved tensors keep of a graph is read in the unit's own backward.
-        if run in self._seen or bool(torch._C._autograd._top_saved_tensors_default_hooks(True)):
+        if not self._is_to_see(unit):
             return
-        self._seen.add(run)
+        self._seen.add((unit, torch.is_grad_enabled()))
         with _uncollected():
             place = _place_of_one(parameters, known)
             if place is not None:

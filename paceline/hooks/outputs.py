@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.core.errors import EngineError
-from paceline.hooks.held_views import is_view, within
+from paceline.hooks.held_views import is_view
 
 _DEPTH = 3
 """How deep objects are looked into."""
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+"""Classes of what most modules hold, or are called with, beside tensors."""
 
 
 def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
@@ -23,9 +25,11 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    if type(value) in (tuple, list):
-        # As nearly all are, and many times quicker than by way of pytree.
-        for member in value:
+    # As nearly all are, and many times quicker than by way of pytree.
+    if type(value) in _PLAIN:
+        return
+    if type(value) in (tuple, list, dict):
+        for member in value.values() if type(value) is dict else value:
             yield from tensors_in(member, depth)
         return
     for leaf in tree_leaves(value):
@@ -91,23 +95,27 @@ class Leftovers:
         self._parts: list[tuple[dict[str, Any], int, list[str]]] = [(p.__dict__, -1, []) for p in module.modules()]
         self._copied: dict[tuple[int, str], Tensor] = {}
 
-    def own(self, unit: str, parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    def own(
+        self, unit: str, parameters: Mapping[str, Tensor], lies_within: Callable[[Tensor], bool]
+    ) -> Iterator[Tensor]:
         """Makes copies of those that lie in memory that others will use; yields those that have a graph.
 
         Args:
             unit: The module has run as this.
             parameters: Its own, by name, gathered.
+            lies_within: Tells of a tensor whether it lies in their memory.
 
         Raises:
             EngineError: One was left in an earlier forward, and weights may have changed since.
         """
-        lies_within = within(parameters)
         for place, (attributes, size, names) in enumerate(self._parts):
             if len(attributes) != size:
                 names = [name for name in attributes if name not in _OF_EVERY_MODULE]
                 self._parts[place] = (attributes, len(attributes), names)
             for name in names:
                 value = attributes.get(name)
+                if type(value) in _PLAIN:
+                    continue
                 if isinstance(value, Tensor):
                     if is_view(value, lies_within):
                         attributes[name] = self._copied[place, name] = value = value.clone()

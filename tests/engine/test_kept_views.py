@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import paceline as pl
 from paceline.core.strategy import Strategy
 from tests.engine.models import assert_same, loss_on, make, snapshot
 from tests.quick import diagonal
+from tests.ranks import RankPool
 
 WIDTH = 6
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -150,3 +152,35 @@ def kept_for_good(view: str) -> str:
 def test_views_that_are_kept_for_the_next_forward_are_refused(ranks, view: str) -> None:
     words = "blocks.0 keeps a view of one of its parameters (blocks.0.linear.weight, blocks.0.linear.bias) as kept"
     assert all(told.startswith(words) for told in ranks(2, kept_for_good, view))
+
+
+def collections_of_steps() -> list[int]:
+    """How often each of some steps lets Python's collector look for what a forward left behind."""
+    layers = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model, counts = pl.parallelize(nn.Sequential(*layers), Strategy(zero=3, units=("*",))), [0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    collect = gc.collect
+
+    def counted(generation: int = 2) -> int:
+        counts[-1] += 1
+        return collect(generation)
+
+    gc.collect = counted
+    try:
+        for _ in range(4):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with pl.full_parameters(model), torch.no_grad():
+                model(torch.ones(2, WIDTH))
+            counts.append(0)
+    finally:
+        gc.collect = collect
+    pl.release(model)
+    return counts
+
+
+def test_only_the_first_forward_of_a_unit_is_looked_into(ranks: RankPool) -> None:
+    for first, *later in ranks(2, collections_of_steps):
+        assert first > 0
+        assert not any(later)
