@@ -209,6 +209,16 @@ class Schedule(Transfers):
 
     def update(self, micro_batch: int) -> tuple[Op, ...]:
         """The optimizer's update after the synchronised micro-batch, and what follows it."""
+        if micro_batch not in self._updates:
+            # Asked for several times a step, and the same in nearly all steps.
+            self._updates[micro_batch] = self._update(micro_batch)
+        return self._updates[micro_batch]
+
+    @cached_property
+    def _updates(self) -> dict[int, tuple[Op, ...]]:
+        return {}
+
+    def _update(self, micro_batch: int) -> tuple[Op, ...]:
         after: tuple[Key, ...] = ()
         if self.copies_gradients:
             after = (Key("publish", GRADIENTS, micro_batch, "backward"),)
