@@ -97,10 +97,13 @@ class CopyEdits:
 
     def __init__(self, flat: FlatParameters) -> None:
         """Has compared nothing yet."""
-        self._flat = flat
+        self._flat, self._asks_later = flat, flat.device.type != "cpu"
         self._later: dict[str, ReadLater] = {}
-        self._places: dict[str, tuple[list[int], Tensor]] = {}
-        """By bucket: indices of parameters, and where in this rank's shard the elements are that are sampled."""
+        self._places: dict[str, tuple[list[int], Tensor, Tensor]] = {}
+        """By bucket: indices of parameters, and where the elements are that are sampled: in this rank's shard, in the
+        whole copy."""
+        self._kept: dict[str, Tensor] = {}
+        """Those elements of this rank's shard as it rested last, by bucket."""
         self._rounded: Tensor | None = None
 
     def sampled(self, indices: Collection[int]) -> int | None:
@@ -113,21 +116,24 @@ class CopyEdits:
             indices: Of parameters, gathered and as they were when they were.
         """
         flat = self._flat
-        buckets = {bucket.name: bucket for index in indices if (bucket := flat.bucket_of.get(index)) is not None}
-        for name, bucket in buckets.items():
-            shard, whole = flat.shard(bucket), flat.whole(bucket)
-            if _asks_later(whole):
-                continue
-            if name not in self._places:
-                self._places[name] = self._sample(bucket)
-            own, places = self._places[name]
-            start = flat.shard_index * shard.numel()
-            seen, kept = whole[start : start + shard.numel()][places], shard[places]
+        if self._asks_later:
+            return None
+        for bucket in {b.name: b for index in indices if (b := flat.bucket_of.get(index)) is not None}.values():
+            if bucket.name not in self._places:
+                self._places[bucket.name] = self._sample(bucket)
+            own, in_shard, in_whole = self._places[bucket.name]
+            if (kept := self._kept.get(bucket.name)) is None:
+                kept = self._kept[bucket.name] = flat.shard(bucket).index_select(0, in_shard)
+            seen = flat.whole(bucket).index_select(0, in_whole)
             if not torch.equal(seen.view(torch.uint8), kept.view(torch.uint8)):
                 return own[int(((seen != kept) & ~(seen.isnan() & kept.isnan())).byte().argmax())]
         return None
 
-    def _sample(self, bucket: Bucket) -> tuple[list[int], Tensor]:
+    def set(self) -> None:
+        """Takes this rank's shards as they are from now on: until the next call nobody updates them."""
+        self._kept.clear()
+
+    def _sample(self, bucket: Bucket) -> tuple[list[int], Tensor, Tensor]:
         indices, places = [], []
         for index in bucket.slots:
             part = self._flat.own_part(index)
@@ -135,7 +141,8 @@ class CopyEdits:
                 more = _sample(int(part.storage_offset() - self._flat.shard(bucket).storage_offset()), part.numel())
                 indices += [index] * len(more)
                 places += more
-        return indices, torch.tensor(places, dtype=torch.int64)
+        in_shard = torch.tensor(places, dtype=torch.int64)
+        return indices, in_shard, in_shard + self._flat.shard_index * self._flat.shard(bucket).numel()
 
     def found(self, copies: Mapping[str, Tensor]) -> int | None:
         """The index of a parameter that a copy has otherwise than this rank's shard; None where there is none.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
+import torch
 from torch import nn
 
 from paceline.core.layout import ROOT
@@ -18,6 +19,7 @@ from paceline.engine.program import Program
 from paceline.engine.unit_order import UnitOrder
 from paceline.hooks.modules import packs_saved_tensors
 from paceline.hooks.parameters import is_accumulated, is_complete
+from paceline.tensors.assigned_gradient import gradient_of
 
 
 class BackwardPass:
@@ -98,24 +100,32 @@ class BackwardPass:
         executor = self.program.executor
         executor.begin(executor.admit("backward", unit, self.state.micro_batch))
 
-    @gives_up
     def pre_accumulate(self, parameter: nn.Parameter) -> None:
         """Autograd is about to add to a parameter's gradient, or to hand it to `torch.autograd.grad`."""
         if self.state.phase != "backward" and is_accumulated(parameter):
-            self._begin_in_autograd()
+            self._meet_gradient(parameter, False)
 
-    @gives_up
     def post_accumulate(self, parameter: nn.Parameter) -> None:
         """Autograd has added to a parameter's gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            is_sparse = (gradient := gradient_of(parameter)) is not None and gradient.is_sparse
+        if is_sparse or self._has_streams or self.state.phase != "backward":
+            self._meet_gradient(parameter, is_sparse)
+        if (gradients := self.program.gradients) is not None:
+            gradients.fired.add(self.program.parameters.flat.index_of[id(parameter)])
+
+    @gives_up
+    def _meet_gradient(self, parameter: nn.Parameter, is_sparse: bool) -> None:
+        """Begins a pass that nothing has told of before a parameter did, and follows to where autograd adds."""
         if self._has_streams:
             # Autograd adds on the stream of the forward that first used the parameter in a graph that still lives,
             # which need not be that of the backward that copies the gradient.
             self.program.executor.follow()
         if self.state.phase != "backward":
             self._begin_in_autograd()
-        gradients = self.program.gradients
-        if gradients is not None:
-            gradients.post_accumulate(self.program.parameters.flat.index_of[id(parameter)])
+        if is_sparse and parameter.grad is not None:
+            # From now on: flat buffers hold no other.
+            parameter.grad = parameter.grad.to_dense()
 
     def _follows(self, unit: str | None, generation: int) -> bool:
         """Whether the backward under way is this model's; begins it where it is new."""
@@ -277,7 +287,8 @@ class BackwardPass:
             if statistics.changes_buffers(first):
                 buffers.agree()
             buffers.step_over()
-            used = used if gradients.complete else statistics.used()
+            # No other rank need be asked where every parameter has a gradient on this one.
+            used = used if len(used) == len(gradients.flat.trainable) else statistics.used()
         gradients.publish(used, keep=program.world.rank == 0 or not program.schedule.has_server)
         executor.end()
         executor.done(key)

@@ -11,6 +11,7 @@ from paceline.buffers.flat_gradients import FlatGradients
 from paceline.buffers.held_gradients import HeldGradients
 from paceline.core.layout import Bucket
 from paceline.engine.parameters import Parameters
+from paceline.tensors.assigned_gradient import gradient_of
 from paceline.tensors.gradient_shard import GradientShard
 
 
@@ -87,8 +88,9 @@ class EarlierGradients:
         self._late.clear()
 
     def _present(self) -> dict[int, Tensor]:
-        present = ((index, self._all[index].grad) for index in self.flat.trainable)
-        return {index: gradient for index, gradient in present if gradient is not None}
+        with torch._C.DisableTorchFunctionSubclass():
+            present = ((index, gradient_of(self._all[index])) for index in self.flat.trainable)
+            return {index: gradient for index, gradient in present if gradient is not None}
 
     def keep_late(self, late: Iterable[int]) -> None:
         """Keeps gradients that came after a reduction of which the step has another, for that one."""

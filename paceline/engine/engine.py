@@ -92,9 +92,9 @@ class Engine:
         self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
         self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]
         if self.schedule.copies_gradients:
-            before = self.backward.pre_accumulate if self.schedule.replaces_earlier_gradients else None
+            before = BackwardPass.pre_accumulate if self.schedule.replaces_earlier_gradients else None
             trained = [p for p in module.parameters() if p.requires_grad]
-            self._handles += watch_parameters(trained, before, self.backward.post_accumulate)
+            self._handles += watch_parameters(trained, self.backward, before, BackwardPass.post_accumulate)
         watch_optimizers(self)
         if strategy.recompute != "none":
             blocks = [module.get_submodule(name) for name in find_blocks(module, strategy.units)]
@@ -185,7 +185,7 @@ class Engine:
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """A copy of a parallel model is a plain model: it has no engine."""
-        return (_no_engine, ())
+        return (type(None), ())
 
     # ---- what the hooks tell (Listener)
 
@@ -210,7 +210,8 @@ class Engine:
         if self.update.under_way:
             self.update.suspend()
         self.forward.pre_forward(unit, records)
-        self._outputs.begin(unit)
+        if self.schedule.reshards_after_forward and unit in self.schedule.slot and not self.forward.whole.is_full:
+            self._outputs.held.begin(unit)
 
     def in_forward(self) -> bool:
         """See `Listener`."""
@@ -274,7 +275,3 @@ class Engine:
     def mean_loss(self, loss: float | Tensor) -> Tensor:
         """The mean over ranks of what an optimizer's closure returned. A collective call."""
         return self.update.mean_loss(loss)
-
-
-def _no_engine() -> None:
-    return None

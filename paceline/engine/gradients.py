@@ -15,7 +15,7 @@ from paceline.core.schedule import Schedule
 from paceline.engine.earlier_gradients import EarlierGradients
 from paceline.engine.parameters import Parameters
 from paceline.executor.gradient_norms import NormRecords
-from paceline.tensors.assigned_gradient import set_gradient
+from paceline.tensors.assigned_gradient import assign_gradient, gradient_of, set_gradient
 from paceline.tensors.gradient_shard import become_shard
 
 
@@ -99,14 +99,6 @@ class Gradients:
         """Refuses edits of tensors that were `p.grad` and are no longer: see `HeldGradients`."""
         self.earlier.held.require_unedited(self._all, self.flat.schedule.layout.slots)
 
-    def post_accumulate(self, index: int) -> None:
-        """Autograd has added to a parameter's gradient, which is dense from now on: flat buffers hold no other."""
-        self.fired.add(index)
-        parameter = self._all[index]
-        with torch._C.DisableTorchFunctionSubclass():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
-
     def copy_in(self, indices: Collection[int]) -> None:
         """Copies the gradients of some parameters into their buckets, zero where one has none."""
         views: list[Tensor] = []
@@ -118,13 +110,13 @@ class Gradients:
                 if (view := self.flat.views.get(index)) is None:
                     continue
                 parameter = self._all[index]
-                gradient = parameter.grad
+                gradient = gradient_of(parameter)
                 if not sends and not self._low and self.earlier.held.stays(index, gradient):
                     self.used.add(index)
                     continue
                 self._copied.add(index)
-                if (gap := self.flat.gaps.get(index)) is not None:
-                    gap.zero_()
+                if index in self.flat.gaps:
+                    self.flat.gaps[index].zero_()
                 if gradient is None:
                     if index in self.earlier.filled:
                         self.used.add(index)
@@ -143,7 +135,7 @@ class Gradients:
                 if self._low:
                     self.earlier.filled.add(index)
                 # Autograd must not add to memory that a collective reads: what is late comes apart.
-                parameter.grad = None if sends or self._low else self.flat.shown_whole(index)
+                assign_gradient(parameter, None if sends or self._low else self.flat.shown_whole(index))
             if views:
                 torch._foreach_copy_(views, fresh)
             for view, gradient in added:
@@ -158,12 +150,10 @@ class Gradients:
 
     def late(self) -> list[int]:
         """Parameters whose gradient arrived after they were copied in."""
-        return [
-            index
-            for index in sorted(self._copied)
-            if (gradient := self._all[index].grad) is not None
-            and gradient.data_ptr() != self.flat.views[index].data_ptr()
-        ]
+        with torch._C.DisableTorchFunctionSubclass():
+            found = {index: gradient_of(self._all[index]) for index in sorted(self._copied)}
+            views = self.flat.views
+            return [i for i, g in found.items() if g is not None and g.data_ptr() != views[i].data_ptr()]
 
     def write_late(self, bucket: Bucket, late: Collection[int], spare: Tensor) -> None:
         """Writes gradients that came late, and zeros, to memory like a bucket's."""
@@ -172,11 +162,6 @@ class Gradients:
             gradient = self._all[index].grad
             assert gradient is not None
             parameter_in(spare, self.flat.schedule.layout.slots[index], bucket.start).copy_(gradient)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every trainable parameter has a gradient on this rank, so that no other rank need be asked."""
-        return len(self.used_in_step) == len(self.flat.trainable)
 
     @property
     def used_in_step(self) -> set[int]:
@@ -258,17 +243,13 @@ class Gradients:
                     gradient = self._all[index].grad
                     assert gradient is not None
                     self.flat.views[index].add_(gradient)
-                for index in self.earlier.filled:
-                    self._show_sum(index)
-
-    def _show_sum(self, index: int) -> None:
-        """In low precision: makes this rank's share of a sum, which is as wide as the master, a parameter's `grad`."""
-        shown = self.flat.shown_whole(index)
-        held = self.earlier.held.to_give(index, shown, shown.dtype, False) if self.flat.schedule.shards == 1 else None
-        if held is not None:
-            shown = held.copy_(shown)
-        set_gradient(self._all[index], shown)
-        self.earlier.held.replace(index, shown)
+                held, is_whole = self.earlier.held, self.flat.schedule.shards == 1
+                for index in self.earlier.filled:  # This rank's share of a sum, which is as wide as the master.
+                    shown = self.flat.shown_whole(index)
+                    if is_whole and (kept := held.to_give(index, shown, shown.dtype, False)) is not None:
+                        shown = kept.copy_(shown)
+                    set_gradient(self._all[index], shown)
+                    held.replace(index, shown)
 
     def square_sum(self) -> Tensor:
         """Sum of the squares of this rank's reduced gradients: fp64, 0-dim."""

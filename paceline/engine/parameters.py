@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -108,23 +108,23 @@ class Parameters:
                 self._hide(indices)
 
     def _present(self, indices: Iterable[int]) -> None:
-        shown = [index for index in indices if index not in self.pinned]
-        for index in shown:
-            show(self.all[index])
-            if self.flat.is_sharded:
-                self.all[index].data = self.flat.views[index]
-        self._set_versions([self.all[index] for index in shown], self._version)
+        shown = {index: self.all[index] for index in indices if index not in self.pinned}
+        show(shown.values())
+        if self.flat.is_sharded:
+            for index, parameter in shown.items():
+                parameter.data = self.flat.views[index]
+            self._set_versions(shown.values(), self._version)
 
     def _hide(self, indices: Iterable[int]) -> None:
-        hidden = [index for index in indices if index not in self.pinned]
+        hidden = {index: self.all[index] for index in indices if index not in self.pinned}
         for index in hidden:
             if self._is_changed(index):
                 refuse_edit(index, self.flat)
-        for index in hidden:
-            self.all[index].data = self._placeholder[index]
-            guard(self.all[index])
+        for index, parameter in hidden.items():
+            parameter.data = self._placeholder[index]
+            guard(parameter)
         # A graph that still needs these values must not find others in their place.
-        self._set_versions([self.all[index] for index in hidden], self._version + 1)
+        self._set_versions(hidden.values(), self._version + 1)
 
     def _is_changed(self, index: int) -> bool:
         """Whether a gathered parameter was written to in place, or given other data."""
@@ -133,25 +133,30 @@ class Parameters:
     def _is_moved(self, index: int) -> bool:
         """Whether a parameter was given other data: a module that casts its own, as some routers do, has a copy."""
         parameter, whole = self.all[index], self.flat.views[index]
-        return parameter.dtype == whole.dtype and parameter.data_ptr() != whole.data_ptr()
+        return parameter.data_ptr() != whole.data_ptr() and parameter.dtype == whole.dtype
 
-    def _set_versions(self, parameters: Sequence[Tensor], version: int) -> None:
+    def _set_versions(self, parameters: Collection[Tensor], version: int) -> None:
         if parameters and self.flat.is_sharded:
             torch._C._autograd._unsafe_set_version_counter(tuple(parameters), (version,) * len(parameters))
 
     def rest(self) -> None:
         """Lets all parameters be what they are outside of forward and backward, unedited as they are now."""
         self._open.clear()
-        rests = [index for index in self.flat.managed if index not in self.pinned]
-        for index in rests:
-            show(self.all[index])
-            self.all[index].data = self._placeholder[index] if self.flat.is_sharded else self.flat.views[index]
-            if self.loses_edits or self.waiting:
-                guard(self.all[index])
+        rests = {index: self.all[index] for index in self.flat.managed if index not in self.pinned}
+        data = self._placeholder if self.flat.is_sharded else self.flat.views
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, parameter in rests.items():
+                parameter.data = data[index]
+        if self.loses_edits or self.waiting:
+            for parameter in rests.values():
+                guard(parameter)
+        else:
+            show(rests.values())
         if self.flat.has_masters:
             follow_accumulators(self.all)
-        self._set_versions([self.all[index] for index in rests], self._version + 1)
+        self._set_versions(rests.values(), self._version + 1)
         self._edits.set()
+        self._copy_edits.set()
 
     def arrived(self, buckets: Iterable[str]) -> None:
         """The updates of some buckets are here.
@@ -240,9 +245,9 @@ class Parameters:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in self.flat.managed:
-                data, whole = self.all[index].data, self.flat.views[index]
-                if data.data_ptr() != whole.data_ptr():
-                    whole.copy_(data)
+                parameter, whole = self.all[index], self.flat.views[index]
+                if parameter.data_ptr() != whole.data_ptr():
+                    whole.copy_(parameter)
 
     def updated(self) -> None:
         """The masters have changed: what was gathered is stale, and what is computed with follows them."""

@@ -22,22 +22,14 @@ class UnitOutputs:
         self._leftovers = {name: Leftovers(unit) for name, unit in units.items()}
         self.held = HeldViews()
 
-    def begin(self, unit: str) -> None:
-        """A unit is about to run."""
-        if self._may_go(unit):
-            self.held.begin(unit)
-
-    def _may_go(self, unit: str) -> bool:
-        schedule = self._program.schedule
-        return schedule.reshards_after_forward and unit in schedule.slot and not self._whole.is_full
-
     def own(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
         """What a unit returns, such that it outlives the unit's parameters, and what else it leaves behind, as such.
 
         Raises:
             EngineError: No tensor can be seen in it, and a backward is to follow; or a view of parameters is elsewhere.
         """
-        if not self._may_go(unit):
+        schedule = self._program.schedule
+        if not schedule.reshards_after_forward or unit not in schedule.slot or self._whole.is_full:
             return output, ()
         flat = self._program.parameters.flat
         parameters = flat.views_of(unit)

@@ -14,7 +14,7 @@ from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.materialise.freed import return_freed_memory
 from paceline.optimizers.shard_states import is_of_torch, mark_states, prepare_optimizer, require_states_of
-from paceline.tensors.assigned_gradient import set_gradient
+from paceline.tensors.assigned_gradient import gradient_of, set_gradient
 from paceline.tensors.gradient_shard import GradientShard, as_shard
 
 
@@ -66,13 +66,15 @@ class Update:
         parameters = self._program.parameters
         if not parameters.flat.managed:
             return
-        for index in parameters.flat.managed:
-            gradient = parameters.all[index].grad
-            if gradient is not None and not isinstance(gradient, GradientShard) and parameters.flat.shards > 1:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = {index: gradient_of(parameter) for index, parameter in enumerate(parameters.all)}
+        for index in parameters.flat.managed if parameters.flat.shards > 1 else ():
+            if (gradient := found[index]) is not None and not isinstance(gradient, GradientShard):
                 # The loop has made it itself, of the parameter's own shape.
-                set_gradient(parameters.all[index], as_shard(parameters.flat.cut(index, gradient), None, True))
+                found[index] = shard = as_shard(parameters.flat.cut(index, gradient), None, True)
+                set_gradient(parameters.all[index], shard)
         parameters.show_local()
-        shards = {index: p.grad for index, p in enumerate(parameters.all) if isinstance(p.grad, GradientShard)}
+        shards = {index: each for index, each in found.items() if isinstance(each, GradientShard)}
         # What this rank has no part of costs torch's optimizers no time, and no state. Others may ask for no None.
         with torch._C.DisableTorchFunctionSubclass():
             self._empty = {index: shard for index, shard in shards.items() if self._hides_empty and not shard.numel()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,47 +14,46 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.hooks.modules import in_transform
 
+Owner = TypeVar("Owner")
+
 
 def watch_parameters(
     parameters: Iterable[nn.Parameter],
-    before: Callable[[nn.Parameter], None] | None,
-    after: Callable[[nn.Parameter], None],
+    owner: Owner,
+    before: Callable[[Owner, nn.Parameter], None] | None,
+    after: Callable[[Owner, nn.Parameter], None],
 ) -> list[RemovableHandle]:
     """Registers hooks around autograd's adding to `p.grad`; the handles remove them.
 
+    They call for as long as the owner lives, which Python's collector does not see hooks of tensors hold. As they do so
+    for every parameter of every step, there is nothing else around the two functions.
+
     Args:
         parameters: Those that are trained.
+        owner: Is what the functions are given first.
         before: Is called before it, and also where `torch.autograd.grad` takes the gradient; None: nobody asks.
         after: Is called after it.
     """
-    handles = []
-    after_it = _weakly(after)
+    handles, reference = [], weakref.ref(owner)
+
+    def after_it(parameter: nn.Parameter) -> None:
+        if (alive := reference()) is not None:
+            after(alive, parameter)
+
     for parameter in parameters:
         if before is not None:
-            handles.append(parameter.register_hook(_before_one(weakref.ref(parameter), _weakly(before))))
+            handles.append(parameter.register_hook(_before_one(weakref.ref(parameter), reference, before)))
         handles.append(parameter.register_post_accumulate_grad_hook(after_it))
     return handles
 
 
-def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """Calls a method for as long as its object lives, which Python's collector does not see hooks of tensors hold."""
-    reference = weakref.WeakMethod(method)
-
-    def call(parameter: nn.Parameter) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(parameter)
-
-    return call
-
-
 def _before_one(
-    reference: weakref.ref[nn.Parameter], before: Callable[[nn.Parameter], None]
+    reference: weakref.ref[nn.Parameter], owner: weakref.ref[Owner], before: Callable[[Owner, nn.Parameter], None]
 ) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
-        parameter = reference()
-        if parameter is not None:
-            before(parameter)
+        alive, parameter = owner(), reference()
+        if alive is not None and parameter is not None:
+            before(alive, parameter)
 
     return hook
 

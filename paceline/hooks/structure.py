@@ -10,6 +10,9 @@ from paceline.core.errors import EngineError
 from paceline.core.layout import Layout
 from paceline.tensors.assigned_gradient import ReducedGradParameter
 
+_HERE = frozenset((nn.Parameter, ReducedGradParameter))
+"""Classes of parameters whose values are there."""
+
 
 class Structure:
     """The modules and parameters of a model as they were when it was made parallel."""
@@ -22,7 +25,7 @@ class Structure:
             layout: Where its parameters lie.
             parameters: In the order of `layout.slots`.
         """
-        self._parameters, self._layout = parameters, layout
+        self._shapes = [(p, slot.spec.shape, slot.spec.name) for p, slot in zip(parameters, layout.slots, strict=True)]
         self._identities = {id(parameter) for parameter in parameters}
         self._registered = [
             (registry, name, member, _joined(path, name))
@@ -50,11 +53,11 @@ class Structure:
             EngineError: A module or parameter was replaced or added, or a parameter unfrozen or given another shape,
                 since.
         """
-        for parameter, slot in zip(self._parameters, self._layout.slots, strict=True):
+        for parameter, shape, name in self._shapes:
             # What is sharded has a shape that only the engine sets.
-            if type(parameter) in (nn.Parameter, ReducedGradParameter) and parameter.shape != slot.spec.shape:
+            if type(parameter) in _HERE and parameter.shape != shape:
                 raise EngineError(
-                    f"{slot.spec.name} changed its shape from {tuple(slot.spec.shape)} to {tuple(parameter.shape)} "
+                    f"{name} changed its shape from {tuple(shape)} to {tuple(parameter.shape)} "
                     "after pl.parallelize: call pl.release(model), change it, and pl.parallelize(model) again"
                 )
         for registry, name, member, path in self._registered:
@@ -64,7 +67,9 @@ class Structure:
                     "call pl.release(model) and pl.parallelize(model) again (load weights without assign=True)"
                 )
         for registry, known, path in self._members:
-            for name in registry.keys() - known if len(registry) > len(known) else ():
+            if len(registry) <= len(known):
+                continue
+            for name in registry.keys() - known:
                 if _trains(registry[name]):
                     raise EngineError(
                         f"{_joined(path, name)} was added to the model after pl.parallelize, so its gradients would "

@@ -77,11 +77,9 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
                     )
                 known[place] = flat.cuts
             group[SHARD] = [own, shards, known]
-    managed = set(flat.managed)
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        index = flat.index_of.get(id(parameter))
-        states = optimizer.state.get(parameter)
-        if index in managed and states:
+    for parameter, states in optimizer.state.items():
+        index = flat.index_of.get(id(parameter), -1)
+        if index in flat.local:
             _cut_states(type(optimizer).__name__, states, flat, index)
 
 
@@ -90,13 +88,14 @@ def mark_states(optimizer: Optimizer, flat: FlatParameters) -> None:
     if flat.shards == 1:
         return
     for parameter, states in optimizer.state.items():
-        local = flat.local.get(flat.index_of.get(id(parameter), -1))
+        index = flat.index_of.get(id(parameter), -1)
+        local = flat.local.get(index)
         if local is None:
             continue
+        shape = local.shape
         for name, state in states.items():
-            if type(state) is Tensor and state.shape == local.shape:
-                slot = flat.layout.slots[flat.index_of[id(parameter)]]
-                become_state_shard(state, f"{name} of {slot.spec.name}")
+            if type(state) is Tensor and state.shape == shape:
+                become_state_shard(state, f"{name} of {flat.layout.slots[index].spec.name}")
 
 
 def require_states_of(optimizer: Optimizer, own: int = 0, shards: int = 1) -> None:
@@ -165,15 +164,19 @@ def _require_states_in_state(optimizer: Optimizer, flat: FlatParameters) -> None
 
 def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, index: int) -> None:
     """Makes what an optimizer holds for one parameter go with this rank's shard of it, in the dtype of its update."""
-    local, spec = flat.local.get(index), flat.layout.slots[index].spec
-    assert local is not None
+    local = flat.local[index]
+    shape, dtype = local.shape, local.dtype
     for name, state in states.items():
-        if isinstance(state, StateShard):
+        if type(state) is StateShard:
             state.__class__ = Tensor  # type: ignore[assignment]
+            if state.shape == shape and state.dtype == dtype:
+                # As nearly all are, from the second step on.
+                continue
         if not isinstance(state, Tensor) or (not state.dim() and name in OF_ALL):
             continue
+        spec = flat.layout.slots[index].spec
         if tuple(state.shape) == spec.shape:
-            if state.shape != local.shape or state.dtype != local.dtype:
+            if state.shape != shape or state.dtype != dtype:
                 states[name] = flat.cut(index, state)
         elif flat.shards > 1 and state.shape != local.shape and state.dim():
             raise UserError(

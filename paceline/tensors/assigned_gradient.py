@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,14 +13,18 @@ from paceline.tensors.gradient_shard import GradientShard
 
 _GRAD: Any = torch._C.TensorBase.grad
 
+gradient_of: Callable[[nn.Parameter], Tensor | None] = _GRAD.__get__
+assign_gradient: Callable[[nn.Parameter, Tensor | None], None] = _GRAD.__set__
+"""Both take a parameter of any class, inside `DisableTorchFunctionSubclass`: as `p.grad`, which each step looks at for
+every parameter several times, but with none of Python's in between."""
+
 
 def _get(parameter: nn.Parameter) -> Tensor | None:
     if TracingContext.try_get() is not None:
         # torch.compile describes a parameter with its gradient, and what it compiles is not about that.
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        found: Tensor | None = _GRAD.__get__(parameter)
-        return found
+        return gradient_of(parameter)
 
 
 def _assign(parameter: nn.Parameter, gradient: Tensor | None) -> None:
@@ -73,8 +78,3 @@ def set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
             gradient.data = own
         if type(parameter) is nn.Parameter:
             parameter.__class__ = ReducedGradParameter
-
-
-def has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has a gradient, of whatever shape."""
-    return _GRAD.__get__(parameter) is not None

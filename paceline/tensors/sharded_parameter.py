@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.tensors.assigned_gradient import ReducedGradParameter, has_gradient
+from paceline.tensors.assigned_gradient import ReducedGradParameter, gradient_of
 from paceline.tensors.calls import name_of, tensors_of, writes
 from paceline.tensors.gradient_shard import GradientShard
 from paceline.tensors.state_shard import StateShard
@@ -112,6 +112,9 @@ class ShardedParameter(ReducedGradParameter):
         return copied
 
 
+_OURS = frozenset((nn.Parameter, ReducedGradParameter, ShardedParameter))
+"""Classes between which a parameter changes: one of a user's own stays what it is."""
+
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Whom each parameter of a parallel model asks, and by which index; not kept on it, as it may be copied and pickled."""
 
@@ -148,21 +151,22 @@ def disown(parameter: nn.Parameter) -> None:
 
 def guard(parameter: nn.Parameter) -> None:
     """Makes a parameter ask before it is used."""
-    if type(parameter) in (nn.Parameter, ReducedGradParameter):
+    if type(parameter) in _OURS:
         parameter.__class__ = ShardedParameter
 
 
 def unguard(parameter: nn.Parameter) -> None:
     """Makes a parameter a plain one."""
-    if type(parameter) in (ShardedParameter, ReducedGradParameter):
+    if type(parameter) in _OURS:
         parameter.__class__ = nn.Parameter
 
 
-def show(parameter: nn.Parameter) -> None:
-    """Lets a parameter be computed with: plain but for a gradient that it has, which compilers must not look at."""
-    if type(parameter) in (nn.Parameter, ShardedParameter, ReducedGradParameter):
-        with torch._C.DisableTorchFunctionSubclass():
-            parameter.__class__ = ReducedGradParameter if has_gradient(parameter) else nn.Parameter
+def show(parameters: Iterable[nn.Parameter]) -> None:
+    """Lets parameters be computed with: plain but for a gradient that one has, which compilers must not look at."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            if type(parameter) in _OURS:
+                parameter.__class__ = nn.Parameter if gradient_of(parameter) is None else ReducedGradParameter
 
 
 def _describes(func: Callable[..., Any], name: str) -> bool:
