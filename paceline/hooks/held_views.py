@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +18,9 @@ from paceline.comm.streams import wait_for_others
 from paceline.core.errors import EngineError
 
 _SECONDS = 1.0
-"""For which collectives under way are waited for before a view counts as held."""
+"""For which others of this process are waited for: collectives under way, another thread's collection."""
+_PAUSE_SECONDS = 0.001
+"""Between two tries while another thread collects."""
 
 
 class HeldViews:
@@ -30,7 +33,7 @@ class HeldViews:
     def begin(self, unit: str) -> None:
         """A unit is about to run: what there is by now, the collector has in another generation than what comes."""
         if self._is_to_see(unit):
-            gc.collect(1)
+            _leave_behind()
 
     def _is_to_see(self, unit: str) -> bool:
         if (unit, torch.is_grad_enabled()) in self._seen:
@@ -67,6 +70,18 @@ class HeldViews:
                 ".clone(), return the view or leave it on the module, or set strategy.zero to 2 or less or "
                 "strategy.accumulation to hold"
             )
+
+
+def _leave_behind() -> None:
+    """Has the collector move all that there is to where it is not looked for.
+
+    While another thread collects, `gc.collect` does nothing; what transports keep of the same memory would be found.
+    """
+    mark, end = list[None](), time.monotonic() + _SECONDS
+    gc.collect(1)
+    while any(each is mark for each in gc.get_objects(0) + gc.get_objects(1)) and time.monotonic() < end:
+        time.sleep(_PAUSE_SECONDS)
+        gc.collect(1)
 
 
 @contextmanager
