@@ -15,7 +15,7 @@ from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.reader import Reader
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
-from paceline.optimizers.shard_states import OF_ALL, SHARD
+from paceline.optimizers.shard_states import OF_ALL, SHARD, takes_empty_parts
 from paceline.tensors.state_shard import plain_state
 
 
@@ -197,7 +197,8 @@ class OptimizerStates:
                     states = self._of_all(group, index, saved["states"], reader)
                     states |= self._of_own_elements(number, index, reader)
                     # Torch's optimizers make the states of a parameter when it has none.
-                    if states and not (self._ranges.is_cut(index) and not self._ranges.local(index).numel()):
+                    has_part = not self._ranges.is_cut(index) or self._ranges.local(index).numel() > 0
+                    if states and (has_part or takes_empty_parts(optimizer)):
                         optimizer.state[parameter] = states
 
     def _of_all(self, group: dict[str, Any], index: int, saved: dict[str, Any], reader: Reader) -> dict[str, Any]:

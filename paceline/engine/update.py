@@ -13,7 +13,7 @@ from paceline.core.step_state import StepState
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.materialise.freed import return_freed_memory
-from paceline.optimizers.shard_states import is_of_torch, mark_states, prepare_optimizer, require_states_of
+from paceline.optimizers.shard_states import mark_states, prepare_optimizer, require_states_of, takes_empty_parts
 from paceline.tensors.assigned_gradient import gradient_of, set_gradient
 from paceline.tensors.gradient_shard import GradientShard, as_shard
 
@@ -57,7 +57,7 @@ class Update:
         else:
             require_states_of(optimizer)
         executor.load(executor.step, self._ops())
-        self.under_way, self._hides_empty = True, is_of_torch(optimizer)
+        self.under_way, self._hides_empty = True, not takes_empty_parts(optimizer)
         self._show_local()
         # Where ranks share memory this one has done with it now, but others may still read what it is about to write.
         executor.begin(self._key("update"))
@@ -75,7 +75,6 @@ class Update:
                 set_gradient(parameters.all[index], shard)
         parameters.show_local()
         shards = {index: each for index, each in found.items() if isinstance(each, GradientShard)}
-        # What this rank has no part of costs torch's optimizers no time, and no state. Others may ask for no None.
         with torch._C.DisableTorchFunctionSubclass():
             self._empty = {index: shard for index, shard in shards.items() if self._hides_empty and not shard.numel()}
         self._shards = [shard for index, shard in shards.items() if index not in self._empty]

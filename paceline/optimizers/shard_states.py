@@ -56,7 +56,7 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
     if isinstance(optimizer, torch.optim.LBFGS) and flat.has_masters:
         raise UserError("LBFGS keeps gradients of all parameters in one vector: set strategy.precision to float32")
     has_begun = any(SHARD in group for group in optimizer.param_groups)
-    if not is_of_torch(optimizer) and not has_begun and (shards > 1 or flat.has_masters):
+    if not _is_of_torch(optimizer) and not has_begun and (shards > 1 or flat.has_masters):
         _require_states_in_state(optimizer, flat)
     if shards > 1:
         _require_elementwise(optimizer, strategy)
@@ -131,9 +131,19 @@ def _require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
         )
 
 
-def is_of_torch(optimizer: Optimizer) -> bool:
+def _is_of_torch(optimizer: Optimizer) -> bool:
     """Whether torch has the class, as it is."""
     return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def takes_empty_parts(optimizer: Optimizer) -> bool:
+    """Whether it is given parameters of which this rank has no element, with such a gradient, and has states of them.
+
+    What is torch's, or made of it, passes over a parameter without a gradient, which costs no time and no state.
+    Others need not ask for one.
+    """
+    made_of = (base for base in type(optimizer).__mro__ if base is not Optimizer)
+    return not any(base.__module__.startswith("torch.optim.") for base in made_of)
 
 
 def _require_states_in_state(optimizer: Optimizer, flat: FlatParameters) -> None:

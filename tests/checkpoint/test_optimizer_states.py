@@ -173,6 +173,47 @@ def test_tensors_in_a_list_go_where_parameters_are_whole_and_are_refused_elsewhe
         assert "Averaging's last of " in message and "load it at zero=0" in message
 
 
+@pl.elementwise
+class Unasking(Optimizer):
+    """Counts steps, and takes every parameter to have a gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                parameter.sub_(parameter.grad, alpha=group["lr"] / state["step"])
+
+
+@pl.elementwise
+class Derived(torch.optim.AdamW):
+    """Made of torch's."""
+
+
+def saved_twice(path: Path, kind: Any, saves: bool) -> list[float]:
+    found: list[float] = []
+    model = model_of(torch.float64, 1)
+    optimizer = kind(model.parameters())
+    for step in range(6):
+        found += steps(model, optimizer, step, step + 1)
+        if saves and step in (1, 3):
+            pl.save(path / f"at {step}", model, optimizer, step=step)
+            model = model_of(torch.float64, 1)
+            optimizer = kind(model.parameters())
+            pl.load(path / f"at {step}", model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("kind", [Unasking, Derived])
+def test_parameters_of_which_a_rank_has_no_part_count_the_same_steps(ranks, tmp_path: Path, kind: Any) -> None:
+    expected = ranks(3, saved_twice, tmp_path, kind, False)
+    assert ranks(3, saved_twice, tmp_path, kind, True) == expected
+
+
 def test_a_learning_rate_that_is_a_tensor_goes_on_as_one(tmp_path: Path) -> None:
     model = model_of()
     optimizer = Adam(model.parameters(), lr=torch.tensor(0.25))
