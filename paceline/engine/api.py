@@ -244,12 +244,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def broadcast_buffers(model: nn.Module) -> None:
     """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call.
 
-    After every step those that its forwards have changed are sent anyway, as by DDP. Call it where they were changed
-    otherwise: by hand on one rank, or in a forward that no backward came after.
+    Before the first forward after a step those that its forwards have changed are rank 0's anyway, as by DDP. Call it
+    where they were changed otherwise: by hand on one rank, or in a forward that no backward came after.
     """
-    collectives = engine_of(model).program.collectives
-    if collectives is not None:
-        collectives.broadcast(model.buffers(), "pl.broadcast_buffers")
+    program = engine_of(model).program
+    program.module_buffers.adopt()
+    if program.collectives is not None:
+        program.collectives.broadcast(model.buffers(), "pl.broadcast_buffers")
 
 
 def reset(model: nn.Module) -> None:

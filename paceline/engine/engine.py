@@ -103,8 +103,7 @@ class Engine:
             low = getattr(torch, strategy.precision)
             cast_singular_vectors(module, low)
             self._handles += cast_inputs(module, self.units.values(), low, lambda: not self.forward.whole.is_full)
-        if self.program.parameters.flat.managed:
-            self._handles += open_for_states(module, self.forward.whole.open_states, self.forward.whole.close_state)
+        self._handles += open_for_states(module, self.forward.whole.open_states, self.forward.whole.close_state)
 
     @property
     def layout(self) -> Layout:

@@ -42,6 +42,7 @@ class ForwardPass:
     def root_pre_forward(self, records: bool) -> None:
         """The whole model's forward begins."""
         self._depth += 1
+        self._program.module_buffers.adopt()
         if self.whole.is_full:
             self._refuse_graph(records)
             return
@@ -75,6 +76,7 @@ class ForwardPass:
                 f"{unit} runs inside {what}, which paceline cannot follow to reshard its parameters and gather them "
                 "again: set strategy.zero to 2 or less, or strategy.accumulation to hold"
             )
+        self._program.module_buffers.adopt()
         if self.whole.is_full:
             self._refuse_graph(records)
             return
@@ -122,6 +124,7 @@ class ForwardPass:
         else:
             self._program.parameters.unpin()
             self._program.send_buffers(self._state.last_micro_batch)
+            self._program.module_buffers.adopt()
             self._index = self._state.micro_batch
             self._program.executor.load(self._state.step, self._program.schedule.forward(self._index))
         self._unshard_idle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -57,6 +57,7 @@ class FullParameters:
             is_state: Whether they are only saved or loaded, and not computed with.
         """
         program = self._program
+        program.module_buffers.adopt()
         if self.is_full or not (program.parameters.flat.managed or program.strategy.low):
             yield
             return
@@ -99,8 +100,11 @@ class FullParameters:
                 pass
 
     def open_states(self, edits: bool) -> None:
-        """Enters `full`, until `close_state`."""
-        self._states.append(self.full("model.load_state_dict()" if edits else _STATE_DICT, edits, True))
+        """Enters `full`, until `close_state`, where parameters are not whole as they are."""
+        self._program.module_buffers.adopt()
+        call = "model.load_state_dict()" if edits else _STATE_DICT
+        managed = self._program.parameters.flat.managed
+        self._states.append(self.full(call, edits, is_state=True) if managed else nullcontext())
         self._states[-1].__enter__()
 
     def close_state(self) -> None:

@@ -89,6 +89,7 @@ def require_between_steps(engine: Engine, what: str, replaces: bool = False, com
             f"{what} inside `with pl.full_parameters(model):`: what is edited there counts when it ends. Call it "
             "after that, on every rank"
         )
+    engine.program.module_buffers.adopt()
     engine.state.require_between_steps(what, any(p.grad is not None for p in engine.program.parameters.all))
     if not replaces:
         engine.program.parameters.take_given()
@@ -104,6 +105,7 @@ def close(engine: Engine, whole: bool) -> None:
     """
     collectives = engine.program.collectives
     managed = whole and bool(engine.program.parameters.flat.managed or engine.strategy.low)
+    engine.program.module_buffers.adopt()
     if collectives is not None:
         collectives.note_exception()
         if collectives.has_given_up and managed:

@@ -1,4 +1,8 @@
-"""Buffers that forwards change: rank 0's go to every rank after a step, as DDP sends them before a forward."""
+"""Buffers that forwards change: rank 0's go to every rank after a step, and are in place from its next forward on.
+
+As under DDP, which sends them before a forward, a rank's own stay until then, for loops that read them after a step.
+Forwards need no other rank for it: one rank may evaluate alone.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ class ModuleBuffers:
 
     Those that no forward changes cost nothing. Ranks agree on the others when one of them first sees a change, and from
     then on all take part in sending them: when an optimizer has stepped, or else before the next forward of training.
-    No graph needs the former values then.
+    What has arrived waits for the next forward of any kind, when no graph needs the former values.
 
     Attributes:
         sent: Names of those that are sent, the same on every rank.
@@ -33,6 +37,8 @@ class ModuleBuffers:
         self._own: set[str] = set()
         """Names of those that are each rank's own, as they are of other shapes on each."""
         self._is_due = False
+        self._arrived: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Buffers of this rank, their elements as they were when rank 0's were sent, and rank 0's."""
         self._seen: dict[str, tuple[Tensor, int]] = {}
         self.take()
 
@@ -93,12 +99,24 @@ class ModuleBuffers:
                     by_dtype.setdefault(buffer.dtype, {})[id(buffer)] = apart(buffer)
             for dtype, buffers in by_dtype.items():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers.values()])
+                own = flat.clone() if schedule.rank else flat
                 op = schedule.send_buffers(str(dtype).removeprefix("torch."), micro_batch, flat.numel(), flat.itemsize)
                 executor.run([op], collectives.carry_out(op, flat.view(torch.uint8), None))
                 if schedule.rank:
-                    parts = flat.split([buffer.numel() for buffer in buffers.values()])
-                    for buffer, part in zip(buffers.values(), parts, strict=True):
-                        buffer.copy_(part.view(buffer.shape))
+                    sizes = [buffer.numel() for buffer in buffers.values()]
+                    self._arrived += zip(buffers.values(), own.split(sizes), flat.split(sizes), strict=True)
+
+    def adopt(self) -> None:
+        """Puts in place what has arrived, but where the loop has written to a buffer since it was sent."""
+        if not self._arrived:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for buffer, own, sent in self._arrived:
+                elements = buffer.reshape(-1)
+                # Without asking a GPU, for which the host would wait.
+                untouched = ((elements == own) | (elements.isnan() & own.isnan())).all()
+                buffer.copy_(torch.where(untouched, sent, elements).view(buffer.shape))
+        self._arrived = []
         self.take()
 
     def reset(self) -> None:

@@ -152,6 +152,58 @@ def a_centre_that_is_subtracted(side: Side) -> Found:
     return trained(side, Centred(), steps=4)
 
 
+class Routed(nn.Module):
+    """Experts of which the tokens choose one, and how many have chosen each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(3))
+        self.register_buffer("chosen", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("bias", torch.zeros(3))
+
+    def forward(self, x):
+        scores = self.router(x).sigmoid()
+        choice = F.one_hot((scores + self.bias.to(x.dtype)).argmax(1), 3)
+        if self.training:
+            self.chosen += choice.sum(0)
+        answers = torch.stack([expert(x) for expert in self.experts], 1)
+        return (answers * (choice * scores)[:, :, None]).sum(1)
+
+
+@idiom(against="ddp", off=0.5)
+def experts_balanced_after_the_step(side: Side) -> Found:
+    """Without an auxiliary loss: what all ranks have counted is summed after the step, moves the bias, is set back."""
+    torch.manual_seed(0)
+    model = Routed().to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    notes = []
+    for step in range(4):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = side.mean(model.chosen) * side.ranks
+        notes.append(total)
+        model.bias += 0.1 * torch.sign(total.mean() - total).to(model.bias.dtype)
+        model.chosen.zero_()
+    return {**evaluated(side, net, model), "chosen": torch.stack(notes)}
+
+
+@idiom(against="ddp", off=0.5)
+def statistics_averaged_after_the_step(side: Side) -> Found:
+    """By the loop, in place, as some do before they evaluate."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)).to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fit(side, net, optimizer, 2)
+    for buffer in (model[1].running_mean, model[1].running_var):
+        buffer.copy_(side.mean(buffer))
+    return evaluated(side, net, model)
+
+
 @idiom(against="ddp", low=False)
 def dropout(side: Side) -> Found:
     """The random numbers of a rank are used up as by DDP."""
