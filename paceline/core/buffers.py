@@ -11,11 +11,11 @@ from paceline.core.layout import ALIGNMENT, Bucket, Flat, Slot
 from paceline.core.ops import Span, Stream
 from paceline.core.placement import Placement
 
-BufferKind = Literal["parameters", "master", "unsharded", "gradients", "slots", "reduced", "statistics"]
+BufferKind = Literal["parameters", "master", "unsharded", "gradients", "slots", "reduced", "widened", "statistics"]
 """parameters: what is computed with, or this rank's shards of it. master: this rank's share as it is updated, in
 another dtype. unsharded: gathered units. gradients: whole, for as long as a step. slots: whole gradients from copy-in
-to reduction. reduced: this rank's share of the reduced gradients, where it does not lie in the whole ones. statistics:
-what ranks agree on."""
+to reduction. reduced: this rank's share of the reduced gradients, where it does not lie in the whole ones. widened:
+that share in the dtype that is updated, where it is reduced in another. statistics: what ranks agree on."""
 
 USER_SUMS = 16
 """How many sums of a training loop's own the statistics hold at most."""
@@ -31,7 +31,7 @@ def statistics_numel(parameters: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One flat allocation of a rank, which lives as long as the engine."""
+    """One flat allocation of a rank, which lives as long as the engine unless it is `transient`."""
 
     name: str
     kind: BufferKind
@@ -44,6 +44,8 @@ class Buffer:
     """The stream whose transport allocates it, as peers reach it there; None: it is this rank's alone."""
     shared: bool = False
     """Whether it is the same memory on all ranks of that stream's group."""
+    transient: bool = False
+    """Whether the op that writes it allocates it, tensor by tensor, and it is gone when gradients are dropped."""
 
     @property
     def bytes(self) -> int:
@@ -78,8 +80,8 @@ class Buffers:
     @cached_property
     def by_name(self) -> dict[str, Buffer]:
         """All buffers by name."""
-        found = (*self._parameters(), *self._unsharded(), *self._gradients(), *self._reduced(), *self._statistics())
-        return {buffer.name: buffer for buffer in found}
+        tables = (self._parameters, self._unsharded, self._gradients, self._reduced, self._widened, self._statistics)
+        return {buffer.name: buffer for table in tables for buffer in table()}
 
     # ---- the table
 
@@ -141,6 +143,13 @@ class Buffers:
                 dtype, itemsize = _updated(flat) if self.sums else _reduced_in(flat)
                 name = f"reduced {index} {dtype}"
                 yield Buffer(name, "reduced", dtype, itemsize, flat.numel // place.shards, stream)
+
+    def _widened(self) -> Iterator[Buffer]:
+        place = self.placement
+        for index, flat in enumerate(place.layout.flats):
+            if place.copies_gradients and flat.trainable and not self.sums and _reduced_in(flat) != _updated(flat):
+                size = flat.numel // place.shards
+                yield Buffer(f"widened {index}", "widened", *_updated(flat), size, transient=True)
 
     def _statistics(self) -> Iterator[Buffer]:
         if self.placement.world_size > 1:
@@ -221,6 +230,11 @@ class Buffers:
         flat = self.placement.layout.flats[bucket.flat]
         dtype = flat.master if self.sums else flat.gradient
         return self._share(f"reduced {bucket.flat} {dtype}", bucket)
+
+    def published(self, bucket: Bucket) -> Span:
+        """This rank's shard of the reduced gradients of a bucket, as it is updated with."""
+        name = f"widened {bucket.flat}"
+        return self._share(name, bucket) if name in self.by_name else self.reduced(bucket)
 
     def _share(self, name: str, bucket: Bucket) -> Span:
         """A bucket's place in a buffer that holds this rank's shards of a flat buffer."""

@@ -10,7 +10,10 @@ from paceline.core.schedule import Schedule
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank holds, padding included. Activations and the framework itself are not in it."""
+    """Bytes that one rank holds all the time, padding included.
+
+    Activations, transient buffers and the framework itself are not in it.
+    """
 
     parameters: int
     """What is computed with: whole, or this rank's shards."""
@@ -49,6 +52,8 @@ def memory(schedule: Schedule, micro_batches: int = 1, states: int = 2, state_it
     """
     held: dict[BufferKind, int] = {}
     for buffer in schedule.buffers(micro_batches):
+        if buffer.transient:
+            continue
         # One copy between the ranks of a group takes each of them its part.
         size = buffer.bytes // schedule.shards if buffer.shared else buffer.bytes
         held[buffer.kind] = held.get(buffer.kind, 0) + size

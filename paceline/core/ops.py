@@ -12,6 +12,7 @@ Kind = Literal[
     "reshard",
     "copy_in",
     "statistics",
+    "widen",
     "publish",
     "update",
     "cast",
@@ -29,7 +30,7 @@ Group = Literal["", "world", "shard", "replicate"]
 STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce", "replicate", "statistics")
 
 COMPUTE: frozenset[str] = frozenset(
-    {"forward", "backward", "unshard", "reshard", "copy_in", "statistics", "publish", "update", "cast"}
+    {"forward", "backward", "unshard", "reshard", "copy_in", "statistics", "widen", "publish", "update", "cast"}
 )
 """Kinds of op that run where the model computes; the others communicate."""
 
@@ -46,7 +47,7 @@ BUFFERS = "buffers of"
 """How the target begins of what sends rank 0's buffers that forwards change; their dtype follows."""
 
 GRADIENTS = "gradients"
-"""Target of the op that makes reduced gradients the parameters' `grad`."""
+"""Target of the ops that make reduced gradients the parameters' `grad`."""
 
 OPTIMIZER = "optimizer"
 """Target of the update."""
@@ -86,8 +87,8 @@ class Op:
     Attributes:
         kind: What it does: forward, backward and update compute, all_gather and its like communicate. unshard lets a
             unit compute with what was gathered, reshard ends that, copy_in moves a unit's gradients into its buckets,
-            statistics puts together what ranks agree on, publish hands reduced gradients to the parameters, cast rounds
-            updated masters to what is computed with.
+            statistics puts together what ranks agree on, widen copies reduced gradients to the dtype that is updated,
+            publish hands them to the parameters, cast rounds updated masters to what is computed with.
         target: Unit, bucket, "statistics", "gradients", "optimizer", or for a barrier what all ranks have done before
             it.
         micro_batch: Number within the step, from 0; -1 is the last one of the step before, -2 a pass that is no part

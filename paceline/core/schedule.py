@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from paceline.core.buffers import has_master
 from paceline.core.ops import (
@@ -84,6 +85,10 @@ class Schedule(Transfers):
         return self._passes[key]
 
     # ---- forward
+
+    def unforeseen(self, kind: Literal["forward", "backward"], unit: str, index: int) -> Op:
+        """The op of a unit's computing where none is planned: in the first forward, or of a unit that ran in none."""
+        return Op(kind, unit, index, kind, "compute", planned=False)
 
     def _forward(self, index: int) -> list[Op]:
         ops: list[Op] = []
@@ -191,7 +196,10 @@ class Schedule(Transfers):
     def _agree(self, index: int, reductions: tuple[Key, ...]) -> list[Op]:
         """The ops that end a synchronised backward: ranks agree on a few numbers, and gradients are published."""
         ops: list[Op] = []
-        reduced = tuple(self.buffers(index + 1).reduced(bucket) for bucket in self.updated_buckets)
+        buffers = self.buffers(index + 1)
+        reduced = tuple(buffers.reduced(bucket) for bucket in self.updated_buckets)
+        published = tuple(buffers.published(bucket) for bucket in self.updated_buckets)
+        agreed: tuple[Span, ...] = ()
         if self.world_size > 1:
             agreed = (Span("statistics", 0, self.statistics),)
             # What ranks agree on includes the norm, which each knows of its shard once that is reduced.
@@ -201,8 +209,13 @@ class Schedule(Transfers):
                 "all_reduce", STATISTICS, index, "backward", (ops[0].key,), agreed, agreed, self.statistics, 8
             )
             ops.append(summed)
-            reductions, reduced = (*reductions, summed.key), (*reduced, *agreed)
-        ops.append(Op("publish", GRADIENTS, index, "backward", "compute", reductions, reads=reduced))
+            reductions = (*reductions, summed.key)
+        if widened := tuple(span for span in published if span not in reduced):
+            reads = (*reduced, *agreed)
+            ops.append(Op("widen", GRADIENTS, index, "backward", "compute", reductions, reads=reads, writes=widened))
+            reductions = (ops[-1].key,)
+        reads = (*published, *agreed)
+        ops.append(Op("publish", GRADIENTS, index, "backward", "compute", reductions, reads=reads))
         return ops
 
     # ---- update
@@ -229,7 +242,7 @@ class Schedule(Transfers):
             after = (ops[0].key,)
         updated = self.updated_buckets
         masters = tuple(buffers.master(bucket) for bucket in updated)
-        gradients = tuple(buffers.reduced(bucket) for bucket in updated) if self.copies_gradients else ()
+        gradients = tuple(buffers.published(bucket) for bucket in updated) if self.copies_gradients else ()
         ops.append(
             Op("update", OPTIMIZER, micro_batch, "update", "compute", after, reads=gradients + masters, writes=masters)
         )
@@ -241,6 +254,10 @@ class Schedule(Transfers):
                 Op("cast", OPTIMIZER, micro_batch, "update", "compute", (ops[-1].key,), reads=masters, writes=shards)
             )
         return (*ops, *self.send_update(micro_batch, (ops[-1].key,)))
+
+    def update_around_passes(self, micro_batch: int) -> tuple[Op, ...]:
+        """`update` of an optimizer inside whose step passes have run: ranks have met since they read parameters."""
+        return tuple(op for op in self.update(micro_batch) if op.target != READ)
 
     def lone_update(self, micro_batch: int) -> tuple[Op, ...]:
         """`update` where no backward of the step came before it, such as the first of a loop that has no gradients."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from paceline.core.buffers import Buffers
 from paceline.core.collectives.algorithms import traffic
 from paceline.core.layout import Bucket
-from paceline.core.ops import BUFFERS, STATISTICS, WRITTEN, Key, Kind, Op, Phase, Span
+from paceline.core.ops import BUFFERS, EXTRA, STATISTICS, WRITTEN, Key, Kind, Op, Phase, Span
 from paceline.core.placement import Placement
 
 
@@ -61,6 +61,14 @@ class Transfers(Placement):
     def gather_kept_again(self) -> tuple[Op, ...]:
         """`gather_kept` when no planned op does it, such as for a forward that follows an update without a pass."""
         return tuple(replace(op, planned=False) for op in self.gather_kept())
+
+    def gather_update_again(self) -> tuple[Op, ...]:
+        """The ops that gather whole parameters where shards were given other values, such as a checkpoint's."""
+        return tuple(replace(op, planned=False) for op in self.send_update(EXTRA, ())) if self.gathers_updates else ()
+
+    def gather_pinned(self, bucket: Bucket, phase: Phase) -> Op:
+        """The op that gathers a bucket into memory of its own, as a parameter is used outside of its unit."""
+        return replace(self.gather(bucket, EXTRA, phase), planned=False, writes=())
 
     def send_update(self, micro_batch: int, after: tuple[Key, ...]) -> list[Op]:
         """The ops by which ranks get what others have updated."""

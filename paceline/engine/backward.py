@@ -97,8 +97,7 @@ class BackwardPass:
             self._begin_unit(unit)
 
     def _begin_unit(self, unit: str) -> None:
-        executor = self.program.executor
-        executor.begin(executor.admit("backward", unit, self.state.micro_batch))
+        self.program.executor.begin(self.program.computing("backward", unit, self.state.micro_batch))
 
     def pre_accumulate(self, parameter: nn.Parameter) -> None:
         """Autograd is about to add to a parameter's gradient, or to hand it to `torch.autograd.grad`."""
@@ -279,7 +278,9 @@ class BackwardPass:
             statistics.fill(used, slow, squares, gradients.carries, checks, buffers.unknown())
             executor.end()
             executor.done(key)
-        key = Key("publish", GRADIENTS, micro_batch, "backward")
+        publish = Key("publish", GRADIENTS, micro_batch, "backward")
+        widen = publish._replace(kind="widen")
+        key = widen if executor.knows(widen) else publish
         executor.begin(key)
         if program.collectives is not None:
             statistics.require_alike()
@@ -292,6 +293,8 @@ class BackwardPass:
         gradients.publish(used, keep=program.world.rank == 0 or not program.schedule.has_server)
         executor.end()
         executor.done(key)
+        if key is widen:
+            executor.mark(publish)
 
     def _reduce_late(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
         """Reduces what came after its unit was copied in; from now on these units wait for the whole backward."""

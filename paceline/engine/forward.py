@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -91,7 +90,7 @@ class ForwardPass:
     def _begin_unit(self, unit: str) -> None:
         executor = self._program.executor
         executor.end()
-        key = executor.admit("forward", unit, self._index)
+        key = self._program.computing("forward", unit, self._index)
         executor.require(executor.after(key))
         self.unshard(unit)
         executor.begin(key)
@@ -234,8 +233,7 @@ class ForwardPass:
         self._require_no_idle_rank(f"{slot.spec.name} is used outside of its unit")
 
         def gather(bucket: Bucket, memory: Tensor) -> None:
-            phase: Phase = "backward" if in_backward() else "forward"
-            op = replace(schedule.gather(bucket, EXTRA, phase), planned=False, writes=())
+            op = schedule.gather_pinned(bucket, "backward" if in_backward() else "forward")
             self._program.executor.run([op], self._program.gather_into(op, bucket, memory))
 
         parameters.pin(index, gather)
@@ -282,10 +280,7 @@ class ForwardPass:
 
     def gather_update(self) -> None:
         """Gathers whole parameters, as after an update, and waits for them."""
-        schedule, executor = self._program.schedule, self._program.executor
-        ops = [replace(op, planned=False) for op in schedule.send_update(EXTRA, ())]
-        if schedule.gathers_updates:
-            executor.run(ops)
+        self._program.executor.run(self._program.schedule.gather_update_again())
         self._program.parameters.waiting.clear()
 
     def reset(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from paceline.core.buffers import statistics_numel
 from paceline.core.build_layout import build_layout
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.layout import ROOT, Bucket, Layout
-from paceline.core.ops import STATISTICS, Op
+from paceline.core.ops import STATISTICS, Key, Op
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
 from paceline.engine.gradients import Gradients
@@ -185,6 +186,13 @@ class Program:
             self.world.rank, open_clock(self.world), streams, self.work, self.recorder.is_on, reader(self.world.device)
         )
         self.recorder.attach(self.executor)
+
+    def computing(self, kind: Literal["forward", "backward"], unit: str, micro_batch: int) -> Key:
+        """The name of a unit's computing, which the executor knows from then on."""
+        key = Key(kind, unit, micro_batch, kind)
+        if not self.executor.knows(key):
+            self.executor.admit(self.schedule.unforeseen(kind, unit, micro_batch))
+        return key
 
     def _wait_for_reduction(self, bucket: Bucket) -> None:
         self.executor.require_reduced(bucket.name)

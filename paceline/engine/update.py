@@ -121,7 +121,7 @@ class Update:
 
     def end(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped: what it updated is rounded, and sent to ranks that keep it whole."""
-        parameters, executor = self._program.parameters, self._program.executor
+        program, parameters, executor = self._program, self._program.parameters, self._program.executor
         if self._is_suspended:
             self.require_reduced("optimizer.step() with a closure")
         self._give_shards_back()
@@ -131,7 +131,7 @@ class Update:
         ops = self._ops()
         if not executor.knows(self._key("update")):
             # A closure has run whole forward and backward passes inside the step.
-            executor.load(executor.step, [op for op in ops if op.target != READ])
+            executor.load(executor.step, program.schedule.update_around_passes(self._state.last_micro_batch))
         executor.done(self._key("update"))
         if parameters.flat.managed:
             if executor.knows(self._key("cast")):

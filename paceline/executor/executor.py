@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from paceline.comm import whereabouts
 from paceline.comm.gpu_streams import CudaClock
@@ -105,13 +104,10 @@ class Executor:
 
     # ---- compute ops
 
-    def admit(self, kind: Literal["forward", "backward"], unit: str, micro_batch: int) -> Key:
-        """The name of a unit's computing, which no schedule need foresee: the unit may run for the first time."""
-        key = Key(kind, unit, micro_batch, kind)
-        if key not in self._known:
-            self._known[key] = Op(kind, unit, micro_batch, kind, "compute", planned=False)
-            self._to_compute.append(key)
-        return key
+    def admit(self, op: Op) -> None:
+        """Takes a compute op of a schedule's part that data asked for."""
+        self._known[op.key] = op
+        self._to_compute.append(op.key)
 
     def begin(self, key: Key) -> None:
         """A compute op begins, once what it waits for is complete; the one that was running ends.

@@ -119,7 +119,7 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
             return moving("squares", summed, hardware)
         if op.kind == "update":
             return moving("update", spans(op) * OPTIMIZER_BYTES, hardware)
-        if op.kind == "cast":
+        if op.kind in ("cast", "widen"):
             return moving("cast", spans(op) * (4 + 2), hardware)
         return 0.0
 

@@ -117,7 +117,7 @@ def moments(work: Work, schedule: Schedule, micro_batches: int = 1) -> Iterator[
 
     Of several micro-batches the first and the second stand for all: in the second, gradients are there from before.
     """
-    gradients = _Gradients(schedule)
+    gradients = _Gradients(schedule, micro_batches)
     recomputed = recomputed_units([unit.unit for unit in work.units], schedule.strategy)
     kept = [_kept(unit, schedule.strategy) if unit.unit in recomputed else unit.kept for unit in work.units]
     last = len(kept) - 1
@@ -150,22 +150,15 @@ def moments(work: Work, schedule: Schedule, micro_batches: int = 1) -> Iterator[
 class _Gradients:
     """Follows autograd's gradients: those of the units whose backward is over, and of the one under way."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._flats, self._early = schedule.layout.flats, schedule.copied_early
+    def __init__(self, schedule: Schedule, micro_batches: int) -> None:
+        self._early = schedule.copied_early
         self._copies, self._low = schedule.copies_gradients, schedule.strategy.low
         self._defers = not schedule.strategy.reduces_every_micro_batch or schedule.world_size == 1
         self._of, self._largest = _computed_bytes(schedule)
         self._seen_shared = False
         self.held, self._index = 0, 0
-        self.published = 0 if self._copies else sum(self._of.values())
-        if self._copies:
-            # In another dtype than the optimizer's, reduced gradients are handed to it as copies.
-            reduced = {b.dtype for b in schedule.buffers(1) if b.kind in ("reduced", "gradients")}
-            self.published = sum(
-                flat.numel // schedule.shards * flat.master_itemsize
-                for flat in self._flats
-                if flat.trainable and flat.master not in reduced
-            )
+        transient = sum(buffer.bytes for buffer in schedule.buffers(micro_batches) if buffer.transient)
+        self.published = transient if self._copies else sum(self._of.values())
 
     def begin(self, micro_batch: int) -> None:
         """A micro-batch's forward begins."""

@@ -36,6 +36,7 @@ RIGHT: dict[str, Strategy] = {
     **SYSTEMS,
     **{f"zero {zero}": Strategy(zero=zero, **BUCKETS) for zero in (0, 1, 2, 3)},
     "bfloat16": Strategy(zero=1, precision="bfloat16", reduce_in_float32=False),
+    "reduced in bfloat16": Strategy(zero=2, precision="bfloat16", reduce_in_float32=False),
     "zero 3 in bfloat16": Strategy(zero=3, precision="bfloat16"),
     "hybrid": Strategy(zero=2, shard=2, **BUCKETS),
     "hybrid zero 3": Strategy(zero=3, shard=2),

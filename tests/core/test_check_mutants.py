@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.core.check import ScheduleError, all_ranks, check
 from paceline.core.layout import ROOT
-from paceline.core.ops import COMPUTE, OPTIMIZER, READ, WRITTEN, Key, Op
+from paceline.core.ops import COMPUTE, GRADIENTS, OPTIMIZER, READ, WRITTEN, Key, Op
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import SYSTEMS, Strategy
 from tests.core.broken import RIGHT, UNITS, broken, found, job, key_of, patient, several, without
@@ -281,6 +281,12 @@ def test_a_missing_cast_is_found(name: str) -> None:
     ranks = job(RIGHT[name])
     report = broken(ranks, lambda _, ops: without(ops, key_of(ops, "cast", OPTIMIZER)))
     found(report, "contents", "after 0 updates, not parameters of", "after 1 update")
+
+
+def test_gradients_that_are_not_widened_are_found() -> None:
+    for name in ("bfloat16", "reduced in bfloat16"):
+        report = broken(job(RIGHT[name]), lambda _, ops: without(ops, key_of(ops, "widen", GRADIENTS)))
+        found(report, "gradients: rank 0: publish of gradients", "of buffer 'widened 0' nothing yet, not gradients of")
 
 
 @pytest.mark.parametrize("target", [READ, WRITTEN])

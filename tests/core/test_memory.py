@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.build_layout import build_layout
+from paceline.core.check import lifetimes
 from paceline.core.layout import ROOT, ParameterSpec
 from paceline.core.memory import Memory, memory
 from paceline.core.schedule import Schedule
@@ -13,6 +14,7 @@ from paceline.core.strategy import Strategy
 from paceline.models.presets import PRESETS
 from paceline.models.transformer import Transformer
 from paceline.models.units import find_units, parameter_specs
+from tests.core.broken import job
 from tests.drawn import schedules, spec
 
 
@@ -202,3 +204,18 @@ def test_nothing_is_held_beyond_the_whole_model(plan: Schedule, micro_batches: i
     assert held.buckets <= gradients * plan.reuses_gradient_slots
     if not plan.reuses_gradient_slots:
         assert held.gradients >= gradients
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_reduced_as_computed_are_widened_from_their_reduction_to_the_update(zero: int) -> None:
+    strategy = Strategy(zero=zero, precision="bfloat16", reduce_in_float32=False)  # type: ignore[arg-type]
+    plan = job(strategy, numel=1024)[0]
+    (wide,) = (buffer for buffer in plan.buffers(1) if buffer.transient)
+    assert (wide.kind, wide.dtype, wide.bytes) == ("widened", "float32", 4 * 5 * 1024 // plan.shards)
+    life = lifetimes(plan.step(1))[wide.name]
+    assert [plan.step(1)[at].kind for at in (life.written, life.read) if at is not None] == ["widen", "update"]
+    # What is summed over micro-batches is as wide as the update already.
+    assert not [buffer for buffer in plan.buffers(2) if buffer.transient]
+    assert "widen" not in [op.kind for op in plan.step(2)]
+    # It is gone when the next step's activations are there.
+    assert memory(plan).gradients + memory(plan).buckets <= 2 * 5 * 1024 * (2 if zero else 1)

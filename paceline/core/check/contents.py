@@ -31,6 +31,7 @@ def contents_faults(facts: Sequence[Facts], rounds: Iterable[Round], micro_batch
         "reshard": parameters.reshard,
         "copy_in": gradients.copy_in,
         "statistics": gradients.statistics,
+        "widen": gradients.widen,
         "publish": gradients.publish,
         "update": parameters.update,
         "cast": parameters.cast,

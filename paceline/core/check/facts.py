@@ -62,8 +62,9 @@ class Facts:
             if bucket.trainable and self.schedule.copies_gradients:
                 whole = self.buffers.gradient(bucket)
                 yield from (whole, self.buffers.own_gradient(bucket), self.buffers.reduced(bucket))
-                for start, stop in self.payload[bucket.name]:
-                    yield Span(whole.buffer, whole.start + start - bucket.start, whole.start + stop - bucket.start)
+                yield self.buffers.published(bucket)
+                for span in (whole, self.buffers.published(bucket)) if self.schedule.world_size == 1 else (whole,):
+                    yield from self._payload_in(span, bucket)
 
     @cached_property
     def by_name(self) -> dict[str, Bucket]:
@@ -114,15 +115,25 @@ class Facts:
         return {b.name: self._share(self.buffers.reduced(b), b) for b in self.schedule.reduced_buckets}
 
     @cached_property
+    def published(self) -> dict[str, Place]:
+        """`reduced`, as it is updated with."""
+        if self.schedule.world_size == 1:
+            return {b.name: self._without_padding(self.buffers.published(b), b) for b in self.schedule.reduced_buckets}
+        return {b.name: self._share(self.buffers.published(b), b) for b in self.schedule.reduced_buckets}
+
+    @cached_property
     def gradient(self) -> dict[str, Place]:
         """Each bucket's whole gradients, without padding."""
-        found: dict[str, Place] = {}
-        for bucket in self.schedule.reduced_buckets:
-            whole = self.buffers.gradient(bucket)
-            shift = whole.start - bucket.start
-            spans = (Span(whole.buffer, start + shift, stop + shift) for start, stop in self.payload[bucket.name])
-            found[bucket.name] = Place(self.accesses.partition.areas(spans), bucket.flat, shift, 1)
-        return found
+        return {b.name: self._without_padding(self.buffers.gradient(b), b) for b in self.schedule.reduced_buckets}
+
+    def _without_padding(self, span: Span, bucket: Bucket) -> Place:
+        areas = self.accesses.partition.areas(self._payload_in(span, bucket))
+        return Place(areas, bucket.flat, span.start - bucket.start, 1)
+
+    def _payload_in(self, span: Span, bucket: Bucket) -> Iterable[Span]:
+        """Where the elements of a bucket that are not padding lie in a span that holds all of it."""
+        shift = span.start - bucket.start
+        return (Span(span.buffer, start + shift, stop + shift) for start, stop in self.payload[bucket.name])
 
     @cached_property
     def copied(self) -> dict[str, dict[Span, Place]]:

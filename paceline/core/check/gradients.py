@@ -124,21 +124,24 @@ class Gradients:
         }
         return self._state.sums.number(terms)
 
-    def _finds_complete(self, rank: int, op: Op, step: int, others: Iterable[Span] = ()) -> bool:
+    def _finds_complete(
+        self, rank: int, op: Op, step: int, others: Iterable[Span] = (), published: bool = False
+    ) -> bool:
         """Whether all reduced gradients that this rank updates with are complete where an op reads them.
 
-        Besides these and `others`, it reads nothing.
+        Besides these and `others`, it reads nothing. Where they are `published` they are as they are updated with.
         """
         facts, total = self._state.facts[rank], self._complete(step)
-        reduced = [facts.buffers.reduced(bucket) for bucket in facts.schedule.updated_buckets]
-        for span in set(op.reads).difference(reduced, others):
+        span_of = facts.buffers.published if published else facts.buffers.reduced
+        places = facts.published if published else facts.reduced
+        for span in set(op.reads).difference(map(span_of, facts.schedule.updated_buckets), others):
             self._state.add(
                 rank, op, f"{words(op)} reads {in_words(span)}, where this rank has nothing for it", "gradients"
             )
             return False
         for bucket in facts.schedule.updated_buckets:
-            place = facts.reduced[bucket.name]
-            if not self._state.says(rank, op, op.reads, facts.buffers.reduced(bucket), "reads"):
+            place = places[bucket.name]
+            if not self._state.says(rank, op, op.reads, span_of(bucket), "reads"):
                 return False
             if not self._state.expect(rank, op, place, place.holding("gradient", total), step):
                 return False
@@ -174,9 +177,18 @@ class Gradients:
         facts = self._state.facts[rank]
         return Place(facts.accesses.partition.areas((facts.statistics,)), 0, 0, 1)
 
+    def widen(self, rank: int, op: Op, step: int) -> None:
+        """Complete gradients are copied to where they are as wide as what is updated."""
+        facts = self._state.facts[rank]
+        if self._finds_complete(rank, op, step, (facts.statistics,)):
+            for bucket in facts.schedule.updated_buckets:
+                if facts.buffers.published(bucket) in op.writes:
+                    place = facts.published[bucket.name]
+                    self._state.fill(rank, place.areas, place.holding("gradient", self._complete(step)))
+
     def publish(self, rank: int, op: Op, step: int) -> None:
         """Complete gradients become the parameters' own."""
-        if not self._finds_complete(rank, op, step, (self._state.facts[rank].statistics,)):
+        if not self._finds_complete(rank, op, step, (self._state.facts[rank].statistics,), published=True):
             return
         if len(self._state.facts) > 1:
             if not self._state.says(rank, op, op.reads, self._state.facts[rank].statistics, "reads"):
@@ -196,4 +208,5 @@ class Gradients:
             return False
         self._published[rank] = False
         facts = self._state.facts[rank]
-        return self._finds_complete(rank, op, step, map(facts.buffers.master, facts.schedule.updated_buckets))
+        masters = map(facts.buffers.master, facts.schedule.updated_buckets)
+        return self._finds_complete(rank, op, step, masters, published=True)
