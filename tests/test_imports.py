@@ -33,3 +33,15 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     # Raises, and names the circle, if there is one.
     order = list(TopologicalSorter(graph).static_order())
     assert len(order) == len(modules)
+
+
+def test_ops_are_made_by_the_schedule_alone() -> None:
+    """What runs, also what only data asks for, is made by the builder of schedules, and so can be read there."""
+
+    def makes_ops(path: Path) -> bool:
+        calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        return any(isinstance(func, ast.Name) and func.id == "Op" for func in calls)
+
+    made_in = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if makes_ops(path)}
+    # How long one takes is measured with one of its own.
+    assert made_in - {"bench/events.py"} == {"core/schedule.py", "core/transfers.py"}

@@ -149,14 +149,14 @@ def accumulate(model: nn.Module, batches: Iterable[T], uneven: bool = False) -> 
         counts = all_gather_json(len(batches), "number of micro-batches")
         try:
             for index in range(max(counts)):
-                engine.forward.set_idle_ranks(index >= min(counts))
+                engine.forward.idle_ranks.there_are(index >= min(counts))
                 with engine.no_sync() if index < max(counts) - 1 else nullcontext():
                     if index < len(batches):
                         yield batches[index]
                     else:
                         engine.backward.idle()
         finally:
-            engine.forward.set_idle_ranks(False)
+            engine.forward.idle_ranks.there_are(False)
         return
     iterator = iter(batches)
     try:

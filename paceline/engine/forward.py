@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor
 
@@ -14,10 +12,8 @@ from paceline.core.ops import EXTRA, WRITTEN, Key, Phase
 from paceline.core.step_state import StepState
 from paceline.engine.full_parameters import FullParameters
 from paceline.engine.program import Program
+from paceline.executor.idle_ranks import IdleRanks
 from paceline.hooks.modules import in_backward, in_forward_mode, in_transform
-
-_with_idle_ranks: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
-"""Passes of models that some rank only follows the schedule of in this micro-batch, as it has none."""
 
 
 class ForwardPass:
@@ -26,6 +22,7 @@ class ForwardPass:
     Attributes:
         order: Units in the order in which the first forward runs them.
         whole: All parameters whole and as they are updated, on demand.
+        idle_ranks: Those that have no micro-batch while others have one.
     """
 
     def __init__(self, program: Program, state: StepState) -> None:
@@ -33,6 +30,7 @@ class ForwardPass:
         self._program, self._state = program, state
         self.order: list[str] = []
         self.whole = FullParameters(program, self.wait_for_updates, state.end_edit)
+        self.idle_ranks = IdleRanks(program.collectives)
         self._index = 0
         self._depth = 0
 
@@ -154,7 +152,7 @@ class ForwardPass:
             self._wait_for_update(unit)
             parameters.unshard((unit,))
             return
-        self._require_shared_idle_ranks(unit)
+        self.idle_ranks.require_of_own_model(unit)
         if not parameters.unsharded.holds_kept():
             self._gather_kept()
         if unit not in schedule.slot:
@@ -169,7 +167,7 @@ class ForwardPass:
             return
         if not parameters.unsharded.holds(unit):
             # Not what the schedule foresaw, such as a second forward before backward.
-            self._require_no_idle_rank(f"{unit} is gathered in another order than planned")
+            self.idle_ranks.require_none(f"{unit} is gathered in another order than planned")
             executor.drop("gather")
             executor.settle_stream("gather")
             executor.run(schedule.gather_again(unit, index, phase))
@@ -230,7 +228,7 @@ class ForwardPass:
                 "inside `with pl.full_parameters(model):`, on every rank"
             )
 
-        self._require_no_idle_rank(f"{slot.spec.name} is used outside of its unit")
+        self.idle_ranks.require_none(f"{slot.spec.name} is used outside of its unit")
 
         def gather(bucket: Bucket, memory: Tensor) -> None:
             op = schedule.gather_pinned(bucket, "backward" if in_backward() else "forward")
@@ -244,40 +242,6 @@ class ForwardPass:
         computing = self._depth or self._state.phase != "idle" or in_backward()
         return computed if computing or local is None else local.dtype
 
-    def set_idle_ranks(self, idle: bool) -> None:
-        """Takes note whether some rank has no micro-batch now, so that it only follows this model's schedule."""
-        (_with_idle_ranks.add if idle else _with_idle_ranks.discard)(self)
-
-    def _require_no_idle_rank(self, what: str) -> None:
-        """Refuses what ranks without a micro-batch do not take part in.
-
-        Raises:
-            EngineError: There is one.
-        """
-        if self in _with_idle_ranks:
-            self._refuse_idle_rank(
-                f"{what} while a rank has no micro-batch, which with zero=3 follows the plan alone: give every rank as "
-                "many micro-batches, or set strategy.zero to 2 or less"
-            )
-
-    def _require_shared_idle_ranks(self, unit: str) -> None:
-        """Refuses to gather a unit in a micro-batch of another model's that some rank has not.
-
-        Raises:
-            EngineError: There is such a model, and this is none.
-        """
-        if _with_idle_ranks and self not in _with_idle_ranks:
-            self._refuse_idle_rank(
-                f"{unit} is gathered in a micro-batch that pl.accumulate gives to another model and not to every rank, "
-                "so some will not take part: set strategy.zero to 2 or less for this model, or give every rank as many"
-            )
-
-    def _refuse_idle_rank(self, message: str) -> None:
-        error = EngineError(message)
-        if self._program.collectives is not None:
-            self._program.collectives.give_up(error)
-        raise error
-
     def gather_update(self) -> None:
         """Gathers whole parameters, as after an update, and waits for them."""
         self._program.executor.run(self._program.schedule.gather_update_again())
@@ -286,7 +250,7 @@ class ForwardPass:
     def reset(self) -> None:
         """Forgets the pass under way."""
         self._depth = 0
-        self.set_idle_ranks(False)
+        self.idle_ranks.there_are(False)
         self.whole.close_states()
 
     def _refuse_graph(self, records: bool) -> None:
