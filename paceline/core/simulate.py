@@ -68,7 +68,7 @@ def simulate(
 
     Args:
         schedule: The ops.
-        costs: Seconds of each op, such as `comm.plan.seconds` for collectives.
+        costs: Seconds of each op, such as `plan.costs.step_costs` gives them.
         micro_batches: Micro-batches of a step.
         steps: Number of steps; in the first, nothing is left over from a step before.
         contention: By which share computing is slower while any collective is under way, as both take the memory's

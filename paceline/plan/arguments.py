@@ -45,7 +45,7 @@ class PlanArguments:
     all: bool = False
     """Show every strategy that was looked at."""
     explain: bool = False
-    """Show each term of the recommended setting with its formula and source."""
+    """Show each term of the recommended setting with its formula and source, and the buffers of a rank."""
     write: Annotated[str, Value("FILE.yaml")] = ""
     """Write the recommended setting as a configuration of paceline train."""
     json: JsonFile = ""

@@ -10,11 +10,12 @@ from typing import Any
 
 from paceline.command_line import json_file
 from paceline.core.errors import UserError
+from paceline.plan import buffer_table, quantities, scaling, what_if
 from paceline.plan import failures as failing
 from paceline.plan import forecast_table as table
-from paceline.plan import quantities, scaling, what_if
 from paceline.plan.arguments import PlanArguments
 from paceline.plan.budget import budget
+from paceline.plan.buffer_table import buffers
 from paceline.plan.estimate import Estimate
 from paceline.plan.explain import terms
 from paceline.plan.held import held_over_time
@@ -73,8 +74,12 @@ def _about(
         told = list(terms(case, best))
         numbers["terms"] = [asdict(term) for term in told]
         numbers["memory_over_time"] = held_over_time(case, best.setting)
+        used = buffers(case.schedule(best.setting.strategy), best.setting.micro_batches)
+        numbers["buffers"] = [asdict(each) for each in used]
         if shows:
             table.show_terms(told)
+            print()
+            print_table(buffer_table.HEADS, buffer_table.rows(used), left=5)
     if options.what_if:
         changed = list(what_if.changes(case, asked.samples, found))
         numbers["what_if"] = [change.to_dict() for change in changed]

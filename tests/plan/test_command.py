@@ -158,6 +158,11 @@ def test_what_may_be_asked_beside_a_plan(tmp_path: Path, capsys: pytest.CaptureF
     terms = {term["name"]: term for term in plan["terms"]}
     assert {"multiplying", "moving", "compute", "update", "MFU", "optimizer", "activations", "fits"} <= terms.keys()
     assert all(term["formula"] and term["source"] and term["value"] in shown for term in plan["terms"])
+    assert all(each["name"] in shown and each["written"] and each["read"] for each in plan["buffers"])
+    # Adam's two states are the optimizer's own.
+    states = memory["optimizer"] * 2 // 3
+    held = memory["steady"] - memory["framework"] - states
+    assert sum(each["bytes"] for each in plan["buffers"] if each["kind"] != "statistics") == held
     assert len(plan["settings"]) == len([line for line in shown.splitlines() if line.startswith("zero ")])
 
 
