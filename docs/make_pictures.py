@@ -27,6 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
 from paceline.core.events import Event
 from paceline.core.layout import ParameterSpec
 from paceline.core.ops import Op
@@ -83,7 +84,7 @@ WAIT = "#f1c9c1"
 def example(strategy: Strategy) -> Schedule:
     """The schedule of a small model: four equal units, eight ranks."""
     parameters = [ParameterSpec(f"{unit}.w", (UNIT_NUMEL,), (1,), "float32", 4, unit) for unit in UNITS]
-    return Schedule(build_layout(parameters, UNITS, strategy, RANKS), strategy, RANKS, rank=0, order=UNITS)
+    return build_schedule(build_layout(parameters, UNITS, strategy, RANKS), strategy, RANKS, rank=0, order=UNITS)
 
 
 def events_of_a_step(schedule: Schedule, micro_batches: int) -> tuple[list[Event], float, float]:

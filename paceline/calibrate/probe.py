@@ -8,6 +8,7 @@ from dataclasses import astuple, replace
 
 from paceline.calibrate.rank import EMPTY, PROBE
 from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
 from paceline.core.layout import ROOT
 from paceline.core.ops import COMPUTE, Key, Op
 from paceline.core.schedule import Schedule
@@ -132,4 +133,4 @@ def step_seconds(
 
 def _schedule(model: Shapes, strategy: Strategy, ranks: int) -> Schedule:
     layout = build_layout(model.parameters, (ROOT, *model.units), strategy, ranks)
-    return Schedule(layout, strategy, ranks, rank=0, order=model.units)
+    return build_schedule(layout, strategy, ranks, rank=0, order=model.units)

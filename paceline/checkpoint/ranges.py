@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.core.layout import ParameterSpec
 from paceline.core.mesh import REPLICATE
+from paceline.core.parameter_server import ParameterServer
 from paceline.engine.engine import Engine
 from paceline.optimizers.shard_states import SHARD
 
@@ -107,7 +108,7 @@ class Ranges:
         slot, bucket = self._flat.layout.slots[index], self._flat.bucket_of.get(index)
         schedule, numel = self._engine.schedule, slot.spec.numel
         rank, writers = self._world.rank, self._writers
-        if schedule.has_server:
+        if isinstance(schedule, ParameterServer):
             return (0, numel) if rank == 0 else (0, 0)
         if bucket is None:
             return (0, numel) if rank == writers[index % len(writers)] else (0, 0)

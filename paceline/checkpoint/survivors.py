@@ -30,7 +30,7 @@ def choose_writers(placement: Placement, done: Mapping[int, int]) -> tuple[int, 
     Returns:
         The step and the ranks that have done it, in order; None where some elements were the lost rank's alone.
     """
-    holders = [[0]] if placement.has_server else placement.ranks_of("replicate")
+    holders = [[0]] if placement.strategy.has_server(placement.world_size) else placement.ranks_of("replicate")
     for step in sorted(set(done.values()), reverse=True):
         writers = sorted(rank for rank, steps in done.items() if steps == step)
         if all(any(rank in writers for rank in group) for group in holders):

@@ -87,15 +87,13 @@ class Buffers:
 
     def _parameters(self) -> Iterator[Buffer]:
         place = self.placement
-        sent: Stream | None = "gather" if "gather" in place.groups else None
+        sent = place.sends_updates_on
         for index, flat in enumerate(place.layout.flats):
             if place.shards_parameters:
                 yield Buffer(f"parameters {index}", "parameters", *_computed(flat), flat.numel // place.shards, sent)
                 continue
             # What nobody updates is sent to nobody, and each rank may edit it for itself.
-            carrier: Stream | None = None
-            if flat.trainable:
-                carrier = "reduce" if place.has_server else sent
+            carrier = sent if flat.trainable else None
             shared = place.shares_memory and flat.trainable
             yield Buffer(f"parameters {index}", "parameters", *_computed(flat), flat.numel, carrier, shared)
         for index, flat in enumerate(place.layout.flats):

@@ -57,6 +57,11 @@ class Placement:
         """Copies of the model, whole or sharded."""
         return self.mesh.extent(REPLICATE)
 
+    @property
+    def holders(self) -> int:
+        """Ranks that hold each element of the reduced gradients, and update it."""
+        return self.replicas
+
     @cached_property
     def shard_index(self) -> int:
         """Which shard is this rank's."""
@@ -107,13 +112,13 @@ class Placement:
     @property
     def replaces_earlier_gradients(self) -> bool:
         """Whether what `p.grad` holds must be made another tensor before autograd adds to it."""
-        is_scaled = self.has_server or self.strategy.gradients == "sum"
+        is_scaled = self.holders < self.replicas or self.strategy.gradients == "sum"
         return self.shards > 1 or self.strategy.low or self.strategy.reduces_every_micro_batch or is_scaled
 
     @property
-    def has_server(self) -> bool:
-        """Whether rank 0 alone updates, and sends the others what it updated."""
-        return self.strategy.has_server(self.world_size)
+    def sends_updates_on(self) -> Stream | None:
+        """The stream on which ranks get what others have updated; None if there is none."""
+        return "gather" if "gather" in self.groups else None
 
     @property
     def gathers_updates(self) -> bool:
@@ -197,8 +202,8 @@ class Placement:
 
     @property
     def updated_buckets(self) -> tuple[Bucket, ...]:
-        """Buckets of which this rank has reduced gradients, and updates its share: none on a server's workers."""
-        return () if self.has_server and self.rank > 0 else self.reduced_buckets
+        """Buckets of which this rank has reduced gradients, and updates its share."""
+        return self.reduced_buckets
 
     @cached_property
     def copied_units(self) -> tuple[str, ...]:

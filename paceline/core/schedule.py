@@ -35,8 +35,6 @@ from paceline.core.transfers import Transfers
 class Schedule(Transfers):
     """The ops of one rank's optimizer step: `pl.engine_of(model).schedule`.
 
-    With a parameter server, ranks differ in what they send.
-
     Example:
         >>> model = pl.parallelize(torch.nn.Linear(4, 2))
         >>> [op.kind for op in pl.engine_of(model).schedule.step(micro_batches=1)]
@@ -96,8 +94,9 @@ class Schedule(Transfers):
             ops += self.gather_kept()
         needed: Mapping[str, tuple[Key, ...]] = {}
         first = tuple(op.key for op in ops)
-        if (self.gathers_updates or self.has_server or self.shares_memory) and index == 0:
-            needed, first = self.sent_before
+        if index == 0:
+            needed, before = self.sent_before
+            first = (*first, *before)
         held = self.occupied(()) if index in (0, EXTRA) else self.occupied(self.gathered_units[: self.slots])
         walk = Prefetch(self, "forward", index, self.order, held)
         for unit in self.computed_units:
@@ -123,15 +122,15 @@ class Schedule(Transfers):
         ran = set(self.computed_units)
         needed: dict[str, tuple[Key, ...]] = {}
         first: tuple[Key, ...] = ()
-        if self.shares_memory:
-            return needed, (Key("barrier", WRITTEN, PREVIOUS, "update"),)
-        for bucket in self.reduced_buckets:
-            key = Key("broadcast" if self.has_server else "all_gather", bucket.name, PREVIOUS, "update")
+        sent = {op.target: op.key for op in self.send_update(PREVIOUS, ())}
+        if WRITTEN in sent:
+            return needed, (sent[WRITTEN],)
+        for bucket in (each for each in self.reduced_buckets if each.name in sent):
             for unit in bucket.units:
                 if unit in ran:
-                    needed[unit] = (*needed.get(unit, ()), key)
+                    needed[unit] = (*needed.get(unit, ()), sent[bucket.name])
                 else:
-                    first = (*first, key)
+                    first = (*first, sent[bucket.name])
         return needed, first
 
     def _present(self, kind: Kind, unit: str, index: int, phase: Phase, after: tuple[Key, ...] = ()) -> Op:

@@ -72,17 +72,6 @@ class Transfers(Placement):
 
     def send_update(self, micro_batch: int, after: tuple[Key, ...]) -> list[Op]:
         """The ops by which ranks get what others have updated."""
-        if self.has_server:
-            spans = {bucket.name: (self._plain.unsharded(bucket),) for bucket in self.reduced_buckets}
-            return [
-                self._communicate(
-                    "broadcast",
-                    *(b.name, micro_batch, "update", after),
-                    *(spans[b.name] if self.rank == 0 else (), () if self.rank == 0 else spans[b.name]),
-                    *(b.numel, b.itemsize),
-                )
-                for b in self.reduced_buckets
-            ]
         if self.gathers_updates:
             # The next forward needs the first units first.
             return [self.gather(bucket, micro_batch, "update", after) for bucket in reversed(self.reduced_buckets)]
@@ -94,6 +83,11 @@ class Transfers(Placement):
 
     # ---- gradients
 
+    @property
+    def reduction(self) -> Kind:
+        """What reduces a bucket's gradients, among replicas of a shard besides an all-reduce after it."""
+        return "reduce_scatter" if self.shards > 1 else "all_reduce"
+
     def reduce(self, bucket: Bucket, index: int, synchronise: bool = True) -> tuple[Op, ...]:
         """The ops that reduce one bucket's gradients in micro-batch `index`, each after the one before.
 
@@ -101,13 +95,12 @@ class Transfers(Placement):
         """
         buffers = self.buffers_in(index, synchronise)
         after = tuple(Key("copy_in", unit, index, "backward") for unit in bucket.units)
-        first: Kind = "reduce" if self.has_server else "reduce_scatter" if self.shards > 1 else "all_reduce"
         whole, result = buffers.gradient(bucket), buffers.reduced(bucket)
         reads = (whole, result) if index and self.strategy.reduces_every_micro_batch else (whole,)
         writes = (whole, result) if buffers.has_reduced else (whole,)
         ops = [
             self._communicate(
-                first,
+                self.reduction,
                 *(bucket.name, index, "backward", after, reads, writes, bucket.numel, bucket.gradient_itemsize),
             )
         ]

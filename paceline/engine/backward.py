@@ -290,7 +290,7 @@ class BackwardPass:
             buffers.step_over()
             # No other rank need be asked where every parameter has a gradient on this one.
             used = used if len(used) == len(gradients.flat.trainable) else statistics.used()
-        gradients.publish(used, keep=program.world.rank == 0 or not program.schedule.has_server)
+        gradients.publish(used, keep=bool(program.schedule.updated_buckets))
         executor.end()
         executor.done(key)
         if key is widen:

@@ -42,8 +42,7 @@ class EarlierGradients:
         schedule = flat.schedule
         self._shards, self._replicas, self._low = schedule.shards, schedule.replicas, schedule.strategy.low
         # What a rank's share of a reduced gradient must be so that the sum over ranks gives it again.
-        holders = schedule.replicas if self._shards > 1 else 1 if schedule.has_server else schedule.world_size
-        self._share = (schedule.world_size if schedule.strategy.gradients == "mean" else 1) / holders
+        self._share = (schedule.world_size if schedule.strategy.gradients == "mean" else 1) / schedule.holders
         self.carried: dict[int, Tensor] = {}
         self.filled: set[int] = set()
         self.used: set[int] = set()

@@ -29,7 +29,7 @@ class GradientNorm:
     def now(self) -> Tensor:
         """The 2-norm of all parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
 
-        A collective call where gradients are sharded, and with a parameter server.
+        A collective call where not every rank holds all reduced gradients.
 
         Raises:
             EngineError: The gradients are not reduced yet.
@@ -37,12 +37,12 @@ class GradientNorm:
         program, schedule, world = self._program, self._program.schedule, self._program.world
         self._update.require_reduced("the gradient norm")
         squares = square_sum(self._own_gradients(), world.device)
-        if program.collectives is not None and (schedule.shards > 1 or schedule.has_server):
-            squares = squares if world.rank == 0 or not schedule.has_server else torch.zeros_like(squares)
+        if program.collectives is not None and schedule.holders < world.world_size:
+            squares = squares if schedule.updated_buckets else torch.zeros_like(squares)
             self._settle()
             vector = squares.reshape(1)
             program.collectives.sum(vector, "gradient norm", "pl.clip_grad_norm_")
-            squares = vector[0] / (1 if schedule.has_server else schedule.replicas)
+            squares = vector[0] / schedule.holders
         return self._as_norm(squares)
 
     def _own_gradients(self) -> list[Tensor]:

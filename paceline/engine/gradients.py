@@ -175,7 +175,7 @@ class Gradients:
 
         Args:
             used: Parameters that any rank has a gradient for; the others get None, which an optimizer skips.
-            keep: Whether this rank holds the reduced gradients (with a parameter server, only rank 0 does).
+            keep: Whether this rank holds the reduced gradients.
         """
         chosen = set(used) if keep else set()
         if self._norms.is_on:

@@ -17,6 +17,7 @@ from paceline.comm.transport import Transport
 from paceline.comm.world import World
 from paceline.core.buffers import statistics_numel
 from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.layout import ROOT, Bucket, Layout
 from paceline.core.ops import STATISTICS, Key, Op
@@ -111,7 +112,7 @@ class Program:
         idle = [unit for unit in (ROOT, *self._units) if unit not in order]
         layout = build_layout(self.specs, [*idle, *order], strategy, self.world.world_size)
         size = statistics_numel(len(self.specs))
-        return Schedule(layout, strategy, self.world.world_size, self.world.rank, order, statistics=size)
+        return build_schedule(layout, strategy, self.world.world_size, self.world.rank, order, statistics=size)
 
     def _send(self, tensors: Iterable[Tensor]) -> None:
         """Gives every rank rank 0's tensors."""

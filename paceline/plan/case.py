@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
 from paceline.core.layout import ROOT
 from paceline.core.ops import COMPUTE, Op
 from paceline.core.schedule import Schedule
@@ -64,7 +65,7 @@ class Case:
             strategy.shards(self.devices)
             shapes = self.subject.shapes
             layout = build_layout(shapes.parameters, (ROOT, *shapes.units), plain, self.devices)
-            self._schedules[plain] = Schedule(layout, plain, self.devices, rank=0, order=shapes.units)
+            self._schedules[plain] = build_schedule(layout, plain, self.devices, rank=0, order=shapes.units)
         return self._schedules[plain]
 
     def footprint(self, setting: Setting) -> Footprint:

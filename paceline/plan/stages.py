@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
 from paceline.core.layout import ROOT, ParameterSpec
 from paceline.core.memory import Memory, memory
 from paceline.core.ops import COMPUTE
@@ -89,7 +90,7 @@ def row(model: Shapes, strategy: Strategy, devices: int, micro_batches: int = 1)
     """
     strategy.shards(devices)
     layout = build_layout(model.parameters, (ROOT, *model.units), strategy, devices)
-    schedule = Schedule(layout, strategy, devices, rank=0, order=model.units)
+    schedule = build_schedule(layout, strategy, devices, rank=0, order=model.units)
     held, sent = memory(schedule, micro_batches), _sent(schedule, micro_batches)
     return Row(strategy, held, sent, layout.padding_bytes, len(schedule.groups))
 

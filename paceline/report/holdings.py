@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from paceline.core.collectives.rounds import Round
 from paceline.core.layout import Bucket
+from paceline.core.parameter_server import ParameterServer
 from paceline.core.schedule import Schedule
 
 NOTHING, BEFORE, UPDATED = ".", "w", "u"
@@ -172,7 +173,7 @@ class Holdings:
         for name in updated:
             if self.schedule.shards_parameters:
                 self._reshard(name)
-            for rank in range(1 if self.schedule.has_server else self.world):
+            for rank in range(1 if isinstance(self.schedule, ParameterServer) else self.world):
                 for chunk in range(self.chunks) if self.schedule.shards == 1 else (self.own(rank),):
                     self._parameters[name][rank][chunk] = UPDATED
             self._gradients[name] = [[frozenset[int]()] * self.chunks for _ in range(self.world)]

@@ -11,6 +11,7 @@ from paceline.command_line import quantities as said
 from paceline.core.collectives.algorithms import find_algorithm
 from paceline.core.collectives.rounds import Round
 from paceline.core.ops import Key, Op
+from paceline.core.parameter_server import ParameterServer
 from paceline.report.chunk_norms import ChunkNorms
 from paceline.report.chunk_sums import Summed, Sums
 from paceline.report.holdings import Held, Holdings
@@ -172,7 +173,7 @@ class _Script:
         return f"Backward of {op.target} is over, and its gradients are copied into {named}{adds}{of}."
 
     def _updated(self) -> str:
-        if self._schedule.has_server:
+        if isinstance(self._schedule, ParameterServer):
             return "Rank 0 has updated the parameters."
         what = "its shard of the parameters" if self._schedule.shards > 1 else "all parameters"
         return f"Each rank has updated {what}; gradients are needed no more."

@@ -66,6 +66,7 @@ def program_of(path: Path, config: TrainConfig, world_size: int) -> Program | No
     """The program of a run's folder; None if its tokenizer, which gives the model's size, cannot be read."""
     from paceline.core.buffers import statistics_numel
     from paceline.core.build_layout import build_layout
+    from paceline.core.build_schedule import build_schedule
     from paceline.core.layout import ROOT
     from paceline.data import Tokenizer
     from paceline.models.on_meta import on_meta
@@ -79,7 +80,7 @@ def program_of(path: Path, config: TrainConfig, world_size: int) -> Program | No
         units = tuple(find_units(model, config.strategy.units))
         specs = tuple(parameter_specs(model, units))
         layout = build_layout(specs, (ROOT, *units), config.strategy, world_size)
-        schedule = Schedule(layout, config.strategy, world_size, 0, units, statistics=statistics_numel(len(specs)))
+        schedule = build_schedule(layout, config.strategy, world_size, 0, units, (), statistics_numel(len(specs)))
         return Program(schedule, math.ceil(math.ceil(config.batch / world_size) / config.micro_batch), specs)
     except (UserError, OSError, UnicodeDecodeError):
         return None

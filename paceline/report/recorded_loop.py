@@ -146,7 +146,7 @@ def _write_norms(
         return
     step = 1 + max((event.step for event in recorded if event.kind == "backward"), default=0)
     names = [slot.spec.name for slot in schedule.layout.slots]
-    copies = 1 if schedule.has_server else schedule.replicas
+    copies = schedule.holders
     lines = {
         GRADIENT_NORMS: norm_lines(step, norms, names, copies),
         CHUNK_PRODUCTS: product_lines(step, products, len(norms[0]["local"])),

@@ -79,7 +79,7 @@ def _assumed(run: Run) -> str:
 def _of_the_run(run: Run, program: Program) -> Html:
     """The run's own step, with what it needs to be stepped through."""
     times, world = None if run.what_if is None else run.what_if.times(), program.schedule.world_size
-    ways = ["ring"] if program.schedule.shards > 1 or program.schedule.has_server else ["ring", "tree"]
+    ways = ["ring"] if program.schedule.holders < world else ["ring", "tree"]
     found = {way: moments(program, way, times, run.chunk_norms) for way in ways} if world <= MOST_RANKS else {}
     drawn = {way: each for way, each in found.items() if each is not None}
     if not drawn:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
 from paceline.core.collectives.algorithms import find_algorithm
 from paceline.core.collectives.rounds import Round
 from paceline.core.layout import ROOT, Bucket
 from paceline.core.ops import Op, Span
-from paceline.core.schedule import Schedule
+from paceline.core.parameter_server import ParameterServer
 from paceline.core.strategy import SYSTEMS, Strategy
 from paceline.report.small_model import ITEMS, NAMES, RATE, SPECS, Content, SmallModel, Values
 
@@ -58,7 +59,8 @@ def frames(strategy: Strategy, way: str) -> list[Frame]:
     """
     summing = replace(strategy, gradients="sum")
     layout = build_layout(SPECS, (ROOT,), summing, len(ITEMS))
-    return list(_Step([SmallModel(Schedule(layout, summing, len(ITEMS), r, ())) for r in range(len(ITEMS))], way).run())
+    ranks = (build_schedule(layout, summing, len(ITEMS), rank, ()) for rank in range(len(ITEMS)))
+    return list(_Step([SmallModel(schedule) for schedule in ranks], way).run())
 
 
 class _Step:
@@ -186,7 +188,7 @@ class _Step:
                     rank.forget(rank.buffers.unsharded(bucket))
         schedule = self._ranks[0].schedule
         whose = "its shard of the parameters" if schedule.shards > 1 else "all parameters"
-        who = "Rank 0" if schedule.has_server else "Each rank"
+        who = "Rank 0" if isinstance(schedule, ParameterServer) else "Each rank"
         return self._frame(f"{who} updates {whose}: {RATE:g} times the sums are taken off")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
 from paceline.report.program import Program
@@ -98,4 +99,4 @@ def scheduled(program: Program, strategy: Strategy, devices: int, rank: int = 0)
         strategy = replace(strategy, shard=0)
     own = program.schedule
     layout = build_layout(program.specs, own.layout.units, strategy, devices)
-    return Schedule(layout, strategy, devices, rank, own.order, own.deferred, statistics=own.statistics)
+    return build_schedule(layout, strategy, devices, rank, own.order, own.deferred, statistics=own.statistics)

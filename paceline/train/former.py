@@ -8,6 +8,7 @@ from pathlib import Path
 
 import paceline as pl
 from paceline.checkpoint.survivors import is_writable
+from paceline.core.parameter_server import ParameterServer
 from paceline.data import Corpus
 from paceline.launch.seat import Place
 from paceline.launch.stop import StopRequest
@@ -76,7 +77,7 @@ class Former:
         if self.training is None:
             return ""
         schedule = pl.engine_of(self.training.model).schedule
-        shard = schedule.rank if schedule.has_server else schedule.shard_index
+        shard = schedule.rank if isinstance(schedule, ParameterServer) else schedule.shard_index
         return f"shard {shard} after step {self.training.update.done}"
 
     def leave(self) -> None:

@@ -46,7 +46,8 @@ def kept_of(training: Training) -> Kept | None:
     """
     engine = pl.engine_of(training.model)
     schedule, is_whole = engine.schedule, not engine.program.parameters.flat.managed
-    if not is_whole or schedule.has_server or schedule.shares_memory or engine.world.backend == "nccl":
+    is_alike = schedule.holders == schedule.world_size and not schedule.shares_memory
+    if not is_whole or not is_alike or engine.world.backend == "nccl":
         return None
     kept = Kept(training.model, training.update, training.checkpoints.left_out)
     kept.leave()

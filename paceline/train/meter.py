@@ -40,7 +40,7 @@ class Meter:
         self._exposed = float("nan")
         self._slow_rank = SlowRank(engine.schedule)
         self._names = [slot.spec.name for slot in engine.layout.slots]
-        self._copies = 1 if engine.schedule.has_server else engine.schedule.replicas
+        self._copies = engine.schedule.holders
         self.restart()
 
     def restart(self) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from paceline.comm.agreement import checksum
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import EngineError
+from paceline.core.parameter_server import ParameterServer
 from paceline.engine.api import engine_of
 from paceline.engine.engine import Engine
 from paceline.engine.recovery import require_between_steps
@@ -91,14 +92,14 @@ def _weights(engine: Engine) -> Iterator[_Held]:
         if computed is not None and _storage(updated) == _storage(computed):
             yield _Held(name, -1, computed)
             continue
-        if not engine.schedule.has_server:
+        if not isinstance(engine.schedule, ParameterServer):
             yield _Held(f"{name} as it is updated", engine.schedule.shard_index, updated)
         if computed is not None:
             yield _Held(f"{name} as it is computed with", -1, computed)
 
 
 def _states(engine: Engine, optimizers: Sequence[Optimizer]) -> Iterator[_Held]:
-    if engine.schedule.has_server:
+    if isinstance(engine.schedule, ParameterServer):
         return
     flat = engine.program.parameters.flat
     for number, optimizer in enumerate(optimizers):

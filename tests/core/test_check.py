@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from paceline.core.check import Lifetime, check, lifetimes
 from paceline.core.check.sequences import Sequences
 from paceline.core.ops import COMPUTE, GRADIENTS, OPTIMIZER, PREVIOUS, READ, STATISTICS, WRITTEN, Key, Op, Span
+from paceline.core.parameter_server import ParameterServer
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
 from tests.core.broken import RIGHT, broken, job, key_of, several
@@ -54,7 +55,7 @@ def test_a_report_counts_what_was_looked_at(name: str, micro_batches: int) -> No
     assert report.collectives == sum(op.kind not in COMPUTE for op in ops)
     # With the parameter server rank 0 differs; where a rank's shard is a part of the whole, all do.
     own = ranks[0].strategy.stage in (1, 2) or ranks[0].strategy.share_parameters
-    assert report.kinds == (2 if ranks[0].has_server else ranks[0].shards if own else 1)
+    assert report.kinds == (2 if isinstance(ranks[0], ParameterServer) else ranks[0].shards if own else 1)
     assert report.pairs > report.collectives
     assert report.sent == max(sum(op.sent for op in rank.step(micro_batches)) for rank in ranks)
     assert report.to_dict()["faults"] == []

@@ -237,14 +237,14 @@ def test_a_span_of_another_size_is_found(ranks: list[Schedule], micro_batches: i
 @pytest.mark.parametrize("name", ["zero 0", "zero 2", "hybrid", "sum", "parameter server"])
 @pytest.mark.parametrize("whose", [(0, 1, 2, 3), (3,)])
 def test_a_wrong_scale_is_found(name: str, whose: tuple[int, ...]) -> None:
-    class Scaled(Schedule):
+    ranks = job(RIGHT[name])
+
+    class Scaled(type(ranks[0])):
         @property
         def scale(self) -> float:
             return super().scale / 2
 
-    ranks = [
-        (Scaled if r.rank in whose else Schedule)(r.layout, r.strategy, 4, r.rank, r.order) for r in job(RIGHT[name])
-    ]
+    ranks = [(Scaled if r.rank in whose else type(r))(r.layout, r.strategy, 4, r.rank, r.order) for r in ranks]
     if len(whose) == 4:
         wanted = 1 if name == "sum" else 0.25
         found(check(ranks), "gradients", "rank 0 in micro-batch 0 counts", f"{wanted / 2:g} times, not {wanted:g}")

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
 from paceline.core.check import lifetimes
 from paceline.core.layout import ROOT, ParameterSpec
 from paceline.core.memory import Memory, memory
@@ -20,7 +21,7 @@ from tests.drawn import schedules, spec
 
 def schedule(specs: list[ParameterSpec], strategy: Strategy, world_size: int) -> Schedule:
     units = tuple(dict.fromkeys(item.unit for item in specs))
-    return Schedule(build_layout(specs, units, strategy, world_size), strategy, world_size, 0, units)
+    return build_schedule(build_layout(specs, units, strategy, world_size), strategy, world_size, 0, units)
 
 
 def equal_units(count: int, numel: int, dtype: str = "float32") -> list[ParameterSpec]:

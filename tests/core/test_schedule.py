@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
 from paceline.core.layout import ROOT, Layout
 from paceline.core.ops import PREVIOUS, STATISTICS, Key, Span
 from paceline.core.placement import DEPTH
@@ -25,7 +26,7 @@ def layout(strategy: Strategy, world_size: int, units: tuple[str, ...] = UNITS) 
 
 
 def schedule(strategy: Strategy, world_size: int, rank: int = 0, units: tuple[str, ...] = UNITS, **more) -> Schedule:
-    return Schedule(layout(strategy, world_size, units), strategy, world_size, rank, units, **more)
+    return build_schedule(layout(strategy, world_size, units), strategy, world_size, rank, units, **more)
 
 
 def words(ops) -> list[str]:

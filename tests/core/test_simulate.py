@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
 from paceline.core.events import Event
 from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
 from paceline.core.schedule import Schedule
@@ -21,7 +22,7 @@ ONE_BUCKET_EACH = Strategy(bucket_mb=1024 * 4 / 2**20)
 def schedule(strategy: Strategy, world_size: int = 2, units: int = 4) -> Schedule:
     names = tuple(f"u{i}" for i in range(units))
     layout = build_layout([spec(f"{name}.w", 1024, name) for name in names], names, strategy, world_size)
-    return Schedule(layout, strategy, world_size, 0, names)
+    return build_schedule(layout, strategy, world_size, 0, names)
 
 
 def costs(**seconds: float):

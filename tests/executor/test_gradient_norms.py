@@ -50,7 +50,7 @@ def recorded(strategy: Strategy, micro_batches: int) -> tuple[list[str], list[Gr
             loss_of(model, rank, micro_batch).backward()
         found.append(engine.gradient_norms())
     names = [slot.spec.name for slot in engine.layout.slots]
-    copies = 1 if engine.schedule.has_server else engine.schedule.replicas
+    copies = engine.schedule.holders
     pl.release(model)
     return names, found, copies
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.core.build_layout import build_layout
+from paceline.core.parameter_server import ParameterServer
 from paceline.core.placement import DEPTH
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import SYSTEMS, Strategy
@@ -76,7 +77,7 @@ def test_the_update_finds_every_ranks_gradients_and_the_step_ends_with_new_param
         if "updated" in moment.told and not updates:
             updates += 1
             for gradients, reduced, _ in before.values():
-                for rank in range(1 if place.has_server else ranks):
+                for rank in range(1 if isinstance(place, ParameterServer) else ranks):
                     mine = rows(gradients, ranks)[rank]
                     own = mine if place.shards == 1 else mine[rank % place.shards]
                     assert set(reduced[rank] if reduced else own) == {str(ranks)}, moment.told

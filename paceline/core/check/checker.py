@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from paceline.core.build_schedule import build_schedule
 from paceline.core.check.contents import contents_faults
 from paceline.core.check.facts import Facts
 from paceline.core.check.order import happens_before, races, shared_races
@@ -59,10 +60,8 @@ def all_ranks(
         deferred: Units whose gradients come after the whole backward.
         statistics: How many numbers the ranks agree on.
     """
-    return [
-        Schedule(layout, strategy, world_size, rank, tuple(order), frozenset(deferred), statistics)
-        for rank in range(world_size)
-    ]
+    ranks = range(world_size)
+    return [build_schedule(layout, strategy, world_size, rank, order, deferred, statistics) for rank in ranks]
 
 
 def check_steps(schedules: Sequence[Schedule], steps: Sequence[tuple[Op, ...]], micro_batches: int) -> Report:
