@@ -16,7 +16,7 @@ STAGES = {
     "zero 1": Strategy(zero=1),
     "zero 2": Strategy(zero=2),
     "zero 3": Strategy(zero=3),
-    "zero 3, one copy": Strategy(zero=3, share_parameters=True),
+    "zero 3, shared parameters": Strategy(zero=3, share_parameters=True),
     "zero 3, shard 4": Strategy(zero=3, shard=4),
 }
 POLICIES = {

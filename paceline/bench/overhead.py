@@ -17,7 +17,7 @@ from paceline.measuring.results import write_json
 
 STRATEGIES: dict[str, Strategy] = {
     **{f"zero {stage}": Strategy(zero=stage) for stage in (0, 1, 2, 3)},
-    "zero 1, one copy": Strategy(zero=1, share_parameters=True),
+    "zero 1, shared parameters": Strategy(zero=1, share_parameters=True),
 }
 
 

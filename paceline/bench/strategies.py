@@ -32,11 +32,11 @@ OURS: dict[str, Strategy] = {
     "zero 0": Strategy(),
     "zero 1": Strategy(zero=1),
     "zero 2": Strategy(zero=2),
-    "zero 1, one copy": Strategy(zero=1, share_parameters=True),
-    "zero 2, one copy": Strategy(zero=2, share_parameters=True),
+    "zero 1, shared parameters": Strategy(zero=1, share_parameters=True),
+    "zero 2, shared parameters": Strategy(zero=2, share_parameters=True),
     "zero 3": Strategy(zero=3),
     "zero 3, parameters kept": Strategy(zero=3, accumulation="hold"),
-    "zero 3, one copy": Strategy(zero=3, share_parameters=True),
+    "zero 3, shared parameters": Strategy(zero=3, share_parameters=True),
 }
 """paceline's rows in every precision; in float32 the historical systems are others."""
 

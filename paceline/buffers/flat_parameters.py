@@ -29,7 +29,7 @@ class FlatParameters:
         contents: Which parameters a bucket holds, in words, by its name.
         managed: Indices of those whose data changes: sharded, or updated in another dtype.
         is_sharded: Whether a rank keeps only shards to compute with, as at zero 3.
-        shares_memory: Whether ranks compute with one copy between them.
+        shares_memory: Whether ranks compute with the same parameters in shared memory.
         has_masters: Whether some are updated in another dtype than they are computed with in.
         shards: How many shards a bucket has.
         shard_index: Which of them is this rank's.

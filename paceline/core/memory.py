@@ -54,7 +54,7 @@ def memory(schedule: Schedule, micro_batches: int = 1, states: int = 2, state_it
     for buffer in schedule.buffers(micro_batches):
         if buffer.transient:
             continue
-        # One copy between the ranks of a group takes each of them its part.
+        # What the ranks of a group share takes each of them its part.
         size = buffer.bytes // schedule.shards if buffer.shared else buffer.bytes
         held[buffer.kind] = held.get(buffer.kind, 0) + size
     trainable = [flat for flat in schedule.layout.flats if flat.trainable]

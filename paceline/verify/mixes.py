@@ -59,9 +59,9 @@ class Cell:
 
 
 def systems() -> dict[str, Strategy]:
-    """The systems of data parallelism's history, the stages of ZeRO, one copy a host, and hybrid sharding."""
+    """The systems of data parallelism's history, the stages of ZeRO, shared parameters a host, and hybrid sharding."""
     stages = {f"zero {stage}": Strategy(zero=stage) for stage in (1, 2, 3)}
-    stages["zero 2, one copy"] = Strategy(zero=2, share_parameters=True)
+    stages["zero 2, shared parameters"] = Strategy(zero=2, share_parameters=True)
     hybrid = {f"zero {stage}, groups of 2": Strategy(zero=stage, shard=2) for stage in (1, 2, 3)}
     return {**{f"zero 0: {name}": strategy for name, strategy in SYSTEMS.items()}, **stages, **hybrid}
 

@@ -22,7 +22,7 @@ STRATEGIES = {
     "zero 1, each": Strategy(zero=1, accumulation="each"),
     "zero 2": Strategy(zero=2),
     "zero 3": Strategy(zero=3),
-    "one copy": Strategy(zero=2, share_parameters=True),
+    "shared parameters": Strategy(zero=2, share_parameters=True),
 }
 QUICK = ("zero 0", "zero 2", "zero 3")
 every_strategy = pytest.mark.parametrize(

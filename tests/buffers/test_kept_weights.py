@@ -92,8 +92,8 @@ def refused(strategy: Strategy) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "strategy",
-    [STRATEGIES["one copy"], *(Strategy(zero=zero, precision="bfloat16") for zero in (0, 2))],
-    ids=["one copy", "zero 0, bf16", "zero 2, bf16"],
+    [STRATEGIES["shared parameters"], *(Strategy(zero=zero, precision="bfloat16") for zero in (0, 2))],
+    ids=["shared parameters", "zero 0, bf16", "zero 2, bf16"],
 )
 def test_weights_given_other_data_are_refused_where_they_would_be_lost(ranks: RankPool, strategy: Strategy) -> None:
     for told in ranks(2, refused, strategy):
@@ -163,7 +163,7 @@ def waits(strategy: Strategy) -> bool:
     return found
 
 
-@pytest.mark.parametrize("name", ["zero 1", "one copy", pytest.param("zero 2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["zero 1", "shared parameters", pytest.param("zero 2", marks=pytest.mark.full)])
 def test_a_loop_that_keeps_no_weights_does_not_wait(ranks: RankPool, name: str) -> None:
     assert ranks(2, waits, STRATEGIES[name]) == [False, False]
 

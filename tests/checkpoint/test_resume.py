@@ -20,14 +20,14 @@ KINDS = {
     **STAGES,
     "hybrid": Strategy(zero=2, shard=2, bucket_mb=1e-4),
     "hybrid zero 3": Strategy(zero=3, shard=2, bucket_mb=1e-4),
-    "one copy": Strategy(zero=2, share_parameters=True, bucket_mb=1e-4),
+    "shared parameters": Strategy(zero=2, share_parameters=True, bucket_mb=1e-4),
     "parameter server": SYSTEMS["parameter server"],
 }
 RANKS = {"hybrid": 4, "hybrid zero 3": 4}
 LOW = {
     "bfloat16": replace(STAGES["zero 2"], precision="bfloat16"),
     "bfloat16, zero 3": replace(STAGES["zero 3"], precision="bfloat16"),
-    "bfloat16, one copy": Strategy(zero=1, precision="bfloat16", share_parameters=True),
+    "bfloat16, shared parameters": Strategy(zero=1, precision="bfloat16", share_parameters=True),
     "bfloat16, zero 0": Strategy(precision="bfloat16"),
 }
 
@@ -75,7 +75,7 @@ PAIRS = [
     ("zero 3, N=3", "zero 1, N=2"),
     ("hybrid, N=4", "zero 0, N=1"),
     ("zero 2, N=1", "hybrid zero 3, N=4"),
-    ("parameter server, N=2", "one copy, N=2"),
+    ("parameter server, N=2", "shared parameters, N=2"),
 ]
 
 

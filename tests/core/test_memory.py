@@ -197,7 +197,7 @@ def test_nothing_is_held_beyond_the_whole_model(plan: Schedule, micro_batches: i
     whole = sum(flat.numel * flat.itemsize for flat in plan.layout.flats)
     frozen = sum(flat.numel * flat.itemsize for flat in plan.layout.flats if not flat.trainable)
     largest = max((bucket.bytes for bucket in plan.layout.buckets), default=0)
-    # One copy between ranks is of what they update together: frozen parameters each rank keeps for itself.
+    # What ranks share is what they update together: frozen parameters each rank keeps for itself.
     own = 0 if plan.shards_parameters else frozen if plan.shares_memory else whole
     assert held.parameters == own + (whole - own) // plan.shards
     assert (largest <= held.gathered <= whole) if plan.shards_parameters else held.gathered == 0

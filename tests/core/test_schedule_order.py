@@ -197,7 +197,9 @@ def test_statistics_come_after_the_norm_of_every_shard_is_known(plan: Schedule, 
 
 
 @given(st.data(), st.sampled_from([1, 2, 4, 6]), micro_batch_counts)
-def test_with_one_copy_zero_3_does_what_zero_2_does(data: st.DataObject, world_size: int, micro_batches: int) -> None:
+def test_with_shared_parameters_zero_3_does_what_zero_2_does(
+    data: st.DataObject, world_size: int, micro_batches: int
+) -> None:
     specs = data.draw(drawn.models())
     plans = []
     for zero in (2, 3):

@@ -94,11 +94,14 @@ HYBRID = {f"{name}, 2 x 2": replace(strategy, shard=2) for name, strategy in SHA
 WORLDS = {
     **{f"{name}, N={n}": (strategy, n) for name, strategy in STAGES.items() for n in (1, 2, 3, 4)},
     **{name: (strategy, 4) for name, strategy in HYBRID.items()},
-    **{f"{name}, one copy": (replace(strategy, share_parameters=True), 2) for name, strategy in SHARDED.items()},
+    **{
+        f"{name}, shared parameters": (replace(strategy, share_parameters=True), 2)
+        for name, strategy in SHARDED.items()
+    },
 }
-"""Every stage among one to four ranks, in groups that shard and replicate, and with one copy of the parameters."""
+"""Every stage among one to four ranks, in groups that shard and replicate, and with shared parameters."""
 
-NEAREST = {"zero 3, N=1", "zero 1, N=2", "zero 3, N=2", "zero 2, one copy", "zero 0, N=3"}
+NEAREST = {"zero 3, N=1", "zero 1, N=2", "zero 3, N=2", "zero 2, shared parameters", "zero 0, N=3"}
 """Those of each kind that a plain `pytest` runs; `pytest -m other_worlds` runs the rest."""
 
 NEAREST_GROUPS = NEAREST - {"zero 3, N=2"} | {"zero 3, 2 x 2"}

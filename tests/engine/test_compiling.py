@@ -153,7 +153,7 @@ def trained(way: Compiled, strategy: Strategy | None, micro: int) -> dict[str, T
 MICRO = {"1 micro-batch": 1, "2 micro-batches": 2, "defer": 2, "hold": 2, "each": 2}
 """How many micro-batches a step has, by how they are accumulated."""
 
-BESIDE = {"": {}, "one copy": {"share_parameters": True}, "recomputed": {"recompute": "unit"}}
+BESIDE = {"": {}, "shared parameters": {"share_parameters": True}, "recomputed": {"recompute": "unit"}}
 
 
 def case(zero: int, micro: str, beside: str) -> tuple[Strategy, int]:
@@ -163,7 +163,9 @@ def case(zero: int, micro: str, beside: str) -> tuple[Strategy, int]:
 
 def is_one(zero: int, micro: str, beside: str) -> bool:
     """Whether there is such a strategy."""
-    return (micro != "hold" or (zero == 3 and beside != "one copy")) and (zero > 0 or beside != "one copy")
+    return (micro != "hold" or (zero == 3 and beside != "shared parameters")) and (
+        zero > 0 or beside != "shared parameters"
+    )
 
 
 CASES = pairwise(

@@ -116,9 +116,9 @@ STRATEGIES = {
     "tiny buckets, overlapped": Strategy(bucket_mb=0.0005),
     "zero 1": Strategy(zero=1, bucket_mb=0.0005),
     "zero 2": Strategy(zero=2, bucket_mb=0.0005),
-    "zero 1, one copy": Strategy(zero=1, bucket_mb=0.0005, share_parameters=True),
-    "zero 2, one copy": Strategy(zero=2, bucket_mb=0.0005, share_parameters=True),
-    "zero 3, one copy": Strategy(zero=3, bucket_mb=0.0005, share_parameters=True),
+    "zero 1, shared parameters": Strategy(zero=1, bucket_mb=0.0005, share_parameters=True),
+    "zero 2, shared parameters": Strategy(zero=2, bucket_mb=0.0005, share_parameters=True),
+    "zero 3, shared parameters": Strategy(zero=3, bucket_mb=0.0005, share_parameters=True),
     "zero 3": Strategy(zero=3),
     "zero 3, deferred": Strategy(zero=3, accumulation="defer"),
     "zero 3, held": Strategy(zero=3, accumulation="hold"),
@@ -127,7 +127,7 @@ STRATEGIES = {
 }
 
 HYBRID = {f"zero {stage}, 2 x 2": Strategy(zero=stage, shard=2, bucket_mb=0.0005) for stage in (1, 2, 3)}  # type: ignore[arg-type]
-HYBRID["zero 1, 2 x 2, one copy a group"] = Strategy(zero=1, shard=2, bucket_mb=0.0005, share_parameters=True)
+HYBRID["zero 1, 2 x 2, shared parameters"] = Strategy(zero=1, shard=2, bucket_mb=0.0005, share_parameters=True)
 
 
 QUICK = {"buckets, overlapped", "zero 1", "zero 2", "zero 3", "zero 3, 2 x 2"}

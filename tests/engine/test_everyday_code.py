@@ -35,7 +35,7 @@ from tests.engine.models import (
 from tests.quick import some
 from tests.ranks import RankError
 
-ONE_COPY, _ = WORLDS["zero 2, one copy"]
+SHARED, _ = WORLDS["zero 2, shared parameters"]
 
 
 def assigned(strategy: Strategy) -> list[dict]:
@@ -59,7 +59,7 @@ def frozen_edited() -> float:
     model = make()
     model.inner.requires_grad_(False)
     before = model.inner.weight.clone()
-    pl.parallelize(model, ONE_COPY)
+    pl.parallelize(model, SHARED)
     with pl.full_parameters(model), torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
@@ -108,7 +108,7 @@ def normalises() -> nn.Module:
     return nn.Sequential(Normalised(4, 6), nn.Tanh(), Normalised(6, 2))
 
 
-@pytest.mark.parametrize("strategy", [*STAGES.values(), ONE_COPY], ids=[*STAGES, "one copy"])
+@pytest.mark.parametrize("strategy", [*STAGES.values(), SHARED], ids=[*STAGES, "shared parameters"])
 def test_data_assigned_in_a_forward_counts_or_is_refused(ranks, strategy) -> None:
     lost = strategy.zero == 3 or strategy.share_parameters
     for found in ranks(2, refused_or_trained, strategy):

@@ -49,7 +49,7 @@ def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, 
         shown = plain_view(parameter).untyped_storage()
         assert shown.data_ptr() in places or shown.nbytes() <= 8
     held = Memory(
-        # One copy between the ranks of a group takes each of them its part.
+        # What the ranks of a group share takes each of them its part.
         parameters=kinds["parameters"] // (engine.schedule.shards if engine.schedule.shares_memory else 1),
         gradients=kinds["gradients"] + kinds["reduced"],
         optimizer=kinds["master"]

@@ -24,7 +24,9 @@ from tests.engine.mutants import Mutant, mutated, without, without_after
 from tests.engine.test_late_streams import LATE, WORLDS, Net, assert_as_one, train
 from tests.quick import some
 
-ONE_COPY, SERVER, HYBRID = (WORLDS[name][0] for name in ("zero 1, one copy", "parameter server", "zero 2, 2 x 2"))
+SHARED, SERVER, HYBRID = (
+    WORLDS[name][0] for name in ("zero 1, shared parameters", "parameter server", "zero 2, 2 x 2")
+)
 EACH = {name: replace(strategy, accumulation="each") for name, strategy in LATE.items()}
 ARRIVALS = without(Executor, "require_arrived")
 
@@ -37,7 +39,7 @@ MUTANTS: dict[str, tuple[Strategy, tuple[Mutant, ...]]] = {
     "nothing waits, zero 3": (LATE["zero 3"], (without(Executor, "_wait"),)),
     "require, zero 2": (LATE["zero 2"], (without(Executor, "require"),)),
     "an evaluation waits for the update": (LATE["zero 1"], (ARRIVALS,)),
-    "an evaluation waits for everyone's update of one copy": (ONE_COPY, (ARRIVALS,)),
+    "an evaluation waits for everyone's update of shared parameters": (SHARED, (ARRIVALS,)),
     "units wait for their gather": (LATE["zero 3"], (without_after("unshard"), ARRIVALS)),
     "gathers out of turn are waited for": (LATE["zero 3"], (mutants.gathers_out_of_turn_unwaited,)),
     "a second optimizer waits for the first one's update": (
@@ -55,7 +57,7 @@ MUTANTS: dict[str, tuple[Strategy, tuple[Mutant, ...]]] = {
     "copy_in, zero 2": (LATE["zero 2"], (without_after("copy_in"),)),
     "statistics": (LATE["zero 2"], (without_after("statistics"),)),
     "publish": (LATE["zero 0"], (without_after("publish"),)),
-    "update of one copy": (ONE_COPY, (without_after("update"),)),
+    "update of shared parameters": (SHARED, (without_after("update"),)),
     # ---- what collectives come after
     "no gate at all": (LATE["zero 0"], (mutants.ungated,)),
     "all_reduce": (LATE["zero 0"], (without_after("all_reduce", stream="reduce"),)),
@@ -64,7 +66,7 @@ MUTANTS: dict[str, tuple[Strategy, tuple[Mutant, ...]]] = {
     "gather of an update": (LATE["zero 1"], (without_after("all_gather", phase="update"),)),
     "reduce to the server": (SERVER, (without_after("reduce"),)),
     "broadcast of the server": (SERVER, (without_after("broadcast"),)),
-    "barrier around an update": (ONE_COPY, (without_after("barrier"),)),
+    "barrier around an update": (SHARED, (without_after("barrier"),)),
     "replicas after their shards": (HYBRID, (without_after("all_reduce", stream="replicate"),)),
     "behind another stream": (HYBRID, (mutants.not_behind,)),
 }
@@ -124,7 +126,9 @@ def test_an_engine_that_lacks_it_goes_wrong(ranks, name: str) -> None:
     assert any(any(map(goes_wrong, outcomes)) for outcomes in tries)
 
 
-@pytest.mark.parametrize("strategy", [LATE["zero 3"], EACH["zero 0"], ONE_COPY], ids=["zero 3", "zero 0", "one copy"])
+@pytest.mark.parametrize(
+    "strategy", [LATE["zero 3"], EACH["zero 0"], SHARED], ids=["zero 3", "zero 0", "shared parameters"]
+)
 def test_one_that_lacks_nothing_does_not(ranks, strategy: Strategy) -> None:
     for found in ranks(2, without_what, None, strategy, LATEST, timeout=10):
         assert not isinstance(found, str), found

@@ -137,7 +137,7 @@ POLICIES = {
 }
 
 WORLDS = {
-    "zero 1, one copy": (replace(LATE["zero 1"], share_parameters=True), 2),
+    "zero 1, shared parameters": (replace(LATE["zero 1"], share_parameters=True), 2),
     "parameter server": (SYSTEMS["parameter server"], 2),
     "zero 2, 2 x 2": (replace(HYBRID["zero 2, 2 x 2"], bucket_mb=3e-4), 4),
     "zero 3, 2 x 2": (replace(HYBRID["zero 3, 2 x 2"], bucket_mb=3e-4), 4),

@@ -101,7 +101,7 @@ LARGE = {
 
 
 QUICK = {"zero 3, N=2"}
-"""That a host holds one copy where ranks share memory, test_one_copy.py tells in every run."""
+"""That a host holds one copy where ranks share memory, test_shared_parameters.py tells in every run."""
 
 
 @pytest.mark.parametrize("name", some(LARGE, QUICK))

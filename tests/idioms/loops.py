@@ -152,7 +152,7 @@ _MOVED = "moved to other memory, as model.share_memory"
 
 @idiom(
     refused=(
-        *((place, "was edited, but this rank updates") for place in ("low", "one copy", "zero 3")),
+        *((place, "was edited, but this rank updates") for place in ("low", "shared parameters", "zero 3")),
         ("zero 1", _MOVED),
         ("zero 2", _MOVED),
     )

@@ -232,7 +232,13 @@ def hooks_around_a_step(side: Side) -> Found:
     return {**state(model), "norms": torch.stack(norms), **{f"{i}": kept.double() for i, kept in enumerate(average)}}
 
 
-@idiom(refused=(("zero 3", "pl.full_parameters"), ("low", "pl.full_parameters"), ("one copy", "pl.full_parameters")))
+@idiom(
+    refused=(
+        ("zero 3", "pl.full_parameters"),
+        ("low", "pl.full_parameters"),
+        ("shared parameters", "pl.full_parameters"),
+    )
+)
 def hooks_around_a_step_that_take_parameters_as_they_are(side: Side) -> Found:
     model = mlp(side)
     net = side.parallel(model)

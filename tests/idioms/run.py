@@ -43,7 +43,7 @@ PLACES: dict[str, tuple[pl.Strategy, int]] = {
         for zero, name in enumerate(_STAGES)
     },
     **{
-        f"{name}, one copy": (pl.Strategy(zero=zero, bucket_mb=1e-4, share_parameters=True), 1)
+        f"{name}, shared parameters": (pl.Strategy(zero=zero, bucket_mb=1e-4, share_parameters=True), 1)
         for zero, name in enumerate(_STAGES)
         if zero
     },
@@ -114,7 +114,11 @@ def held(name: str, place: str, pool: RankPool) -> tuple[str, str]:
         told = pool(2, on_rank, name, strategy, dtype, micro, timeout=LIMIT)
     except RankError as error:
         return "HUNG", str(error)[-2500:]
-    places = {f"zero {strategy.zero}", *(["low"] if low else []), *(["one copy"] if strategy.share_parameters else [])}
+    places = {
+        f"zero {strategy.zero}",
+        *(["low"] if low else []),
+        *(["shared parameters"] if strategy.share_parameters else []),
+    }
     words = idiom.refusal(places)
     if strategy.share_parameters and words is None:
         words = idiom.refusal({"zero 3"})

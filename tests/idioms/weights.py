@@ -6,7 +6,7 @@ import torch
 
 from tests.idioms.side import Found, Side, idiom, mlp, trained
 
-EDITED = (("zero 3", "was edited"), ("low", "was edited"), ("one copy", "was edited"))
+EDITED = (("zero 3", "was edited"), ("low", "was edited"), ("shared parameters", "was edited"))
 
 
 @idiom(refused=EDITED)

@@ -58,7 +58,7 @@ def optimised(strategy: Strategy | None, name: str) -> dict:
     return snapshot(model)
 
 
-IN_SHARDS = {**SHARDED, "zero 2, one copy": replace(STAGES["zero 2"], share_parameters=True)}
+IN_SHARDS = {**SHARDED, "zero 2, shared parameters": replace(STAGES["zero 2"], share_parameters=True)}
 
 
 @pytest.mark.parametrize(("name", "strategy"), diagonal(OPTIMIZERS.keys(), IN_SHARDS))

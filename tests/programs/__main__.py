@@ -68,7 +68,7 @@ def _programs(arguments: argparse.Namespace) -> list[tuple[str, Program]]:
 def _print_table(found: list[tuple[Program, Outcome]]) -> None:
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for program, result in found:
-        shared = ", one copy" if program.strategy.share_parameters else ""
+        shared = ", shared parameters" if program.strategy.share_parameters else ""
         for row in ("all", f" zero {program.strategy.zero}{shared}", *program.features()):
             rows[row][result.kind] += 1
     kinds = [kind for kind in KINDS if rows["all"][kind]]

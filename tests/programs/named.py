@@ -11,9 +11,11 @@ from tests.programs.models import ModelPlan
 from tests.programs.program import Program
 
 STAGES = {f"zero {zero}": pl.Strategy(zero=zero, bucket_mb=1e-4) for zero in (0, 1, 2, 3)}
-ONE_COPY = {f"zero {zero}, one copy": replace(STAGES[f"zero {zero}"], share_parameters=True) for zero in (1, 2, 3)}
+SHARED = {
+    f"zero {zero}, shared parameters": replace(STAGES[f"zero {zero}"], share_parameters=True) for zero in (1, 2, 3)
+}
 HELD = {"zero 3, hold": replace(STAGES["zero 3"], accumulation="hold")}
-EVERYWHERE = {**STAGES, **HELD, "zero 2, one copy": ONE_COPY["zero 2, one copy"]}
+EVERYWHERE = {**STAGES, **HELD, "zero 2, shared parameters": SHARED["zero 2, shared parameters"]}
 ONLY_3 = {name: strategy for name, strategy in EVERYWHERE.items() if name.startswith("zero 3")}
 
 ORDINARY = ModelPlan()
@@ -71,18 +73,23 @@ _CASES: dict[str, tuple[ModelPlan, LoopPlan, dict[str, pl.Strategy], str]] = {
     "block.forward": (_blocks("forward called"), LoopPlan(), EVERYWHERE, "zero 3"),
     "another method of a block": (_blocks("method called"), LoopPlan(), EVERYWHERE, "zero 3"),
     # Forwards that nothing follows.
-    "logging with gradients": (ORDINARY, LoopPlan(logging="grad"), {**EVERYWHERE, **ONE_COPY}, "zero 1, one copy"),
+    "logging with gradients": (
+        ORDINARY,
+        LoopPlan(logging="grad"),
+        {**EVERYWHERE, **SHARED},
+        "zero 1, shared parameters",
+    ),
     "logging without gradients": (
         ORDINARY,
         LoopPlan(logging="no grad"),
-        {**EVERYWHERE, **ONE_COPY},
-        "zero 3, one copy",
+        {**EVERYWHERE, **SHARED},
+        "zero 3, shared parameters",
     ),
     "logging with gradients, clipped": (
         ORDINARY,
         LoopPlan(logging="grad", clip=0.1, micro_batches=(2,)),
-        {**EVERYWHERE, **ONE_COPY},
-        "zero 2, one copy",
+        {**EVERYWHERE, **SHARED},
+        "zero 2, shared parameters",
     ),
     # More than one of what there usually is one of.
     "two forwards, two backwards": (ORDINARY, LoopPlan(passes="two forwards"), EVERYWHERE, "zero 2"),
@@ -92,11 +99,16 @@ _CASES: dict[str, tuple[ModelPlan, LoopPlan, dict[str, pl.Strategy], str]] = {
     "regulariser after": (ORDINARY, LoopPlan(regulariser="after"), EVERYWHERE, "zero 3, hold"),
     "regulariser with a backward before": (ORDINARY, LoopPlan(regulariser="apart before"), EVERYWHERE, "zero 2"),
     "regulariser with a backward after": (ORDINARY, LoopPlan(regulariser="apart after"), EVERYWHERE, "zero 1"),
-    "two models, one optimizer": (ORDINARY, LoopPlan(critic=True), {**EVERYWHERE, **ONE_COPY}, "zero 2, one copy"),
+    "two models, one optimizer": (
+        ORDINARY,
+        LoopPlan(critic=True),
+        {**EVERYWHERE, **SHARED},
+        "zero 2, shared parameters",
+    ),
     "two optimizers": (ORDINARY, LoopPlan(optimizers="two"), EVERYWHERE, "zero 1"),
     "two optimizers in turn": (ORDINARY, LoopPlan(optimizers="alternate"), EVERYWHERE, "zero 2"),
     "plain teacher": (ORDINARY, LoopPlan(teacher="plain"), EVERYWHERE, "zero 3"),
-    "parallel teacher": (ORDINARY, LoopPlan(teacher="parallel"), EVERYWHERE, "zero 2, one copy"),
+    "parallel teacher": (ORDINARY, LoopPlan(teacher="parallel"), EVERYWHERE, "zero 2, shared parameters"),
     "weights clamped by hand": (ORDINARY, LoopPlan(clamps=True), EVERYWHERE, "zero 2"),
     # Answers that are no tensors.
     "auxiliary loss": (_blocks("experts"), LoopPlan(), EVERYWHERE, "zero 3"),

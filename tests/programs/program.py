@@ -43,7 +43,7 @@ class Program:
                 if name != "blocks":
                     short = isinstance(value, str) and value
                     found.append(f"{name}: {value}" if short else name)
-        # The stage and whether there is one copy are what a table begins with.
+        # The stage and whether parameters are shared are what a table begins with.
         apart = ("bucket_mb", "zero", "share_parameters")
         return [*found, *(f"strategy.{name}: {value}" for name, value in _unusual(self.strategy) if name not in apart)]
 

@@ -17,7 +17,7 @@ from tests.engine.models import Stack, assert_same, data, make
 from tests.ranks import RankError
 
 PLAIN = Strategy(zero=1)
-ONE_COPY = Strategy(zero=1, share_parameters=True)
+SHARED = Strategy(zero=1, share_parameters=True)
 LOW = Strategy(zero=2, share_parameters=True, precision="bfloat16")
 
 
@@ -50,7 +50,7 @@ def edited(strategy: Strategy) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("n", [2, 3])
 def test_an_edit_by_every_rank_happens_once(ranks, n) -> None:
     expected = ranks(n, edited, PLAIN)[0]
-    for state in ranks(n, edited, ONE_COPY):
+    for state in ranks(n, edited, SHARED):
         assert_same(state, expected, atol=0)
 
 
@@ -84,12 +84,12 @@ def read_late(strategy: Strategy) -> tuple[bool, list[float]]:
 
 
 def test_nobody_updates_what_another_rank_still_reads_nor_reads_what_is_half_updated(ranks) -> None:
-    for result, expected in zip(ranks(3, read_late, ONE_COPY), ranks(3, read_late, PLAIN), strict=True):
+    for result, expected in zip(ranks(3, read_late, SHARED), ranks(3, read_late, PLAIN), strict=True):
         assert result == expected and result[0]
 
 
 def saved_by_one() -> bool:
-    model, optimizer = begin(ONE_COPY)
+    model, optimizer = begin(SHARED)
     step(model, optimizer, 0)
     saved = {k: v.clone() for k, v in model.state_dict().items()} if pl.init().rank == 0 else {}
     step(model, optimizer, 1)
@@ -128,7 +128,7 @@ def used(strategy: Strategy) -> int:
 def test_a_host_holds_one_copy(ranks) -> None:
     size, besides = 4 * 1500 * 1501 * 4, 3 << 20  # a megabyte a rank to send rank 0's weights through
     assert 2 * size <= sum(ranks(2, used, PLAIN)) < 2 * size + besides
-    assert size <= sum(ranks(2, used, ONE_COPY)) < size + besides
+    assert size <= sum(ranks(2, used, SHARED)) < size + besides
 
 
 def rearranged() -> tuple[int, int]:
@@ -157,7 +157,7 @@ def refused(strategy: Strategy) -> None:
 
 def test_ranks_that_cannot_share_memory_are_told_what_to_set(ranks) -> None:
     with pytest.raises(RankError, match=r"share_parameters: the ranks of a shard group .* connected by tcp"):
-        ranks(2, refused, ONE_COPY, transport="tcp")
+        ranks(2, refused, SHARED, transport="tcp")
 
 
 def test_a_stage_without_shards_refuses_it() -> None:
