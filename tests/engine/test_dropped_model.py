@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +57,38 @@ def test_it_is_collected_without_harm(ranks, strategy, when) -> None:
     register = getattr(hooks, f"register_optimizer_step_{when}_hook")
     for state in ranks(2, after_another, strategy, register):
         assert_same(state, snapshot(model))
+
+
+def drop(models: int, strategy: Strategy) -> None:
+    """Lets so many models train a step each."""
+    for step in range(models):
+        model = pl.parallelize(make(), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = (shares(part) for part in data(step, 12))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        del model, optimizer
+        gc.collect()
+
+
+def held() -> tuple[int, int, int]:
+    """This process's threads, descriptors and pieces of shared memory."""
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), len(mapped)
+
+
+def left(strategy: Strategy) -> tuple[int, ...]:
+    """What is there after many more than after one of them."""
+    drop(2, strategy)
+    few = held()
+    drop(5, strategy)
+    # A thread ends when the collective that it is in does.
+    until = time.monotonic() + 10
+    while any(now > then for now, then in zip(held(), few, strict=True)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return tuple(max(0, now - then) for now, then in zip(held(), few, strict=True))
+
+
+@pytest.mark.parametrize(("strategy", "transport"), diagonal(STAGES, ["auto", "tcp"]))
+def test_it_leaves_neither_threads_nor_descriptors_nor_memory(ranks, strategy, transport) -> None:
+    assert ranks(2, left, strategy, transport=transport) == [(0, 0, 0)] * 2

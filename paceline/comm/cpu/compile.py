@@ -48,7 +48,7 @@ def prepare(
         out: Where a complete sum goes, if not to its place in the buffer.
         scratch: Scratch memory.
         codec: What messages to other hosts are sent as, if not as they are.
-        residuals: What the codec still owes of earlier messages from this buffer.
+        residuals: What rounding took off earlier messages from this buffer.
     """
     builder = _Builder(rank, own, local, scale, out, scratch, codec)
     builder.residuals = residuals

@@ -64,7 +64,7 @@ def test_int8_owes_at_most_a_rounding_error_however_often_it_is_sent(numel: int,
     total = torch.stack(sent_as("int8", source, times)).double().sum(0)
     for start in range(0, numel, BLOCK):
         block = slice(start, start + BLOCK)
-        # What is owed is added before the next rounding, so that a block's largest may grow by half a step.
+        # The residual is added before the next rounding, so that a block's largest may grow by half a step.
         step = 1.01 * source[block].abs().max() / 127
         assert (total[block] - times * source[block].double()).abs().max() <= 0.51 * step
 
@@ -218,12 +218,12 @@ def sum_of_many(forgets: str) -> float:
 
 
 @pytest.mark.parametrize("forgets", ["nothing", "an allocation", "many other calls"])
-def test_what_int8_owes_of_a_buffer_is_kept_as_long_as_the_buffer(ranks, forgets) -> None:
+def test_int8_residuals_are_kept_as_long_as_their_buffer(ranks, forgets) -> None:
     # Half a step on the way to the sum, and half a step on the way back.
     assert max(ranks(2, sum_of_many, forgets)) <= 1.01
 
 
-def test_what_int8_owes_does_not_outlive_its_buffer(ranks) -> None:
+def test_int8_residuals_do_not_outlive_their_buffer(ranks) -> None:
     assert ranks(2, residual_of_a_freed_buffer) == [True, True]
 
 
@@ -246,7 +246,7 @@ def parts_of_a_tensor() -> float:
     world = pl.init()
     with patch("paceline.comm.connect._host", lambda: f"host {world.rank // 2}"):
         transport = open_transport(world, wire="int8")
-    # What is owed of the first part would be undone by the second, and none of it ever sent.
+    # The residual of the first part would be undone by the second, and none of it ever sent.
     gradient = torch.zeros(3 << 18)
     gradient[: 1 << 18], gradient[1 << 18 : 2 << 18] = 0.4, -0.4
     gradient[::BLOCK] = 127.0
@@ -259,5 +259,5 @@ def parts_of_a_tensor() -> float:
     return float((total - 6 * gradient).abs().max())
 
 
-def test_what_int8_owes_of_one_part_of_a_tensor_is_not_added_to_the_next(ranks) -> None:
+def test_int8_residuals_of_one_part_of_a_tensor_are_not_added_to_the_next(ranks) -> None:
     assert max(ranks(3, parts_of_a_tensor)) <= 1.01
