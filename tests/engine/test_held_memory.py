@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from paceline.core.errors import UserError
 from paceline.core.memory import Memory, memory
 from paceline.core.strategy import Strategy
 from paceline.engine.api import engine_of
+from paceline.measuring.alive import AliveBytes
 from tests.engine.models import NEAREST_GROUPS, SEVERAL, in_worlds
 from tests.tensors.whole_owner import plain_view
 
@@ -106,3 +108,23 @@ def test_a_rank_holds_what_is_predicted_to_the_byte(
         assert len(result) >= 2 * len(precisions)
         for case, (predicted, held) in result.items():
             assert held == predicted, case
+
+
+def held_by_states(strategy: Strategy) -> tuple[int, int, int]:
+    """Bytes that rank 0's state takes at most beside the engine, of the parameters, and of the largest bucket."""
+    model = pl.parallelize(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), strategy)
+    model(torch.randn(2, 64)).square().mean().backward()
+    with AliveBytes() as alive:
+        pl.full_state_dict(model)
+    layout = engine_of(model).layout
+    pl.release(model)
+    sizes = [bucket.numel * 4 for bucket in layout.buckets]
+    return alive.peak, sum(sizes), max(sizes)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_state_of_a_sharded_model_is_whole_on_rank_0_alone(ranks, precision: str) -> None:
+    (whole, size, _), (part, _, largest) = ranks(2, held_by_states, Strategy(zero=3, precision=precision))
+    assert 0.9 * size < whole <= size + 2 * largest
+    # One that was gathered is there while the next one is made room for.
+    assert 0 < part <= 2 * largest
