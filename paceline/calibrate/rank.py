@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
 from typing import NamedTuple
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import paceline as pl
-from paceline.buffers.memory import square_sum
+from paceline.calibrate.engine_ops import engine_ops
 from paceline.calibrate.rates import line, rates
+from paceline.calibrate.repeated import BEYOND_CACHES, least
 from paceline.calibrate.timed_pass import clock, timed_pass, undisturbed
 from paceline.comm.connect import open_transport
 from paceline.comm.transport import Transport
@@ -22,7 +23,7 @@ from paceline.comm.world import World
 from paceline.core.strategy import Stage, Strategy
 from paceline.launch.cores import available_cores, waited_for_a_core
 from paceline.materialise.freed import keep_freed_memory, return_freed_memory
-from paceline.measuring.cases import ADAMW, Case, Precision
+from paceline.measuring.cases import Case, Precision
 from paceline.measuring.loops import one_process, parallel
 from paceline.measuring.meters import held_bytes
 from paceline.models.config import ModelConfig
@@ -58,16 +59,8 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduc
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24)
 """Bytes of the buffers that collectives are timed on."""
 
-OPTIMIZER_BYTES = 28
-
-BEYOND_CACHES = 96 << 20
-"""Bytes that are written before a call that should not find its own in the caches."""
-
 LARGE = 4 << 20
 """Bytes of the smallest buffer of which a step leaves next to nothing in a core's caches before it is sent."""
-
-STRETCH = 0.01
-"""Seconds for which what is timed alone is repeated: some of the slices in which ranks take turns on a core."""
 
 
 class Measured(NamedTuple):
@@ -108,8 +101,7 @@ def measure_in(world: World, seconds: float) -> Measured:
     repeats = max(3, round(seconds / 3))
     found, launch = _operators(repeats)
     ceiling: dict[str, float] = {dtype: _ceiling(getattr(torch, dtype), repeats) for dtype in DTYPES}
-    found |= {"update": _update(repeats), "copy_in": _copies(repeats, 4), "cast": _copies(repeats, 2)}
-    found["squares"] = _squares(repeats)
+    found |= engine_ops(repeats, [config for config, _ in SHAPES])
     crowding = _crowding(world)
     found, launch = _slower(found, crowding), launch * crowding
     if world.world_size > 1:
@@ -179,50 +171,14 @@ def _ceiling(dtype: torch.dtype, repeats: int) -> float:
     best = 0.0
     for rows, inner, columns in ((512, 512, 512), (1024, 1024, 1024), (512, 1024, 2048)):
         left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(inner, columns, dtype=dtype)
-        best = max(best, 2 * rows * inner * columns / _least(partial(torch.mm, left, right), repeats))
+        best = max(best, 2 * rows * inner * columns / least(partial(torch.mm, left, right), repeats))
     return best
 
 
 def _bandwidth(repeats: int) -> float:
     source = torch.ones(1 << 24)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _least(partial(target.copy_, source), repeats)
-
-
-def _update(repeats: int) -> Rates:
-    """Seconds of fused AdamW for each byte that it reads and writes of fp32 parameters, gradients and states."""
-    sizes, times = list[float](), list[float]()
-    for config, _ in SHAPES:
-        model = Transformer(config)
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        sizes.append(OPTIMIZER_BYTES * sum(each.numel() for each in model.parameters()))
-        times.append(_cold(optimizer.step, repeats))
-    return line([0.0] * len(sizes), sizes, times)
-
-
-def _copies(repeats: int, written: int) -> Rates:
-    """Rates of copying a unit's gradients into a bucket, or back in low precision; bytes as plans count them, 2 + 4."""
-    sizes, times = list[float](), list[float]()
-    for numel in (1 << 12, 1 << 16, 1 << 19, 1 << 21):
-        dtype = torch.float32 if written == 4 else torch.bfloat16
-        source, target = torch.ones(numel), torch.empty(numel, dtype=dtype)
-        pieces = list(zip(target.split(numel // 4), source.split(numel // 4), strict=True))
-        into, out = [each for each, _ in pieces], [each for _, each in pieces]
-        sizes.append(6 * numel)
-        times.append(_cold(partial(torch._foreach_copy_, into, out), repeats))
-    return line([0.0] * len(sizes), sizes, times)
-
-
-def _squares(repeats: int) -> Rates:
-    """Seconds of adding up the squares of a rank's gradients, for each byte of them."""
-    sizes, times = list[float](), list[float]()
-    for numel in (1 << 12, 1 << 16, 1 << 19, 1 << 21):
-        pieces = torch.ones(numel).split(numel // 4)
-        sizes.append(4 * numel)
-        times.append(_cold(partial(square_sum, pieces, pieces[0].device), repeats))
-    return line([0.0] * len(sizes), sizes, times)
+    return 2 * source.nbytes / least(partial(target.copy_, source), repeats)
 
 
 def _collectives(world: World, repeats: int) -> dict[str, Rates]:
@@ -273,35 +229,3 @@ def _engine(strategies: Sequence[Strategy], case: Case, world: World, repeats: i
         pl.release(training.model)
     everyone: Sequence[Sequence[Sequence[float]]] = pl.all_gather_json(times)
     return [undisturbed([max(each) for each in zip(*of_one, strict=True)]) for of_one in zip(*everyone, strict=True)]
-
-
-def _times(run: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of a call in each of several stretches, so long that waiting for a core is in them as it is in a step."""
-    pl.barrier()
-    run()
-    times = []
-    for _ in range(repeats):
-        calls, began, now = 0, time.perf_counter(), 0.0
-        while now < STRETCH:
-            run()
-            calls, now = calls + 1, time.perf_counter() - began
-        times.append(now / calls)
-    return times
-
-
-def _least(run: Callable[[], object], repeats: int) -> float:
-    return min(_times(run, repeats))
-
-
-def _cold(run: Callable[[], object], repeats: int) -> float:
-    """Seconds of a call whose memory is out of the caches, where a pass of a model leaves what it does not use."""
-    others, now = torch.ones(BEYOND_CACHES // 4), clock()
-    pl.barrier()
-    run()
-    times = []
-    for _ in range(repeats):
-        others.add_(1)
-        began = now()
-        run()
-        times.append(now() - began)
-    return undisturbed(times)
