@@ -46,7 +46,7 @@ class Prefetch:
         return ops
 
     def needs(self, unit: str) -> tuple[Key, ...]:
-        """The gathers that bring a unit's parameters in this pass."""
+        """The gathers of a unit's parameters in this pass."""
         return self._arrived.get(unit, ())
 
     def ran(self, unit: str) -> None:

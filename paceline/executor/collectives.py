@@ -127,7 +127,7 @@ class Collectives:
             if data.stride() != (1,):
                 # A single element counts as contiguous whatever its stride, but not as bytes.
                 data = data.new_empty(data.shape).copy_(data)
-            # What they all pass through is let go of after the last: a step needs none.
+            # What they all pass through is freed after the last: a step needs none.
             once = tensor is sent[-1]
             self._meet("statistics", "broadcast/tree", data.view(torch.uint8), purpose, purpose, once=once)
             if data.data_ptr() != tensor.data_ptr():

@@ -297,7 +297,7 @@ def send_once() -> list[int]:
     return shared
 
 
-def test_what_tensors_of_ones_own_pass_through_is_let_go_of_after_a_call_made_once(ranks) -> None:
+def test_what_tensors_of_ones_own_pass_through_is_freed_after_a_call_made_once(ranks) -> None:
     for shared in ranks(2, send_once):
         assert shared[0] == shared[2] > shared[1] == 0
 

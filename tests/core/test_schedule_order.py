@@ -62,8 +62,8 @@ def test_each_unit_is_copied_in_once_and_not_before_its_gradients_are_final(plan
         position = {(op.kind, op.target): place for place, op in enumerate(ops)}
         last = max((place for (kind, _), place in position.items() if kind == "backward"), default=-1)
         for unit in copied:
-            on_time = unit in plan.order and unit not in plan.deferred and plan.strategy.synchronize == "overlap"
-            assert position["copy_in", unit] > (position["backward", unit] if on_time else last)
+            early = unit in plan.order and unit not in plan.deferred and plan.strategy.synchronize == "overlap"
+            assert position["copy_in", unit] > (position["backward", unit] if early else last)
 
 
 @given(schedules(), micro_batch_counts)

@@ -264,7 +264,7 @@ def test_models_may_differentiate_by_torch_func_inside(ranks, strategy) -> None:
         assert_same(state, expected)
 
 
-def test_but_not_where_units_are_let_go_of_in_between(ranks) -> None:
+def test_but_not_where_units_are_resharded_in_between(ranks) -> None:
     with pytest.raises(
         RankError, match=r"EngineError: energy.* inside a transform of torch.func.*accumulation to hold"
     ):

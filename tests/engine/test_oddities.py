@@ -63,7 +63,7 @@ def refused_penalty() -> str:
     return str(caught.value)
 
 
-def test_a_graph_of_gradients_through_parameters_that_were_let_go_is_refused(ranks) -> None:
+def test_a_graph_of_gradients_through_resharded_parameters_is_refused(ranks) -> None:
     assert all("accumulation to hold" in message for message in ranks(2, refused_penalty))
 
 

@@ -217,27 +217,25 @@ class CpuTransport:
     def _prepare(
         self, collective: str, buffer: Tensor, label: str, scale: float, shard: Tensor | None
     ) -> PreparedCollective:
-        sends_shard = shard is not None and collective.partition("/")[0] == "all_gather"
-        if sends_shard and self._connections is None:
-            assert shard is not None
-            shards = self._buffers.views(shard)
+        sent = shard if collective.partition("/")[0] == "all_gather" else None
+        if sent is not None and self._connections is None:
+            shards = self._buffers.views(sent)
             if shards is None:
                 raise ValueError(f"{collective} of {label}: the shard, which peers read, was not allocated here")
             return prepare_direct_gather(collective, label, self._rank, buffer, shards)
         name = self._choice.of(self, collective, buffer)
         algorithm = find_algorithm(name, self.ranks_per_host)
         local = self._buffers.views(buffer) or {self._rank: buffer}
-        out = None if sends_shard else shard
+        out = None if sent is not None else shard
         codec = self._codec if self._choice.encodes(collective, buffer) else None
         residuals = self._buffers.residuals(buffer) if codec is not None else None
         ranks = self._rank, self._world_size
         prepared = prepare(
             collective, label, algorithm, *ranks, buffer, local, scale, out, self._scratch, codec, residuals
         )
-        if sends_shard:
-            assert shard is not None
+        if sent is not None:
             start, stop = chunk(*ranks, buffer.numel())
-            prepared.fill = copy_kernel(buffer[start:stop], shard)
+            prepared.fill = copy_kernel(buffer[start:stop], sent)
         return prepared
 
     def _run_staged(

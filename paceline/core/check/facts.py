@@ -29,7 +29,7 @@ class Value(NamedTuple):
     """Of parameters, how often they were updated; of others, the number of a sum (see `sums`)."""
 
 
-class Place(NamedTuple):
+class Region(NamedTuple):
     """Where a run of elements of a flat buffer lies."""
 
     areas: tuple[Area, ...]
@@ -86,49 +86,49 @@ class Facts:
             found[bucket.name] = runs
         return found
 
-    def place(self, span: Span, start: int, stop: int, flat: int) -> Place:
+    def region(self, span: Span, start: int, stop: int, flat: int) -> Region:
         """Where elements [start, stop) of a flat buffer lie, if they fill `span`."""
         width = max(1, (span.stop - span.start) // max(stop - start, 1))
-        return Place(self.accesses.partition.areas((span,)), flat, span.start - start * width, width)
+        return Region(self.accesses.partition.areas((span,)), flat, span.start - start * width, width)
 
     @cached_property
-    def unsharded(self) -> dict[str, Place]:
+    def unsharded(self) -> dict[str, Region]:
         """Each bucket's whole parameters."""
         buckets = self.schedule.layout.buckets
-        return {b.name: self.place(self.buffers.unsharded(b), b.start, b.stop, b.flat) for b in buckets}
+        return {b.name: self.region(self.buffers.unsharded(b), b.start, b.stop, b.flat) for b in buckets}
 
     @cached_property
-    def shard(self) -> dict[str, Place]:
+    def shard(self) -> dict[str, Region]:
         """This rank's shard of each bucket, as it is computed with."""
         return {b.name: self._share(self.buffers.shard(b), b) for b in self.schedule.layout.buckets}
 
     @cached_property
-    def master(self) -> dict[str, Place]:
+    def master(self) -> dict[str, Region]:
         """This rank's shard of each bucket, as it is updated."""
         return {b.name: self._share(self.buffers.master(b), b) for b in self.schedule.layout.buckets}
 
     @cached_property
-    def reduced(self) -> dict[str, Place]:
+    def reduced(self) -> dict[str, Region]:
         """This rank's shard of the reduced gradients, without padding where nothing is reduced."""
         if self.schedule.world_size == 1:
             return self.gradient
         return {b.name: self._share(self.buffers.reduced(b), b) for b in self.schedule.reduced_buckets}
 
     @cached_property
-    def published(self) -> dict[str, Place]:
+    def published(self) -> dict[str, Region]:
         """`reduced`, as it is updated with."""
         if self.schedule.world_size == 1:
             return {b.name: self._without_padding(self.buffers.published(b), b) for b in self.schedule.reduced_buckets}
         return {b.name: self._share(self.buffers.published(b), b) for b in self.schedule.reduced_buckets}
 
     @cached_property
-    def gradient(self) -> dict[str, Place]:
+    def gradient(self) -> dict[str, Region]:
         """Each bucket's whole gradients, without padding."""
         return {b.name: self._without_padding(self.buffers.gradient(b), b) for b in self.schedule.reduced_buckets}
 
-    def _without_padding(self, span: Span, bucket: Bucket) -> Place:
+    def _without_padding(self, span: Span, bucket: Bucket) -> Region:
         areas = self.accesses.partition.areas(self._payload_in(span, bucket))
-        return Place(areas, bucket.flat, span.start - bucket.start, 1)
+        return Region(areas, bucket.flat, span.start - bucket.start, 1)
 
     def _payload_in(self, span: Span, bucket: Bucket) -> Iterable[Span]:
         """Where the elements of a bucket that are not padding lie in a span that holds all of it."""
@@ -136,15 +136,15 @@ class Facts:
         return (Span(span.buffer, start + shift, stop + shift) for start, stop in self.payload[bucket.name])
 
     @cached_property
-    def copied(self) -> dict[str, dict[Span, Place]]:
+    def copied(self) -> dict[str, dict[Span, Region]]:
         """For each unit, the spans that its gradients are copied to."""
-        found: dict[str, dict[Span, Place]] = {}
+        found: dict[str, dict[Span, Region]] = {}
         for bucket in self.schedule.reduced_buckets:
             shift = self.buffers.gradient(bucket).start - bucket.start
             for index in bucket.slots:
                 slot = self.schedule.layout.slots[index]
                 span = self.buffers.gradient_of(slot, bucket)
-                found.setdefault(slot.spec.unit, {})[span] = Place((), bucket.flat, shift, 1)
+                found.setdefault(slot.spec.unit, {})[span] = Region((), bucket.flat, shift, 1)
         return found
 
     def is_own_shard(self, position: int, ranks: int) -> bool:
@@ -156,6 +156,6 @@ class Facts:
         """What ranks agree on."""
         return Span(STATISTICS, 0, self.schedule.statistics)
 
-    def _share(self, span: Span, bucket: Bucket) -> Place:
+    def _share(self, span: Span, bucket: Bucket) -> Region:
         start, stop = bucket.shard(self.schedule.shard_index, self.schedule.shards)
-        return self.place(span, start, stop, bucket.flat)
+        return self.region(span, start, stop, bucket.flat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from paceline.core.check.facts import Place, Value
+from paceline.core.check.facts import Region, Value
 from paceline.core.check.report import words
 from paceline.core.check.state import State, in_words
 from paceline.core.check.sums import Term
@@ -36,19 +36,19 @@ class Gradients:
             return
         mine = self._state.sums.number({(step, rank, op.micro_batch): 1.0})
         partition = facts.accesses.partition
-        for span, place in facts.copied[op.target].items():
+        for span, region in facts.copied[op.target].items():
             name, first, stop = partition.area(span)
             for part in range(first, stop):
                 number = mine
                 if span in op.reads:
                     (held,) = self._state.held(rank, (name, part, part + 1))
-                    if held[:4] != place.holding("gradient", 0)[:4]:
+                    if held[:4] != region.holding("gradient", 0)[:4]:
                         self._state.explain(
-                            rank, op, (name, part, part + 1), held, place.holding("gradient", mine), step
+                            rank, op, (name, part, part + 1), held, region.holding("gradient", mine), step
                         )
                         return
                     number = self._state.sums.add((held.content, mine))
-                self._state.fill(rank, ((name, part, part + 1),), place.holding("gradient", number))
+                self._state.fill(rank, ((name, part, part + 1),), region.holding("gradient", number))
 
     def reduce(self, ops: Mapping[int, Op], step: int) -> None:
         """A bucket's gradients, or statistics, are summed over a group."""
@@ -59,8 +59,8 @@ class Gradients:
         numbers: list[int] = []
         for rank, op in ops.items():
             facts = self._state.facts[rank]
-            place = (facts.reduced if again else facts.gradient).get(op.target)
-            if place is None:
+            region = (facts.reduced if again else facts.gradient).get(op.target)
+            if region is None:
                 return self._state.add(rank, op, f"{words(op)} reduces no bucket that is trained", "gradients")
             bucket = facts.by_name[op.target]
             span = facts.buffers.reduced(bucket) if again else facts.buffers.gradient(bucket)
@@ -70,8 +70,8 @@ class Gradients:
                 and self._state.says(rank, op, op.writes, span, "writes")
             ):
                 return None
-            number = self._state.first(rank, place).content
-            if not self._state.expect(rank, op, place, place.holding("gradient", number), step):
+            number = self._state.first(rank, region).content
+            if not self._state.expect(rank, op, region, region.holding("gradient", number), step):
                 return None
             numbers.append(number)
         rank = next(iter(ops))
@@ -88,7 +88,7 @@ class Gradients:
         """Puts the result of a reduction where this rank has its share of it."""
         facts = self._state.facts[rank]
         bucket = facts.by_name[op.target]
-        wanted, place = facts.buffers.reduced(bucket), facts.reduced[op.target]
+        wanted, region = facts.buffers.reduced(bucket), facts.reduced[op.target]
         receives = op.kind != "reduce" or position == 0
         if receives:
             scatters = op.kind == "reduce_scatter"
@@ -102,8 +102,8 @@ class Gradients:
                 message = f"{words(op)} leaves its result in {in_words(result)}, not {in_words(wanted)}"
                 return self._state.add(rank, op, message, "gradients")
             if result in op.reads[1:]:
-                before = self._state.first(rank, place)
-                if not self._state.expect(rank, op, place, place.holding("gradient", before.content), step):
+                before = self._state.first(rank, region)
+                if not self._state.expect(rank, op, region, region.holding("gradient", before.content), step):
                     return None
                 if twice := self._state.sums.counted_twice((before.content, total)):
                     return self._state.add(
@@ -112,7 +112,7 @@ class Gradients:
                 total = self._state.sums.add((before.content, total))
         self._state.fill(rank, facts.accesses.partition.areas(op.writes), Value(f"what {words(op)} left behind"))
         if receives:
-            self._state.fill(rank, place.areas, place.holding("gradient", total))
+            self._state.fill(rank, region.areas, region.holding("gradient", total))
         return None
 
     def _complete(self, step: int) -> int:
@@ -133,17 +133,17 @@ class Gradients:
         """
         facts, total = self._state.facts[rank], self._complete(step)
         span_of = facts.buffers.published if published else facts.buffers.reduced
-        places = facts.published if published else facts.reduced
+        regions = facts.published if published else facts.reduced
         for span in set(op.reads).difference(map(span_of, facts.schedule.updated_buckets), others):
             self._state.add(
                 rank, op, f"{words(op)} reads {in_words(span)}, where this rank has nothing for it", "gradients"
             )
             return False
         for bucket in facts.schedule.updated_buckets:
-            place = places[bucket.name]
+            region = regions[bucket.name]
             if not self._state.says(rank, op, op.reads, span_of(bucket), "reads"):
                 return False
-            if not self._state.expect(rank, op, place, place.holding("gradient", total), step):
+            if not self._state.expect(rank, op, region, region.holding("gradient", total), step):
                 return False
         return True
 
@@ -160,12 +160,12 @@ class Gradients:
     def _sum_statistics(self, ops: Mapping[int, Op], step: int) -> None:
         numbers: list[int] = []
         for rank, op in ops.items():
-            place, span = self._agreed(rank), self._state.facts[rank].statistics
-            number = self._state.first(rank, place).content
+            region, span = self._agreed(rank), self._state.facts[rank].statistics
+            number = self._state.first(rank, region).content
             if not (
                 self._state.says(rank, op, op.reads, span, "reads")
                 and self._state.says(rank, op, op.writes, span, "writes")
-                and self._state.expect(rank, op, place, place.holding(STATISTICS, number), step)
+                and self._state.expect(rank, op, region, region.holding(STATISTICS, number), step)
             ):
                 return
             numbers.append(number)
@@ -173,9 +173,9 @@ class Gradients:
         for rank in ops:
             self._state.fill(rank, self._agreed(rank).areas, Value(STATISTICS, content=total))
 
-    def _agreed(self, rank: int) -> Place:
+    def _agreed(self, rank: int) -> Region:
         facts = self._state.facts[rank]
-        return Place(facts.accesses.partition.areas((facts.statistics,)), 0, 0, 1)
+        return Region(facts.accesses.partition.areas((facts.statistics,)), 0, 0, 1)
 
     def widen(self, rank: int, op: Op, step: int) -> None:
         """Complete gradients are copied to where they are as wide as what is updated."""
@@ -183,8 +183,8 @@ class Gradients:
         if self._finds_complete(rank, op, step, (facts.statistics,)):
             for bucket in facts.schedule.updated_buckets:
                 if facts.buffers.published(bucket) in op.writes:
-                    place = facts.published[bucket.name]
-                    self._state.fill(rank, place.areas, place.holding("gradient", self._complete(step)))
+                    region = facts.published[bucket.name]
+                    self._state.fill(rank, region.areas, region.holding("gradient", self._complete(step)))
 
     def publish(self, rank: int, op: Op, step: int) -> None:
         """Complete gradients become the parameters' own."""
@@ -193,9 +193,11 @@ class Gradients:
         if len(self._state.facts) > 1:
             if not self._state.says(rank, op, op.reads, self._state.facts[rank].statistics, "reads"):
                 return
-            place = self._agreed(rank)
+            region = self._agreed(rank)
             every: dict[Term, float] = {(step, other, op.micro_batch): 1.0 for other in range(len(self._state.facts))}
-            if not self._state.expect(rank, op, place, place.holding(STATISTICS, self._state.sums.number(every)), step):
+            if not self._state.expect(
+                rank, op, region, region.holding(STATISTICS, self._state.sums.number(every)), step
+            ):
                 return
         self._published[rank] = True
 

@@ -24,11 +24,11 @@ class Parameters:
         schedule = facts.schedule
         buckets = schedule.gathered_buckets[unit] if gathered else schedule.buckets_of.get(unit, ())
         for bucket in buckets if gathered else dict.fromkeys((*buckets, *schedule.unowned_buckets)):
-            place = facts.unsharded[bucket.name]
+            region = facts.unsharded[bucket.name]
             if not self._state.says(rank, op, op.reads, facts.buffers.unsharded(bucket), "reads"):
                 return
             updates = step if bucket.trainable else 0
-            if not self._state.expect(rank, op, place, place.holding("parameter", updates), step):
+            if not self._state.expect(rank, op, region, region.holding("parameter", updates), step):
                 return
 
     def unshard(self, rank: int, op: Op, step: int) -> None:
@@ -62,9 +62,9 @@ class Parameters:
                 return self._state.add(rank, op, f"{words(op)} gathers no bucket of this rank")
             if not self._state.says(rank, op, op.reads, facts.buffers.shard(bucket), "reads"):
                 return None
-            place = facts.shard[bucket.name]
-            versions[rank] = self._state.first(rank, place).content
-            if not self._state.expect(rank, op, place, place.holding("parameter", versions[rank]), step):
+            region = facts.shard[bucket.name]
+            versions[rank] = self._state.first(rank, region).content
+            if not self._state.expect(rank, op, region, region.holding("parameter", versions[rank]), step):
                 return None
             whole = facts.buffers.unsharded(bucket)
             for span in op.writes:
@@ -74,26 +74,26 @@ class Parameters:
             late = min(versions, key=versions.__getitem__)
             return self._state.add(late, ops[late], f"{words(ops[late])} sends parameters that are yet to be updated")
         for rank, op in ops.items():
-            place = self._state.facts[rank].unsharded[op.target]
+            region = self._state.facts[rank].unsharded[op.target]
             areas = self._state.facts[rank].accesses.partition.areas(op.writes)
-            self._state.fill(rank, areas, place.holding("parameter", versions[rank]))
+            self._state.fill(rank, areas, region.holding("parameter", versions[rank]))
         return None
 
     def broadcast(self, ops: Mapping[int, Op], step: int) -> None:
         """What the server has updated reaches the others."""
         server, *others = ops
         facts = self._state.facts[server]
-        place = facts.unsharded[ops[server].target]
+        region = facts.unsharded[ops[server].target]
         span = facts.buffers.unsharded(facts.by_name[ops[server].target])
         if not self._state.says(server, ops[server], ops[server].reads, span, "reads"):
             return
-        value = place.holding("parameter", self._state.first(server, place).content)
-        if not self._state.expect(server, ops[server], place, value, step):
+        value = region.holding("parameter", self._state.first(server, region).content)
+        if not self._state.expect(server, ops[server], region, value, step):
             return
         for rank in others:
             if not self._state.says(rank, ops[rank], ops[rank].writes, span, "writes"):
                 return
-            self._state.fill(rank, place.areas, value)
+            self._state.fill(rank, region.areas, value)
 
     def update(self, rank: int, op: Op, step: int) -> None:
         """Reduced gradients update this rank's share of every bucket."""
@@ -106,10 +106,10 @@ class Parameters:
             self._state.add(rank, op, f"{words(op)} does not update this rank's share of every bucket once")
             return
         for bucket in schedule.updated_buckets:
-            place = facts.master[bucket.name]
-            if not self._state.expect(rank, op, place, place.holding("parameter", step), step):
+            region = facts.master[bucket.name]
+            if not self._state.expect(rank, op, region, region.holding("parameter", step), step):
                 return
-            self._state.fill(rank, place.areas, place.holding("parameter", step + 1))
+            self._state.fill(rank, region.areas, region.holding("parameter", step + 1))
 
     def cast(self, rank: int, op: Op, step: int) -> None:
         """Updated masters are rounded to what is computed with."""
@@ -128,11 +128,11 @@ class Parameters:
         for rank, facts in enumerate(self._state.facts):
             schedule = facts.schedule
             for bucket in schedule.reduced_buckets:
-                places = [facts.shard[bucket.name]]
+                regions = [facts.shard[bucket.name]]
                 if schedule.updated_buckets:
-                    places.append(facts.master[bucket.name])
+                    regions.append(facts.master[bucket.name])
                 if not schedule.shards_parameters:
-                    places.append(facts.unsharded[bucket.name])
-                for place in places:
+                    regions.append(facts.unsharded[bucket.name])
+                for region in regions:
                     if not self._state.faults:
-                        self._state.expect(rank, None, place, place.holding("parameter", STEPS))
+                        self._state.expect(rank, None, region, region.holding("parameter", STEPS))

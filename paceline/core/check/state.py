@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.core.check.facts import Facts, Place, Value
+from paceline.core.check.facts import Facts, Region, Value
 from paceline.core.check.report import Fault, within, words
 from paceline.core.check.spans import Area
 from paceline.core.check.sums import Sums
@@ -49,9 +49,9 @@ class State:
             if not schedule.shards_parameters:
                 memory[name][:] = [Value("parameter", flat)] * len(memory[name])
         for bucket in facts.by_name:
-            for place in (facts.shard[bucket], facts.master[bucket]):
-                for name, first, stop in place.areas:
-                    memory[name][first:stop] = [place.holding("parameter", 0)] * (stop - first)
+            for region in (facts.shard[bucket], facts.master[bucket]):
+                for name, first, stop in region.areas:
+                    memory[name][first:stop] = [region.holding("parameter", 0)] * (stop - first)
         return memory
 
     def _memory_of_group(self, rank: int) -> dict[str, list[Value]]:
@@ -62,10 +62,10 @@ class State:
         """A fault of a rank, at an op if there is one."""
         self.faults.append(Fault(kind, rank, op.key if op else None, message))
 
-    def expect(self, rank: int, op: Op | None, place: Place, wanted: Value, step: int = 0) -> bool:
-        """Whether a place holds a value; a fault if not."""
+    def expect(self, rank: int, op: Op | None, region: Region, wanted: Value, step: int = 0) -> bool:
+        """Whether a region holds a value; a fault if not."""
         memory = self._memory[rank]
-        for name, first, stop in place.areas:
+        for name, first, stop in region.areas:
             held = memory[name][first:stop]
             if held.count(wanted) < stop - first:
                 part = first + next(index for index, value in enumerate(held) if value != wanted)
@@ -101,9 +101,9 @@ class State:
         self.add(rank, op, f"{words(op)} does not say that it {verb} {in_words(span)}")
         return False
 
-    def first(self, rank: int, place: Place) -> Value:
-        """What the first part of a place holds."""
-        for name, first, _ in place.areas:
+    def first(self, rank: int, region: Region) -> Value:
+        """What the first part of a region holds."""
+        for name, first, _ in region.areas:
             return self._memory[rank][name][first]
         return NOTHING
 
