@@ -256,7 +256,9 @@ class Schedule(Transfers):
 
     def update_around_passes(self, micro_batch: int) -> tuple[Op, ...]:
         """`update` of an optimizer inside whose step passes have run: ranks have met since they read parameters."""
-        return tuple(op for op in self.update(micro_batch) if op.target != READ)
+        ops = [op for op in self.update(micro_batch) if op.target != READ]
+        kept = {op.key for op in ops}
+        return tuple(replace(op, planned=False, after=tuple(key for key in op.after if key in kept)) for op in ops)
 
     def lone_update(self, micro_batch: int) -> tuple[Op, ...]:
         """`update` where no backward of the step came before it, such as the first of a loop that has no gradients."""
