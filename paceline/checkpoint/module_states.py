@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.models.units import named_parameters
+
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers by their names in `state_dict`, each once."""
@@ -21,7 +23,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     """Further names that parameters and buffers have in `state_dict`, and the first name of each."""
     first: dict[int, str] = {}
     tied = {}
-    state = model.named_parameters(remove_duplicate=False)
+    state = named_parameters(model, remove_duplicate=False)
     for name, tensor in (*state, *_buffers(model)):
         if first.setdefault(id(tensor), name) != name:
             tied[name] = first[id(tensor)]

@@ -193,8 +193,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     if isinstance(max_norm, (int, float)) and not max_norm >= 0:  # a tensor may be on a device that is not waited for
         raise UserError(f"clip_grad_norm_: expected the highest norm as a number from 0 up, got {max_norm!r}")
-    norm = engine_of(model).grad_norm()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    engine = engine_of(model)
+    norm = engine.grad_norm()
+    gradients = [p.grad for p in engine.program.parameters.all if p.grad is not None]
     with torch._C.DisableTorchFunctionSubclass():
         # The same constant as torch.nn.utils.clip_grad_norm_, so that results are comparable.
         if gradients:

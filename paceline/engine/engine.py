@@ -93,7 +93,7 @@ class Engine:
         self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]
         if self.schedule.copies_gradients:
             before = BackwardPass.pre_accumulate if self.schedule.replaces_earlier_gradients else None
-            trained = [p for p in module.parameters() if p.requires_grad]
+            trained = [p for p in self.program.parameters.all if p.requires_grad]
             self._handles += watch_parameters(trained, self.backward, before, BackwardPass.post_accumulate)
         watch_optimizers(self)
         if strategy.recompute != "none":

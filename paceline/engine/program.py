@@ -34,7 +34,7 @@ from paceline.executor.recorder import Recorder
 from paceline.executor.statistics import Statistics
 from paceline.hooks.structure import Structure
 from paceline.materialise.materialiser import Materialiser
-from paceline.models.units import parameter_specs
+from paceline.models.units import named_parameters, parameter_specs
 from paceline.tensors.sharded_parameter import Owner
 
 
@@ -90,7 +90,7 @@ class Program:
             check_same_model(self.specs, module, strategy)
             self.collectives = Collectives(self.schedule, world)
             if materialiser is None:
-                self._send([p.data for p in module.parameters()])
+                self._send([p.data for _, p in named_parameters(module)])
         try:
             self._lay_out(materialiser.turns(self._send) if materialiser is not None else None)
         except Exception as error:
@@ -121,7 +121,7 @@ class Program:
 
     def _lay_out(self, turns: Iterable[Iterable[nn.Parameter]] | None = None) -> None:
         self._tensors = Tensors(self._transports, self.world.device)
-        by_name = dict(self.module.named_parameters())
+        by_name = dict(named_parameters(self.module))
         parameters = [by_name[slot.spec.name] for slot in self.layout.slots]
         self.parameters = Parameters(self.schedule, parameters, self.world.device, self._tensors, self._owner, turns)
         self.structure = Structure(self.module, self.layout, parameters)

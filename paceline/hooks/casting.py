@@ -138,5 +138,5 @@ def _beside_buffers(unit: nn.Module) -> Iterable[nn.Module]:
     if any(buffer.dtype == torch.float32 for buffer in unit.buffers()):
         for part in unit.modules():
             statistics = isinstance(part, nn.modules.batchnorm._NormBase)
-            if not statistics and any(True for _ in part.parameters(recurse=False)):
+            if not statistics and any(each is not None for each in part._parameters.values()):
                 yield part

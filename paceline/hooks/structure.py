@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline.core.errors import EngineError
 from paceline.core.layout import Layout
+from paceline.models.units import named_parameters
 from paceline.tensors.assigned_gradient import ReducedGradParameter
 
 _HERE = frozenset((nn.Parameter, ReducedGradParameter))
@@ -89,5 +90,5 @@ def _joined(path: str, name: str) -> str:
 
 def _trains(member: nn.Module | nn.Parameter | None) -> bool:
     """Whether gradients may come to a part of a model."""
-    parameters = member.parameters() if isinstance(member, nn.Module) else [member]
+    parameters = [p for _, p in named_parameters(member)] if isinstance(member, nn.Module) else [member]
     return any(parameter is not None and parameter.requires_grad for parameter in parameters)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.core.errors import UserError
+from paceline.models.units import named_parameters
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -24,7 +25,7 @@ def require_unwrapped(model: nn.Module) -> None:
             )
     # Importing it takes most of a second, and whoever has one has it.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if isinstance(parameter, kind):
             raise UserError(
                 f"parallelize: {name} is a DTensor, as torch's fully_shard and parallelize_module make it: leave these "

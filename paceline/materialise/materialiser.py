@@ -23,6 +23,7 @@ from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.materialise.fresh_memory import Scratch, fresh_like, lacks_values, leave_meta
 from paceline.materialise.stored_weights import StoredWeights
+from paceline.models.units import named_parameters
 
 Init = Callable[[nn.Module], Any]
 """Writes values to the parameters and buffers of a module."""
@@ -99,7 +100,7 @@ class Materialiser:
     def _open(self, module: nn.Module, path: str | Path, rank: int) -> StoredWeights | None:
         found, problem = None, ""
         if rank == 0:
-            tensors = dict((*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)))
+            tensors = dict((*named_parameters(module, remove_duplicate=False), *_persistent_buffers(module)))
             wanted = {names[0]: names for names in self._stored_names.values()}
             try:
                 found = StoredWeights(path)
@@ -276,7 +277,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _stored_names(module: nn.Module) -> dict[str, list[str]]:
     """All names of the tensor that has a name in `state_dict`."""
     names: dict[int, list[str]] = {}
-    for name, tensor in (*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)):
+    for name, tensor in (*named_parameters(module, remove_duplicate=False), *_persistent_buffers(module)):
         names.setdefault(id(tensor), []).append(name)
     return {name: several for several in names.values() for name in several}
 

@@ -12,6 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from paceline.buffers.former_memory import used_elsewhere
 from paceline.buffers.handed_out import storage_of
 from paceline.core.errors import UserError
+from paceline.models.units import named_parameters
 from paceline.tensors.sharded_parameter import is_owned
 
 
@@ -26,14 +27,14 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
         UserError: Some have no shape yet, belong to another parallel model, or share memory; or are to be sharded, and
             somebody has a tensor in their memory, or another process may.
     """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*named_parameters(model), *model.named_buffers()):
         if is_lazy(tensor):
             raise UserError(
                 f"parallelize: {name} has no shape before the model has run: run the model once on one batch, then "
                 "parallelize it"
             )
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if is_owned(parameter):
             raise UserError(
                 f"parallelize: {name} belongs to another parallel model already: parallelize the outermost model "

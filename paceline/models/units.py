@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -15,6 +15,15 @@ from paceline.core.layout import ROOT, ParameterSpec
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are never called themselves."""
+
+
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """A model's parameters, as `nn.Module` lists them.
+
+    Many modules define `parameters` or `named_parameters` anew to give an optimizer some alone. What they leave out is
+    trained all the same where another optimizer has it.
+    """
+    return nn.Module.named_parameters(model, remove_duplicate=remove_duplicate)
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.Module]:
@@ -41,7 +50,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.M
         inside = any(block != name and (not name or block.startswith(name + ".")) for block in blocks)
         callable_whole = not isinstance(module, _HOLDERS)
         if name and not inside and callable_whole:
-            if any(True for _ in module.parameters()):
+            if any(True for _ in named_parameters(module)):
                 units[name] = module
             return
         for child, submodule in module.named_children():
@@ -66,11 +75,11 @@ def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpe
         id(parameter)
         for module in model.modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for parameter in module.parameters(recurse=False)
-        if parameter.dtype == torch.float32
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.dtype == torch.float32
     }
     owners: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model, remove_duplicate=False):
         owner = next((unit for unit in units if name.startswith(unit + ".")), ROOT)
         owners.setdefault(id(parameter), set()).add(owner)
     return [
@@ -84,7 +93,7 @@ def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpe
             trainable=parameter.requires_grad,
             casts=id(parameter) not in uncast,
         )
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_parameters(model)
     ]
 
 
@@ -129,7 +138,7 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
         children = [
             (f"{name}.{child}" if name else child, submodule)
             for child, submodule in module.named_children()
-            if any(True for _ in submodule.parameters())
+            if any(True for _ in named_parameters(submodule))
         ]
         classes = Counter(type(submodule) for _, submodule in children)
         if isinstance(module, _CONTAINERS) and classes and classes.most_common(1)[0][1] >= 2:

@@ -38,12 +38,17 @@ def _assign(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         replaces = isinstance(gradient, GradientShard) or (
             isinstance(gradient, Tensor)
             and gradient.shape in (shape, former is not None and former.shape)
-            and gradient.dtype in (dtype, former is not None and former.dtype)
+            and (gradient.dtype in (dtype, former is not None and former.dtype) or _widens(gradient.dtype, dtype))
         )
     if replaces:
         set_gradient(parameter, gradient)
     else:
         _set(parameter, gradient)
+
+
+def _widens(gradient: torch.dtype, computed: torch.dtype) -> bool:
+    """Whether a gradient is as wide as reduced ones are, which a loop may have kept when it dropped them."""
+    return gradient is torch.float32 and computed in (torch.bfloat16, torch.float16)
 
 
 def _set(parameter: nn.Parameter, gradient: Tensor | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -196,4 +198,33 @@ def gradients_of_some_layers_are_dropped(side: Side) -> Found:
                 p.grad = None
         optimizer.step()
         optimizer.zero_grad()
+    return state(model)
+
+
+class Selective(nn.Sequential):
+    """Lists its last layer alone."""
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self[-1].named_parameters(str(len(self) - 1))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self[-1].parameters()
+
+
+@idiom()
+def parameters_that_a_model_does_not_list(side: Side) -> Found:
+    """Its own `parameters()` is for one optimizer; another one trains the rest, but for what is frozen."""
+    model = Selective(*mlp(side), nn.Linear(2, 2).to(side.dtype).requires_grad_(False), nn.Linear(2, 2).to(side.dtype))
+    for layer in model[-2:]:
+        nn.init.eye_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    net = side.parallel(model)
+    head = torch.optim.SGD(model.parameters(), 0.1)
+    rest = torch.optim.SGD([p for layer in model[:-2] for p in layer.parameters()], 0.1, momentum=0.9)
+    for step in range(3):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        for optimizer in (head, rest):
+            optimizer.step()
+            optimizer.zero_grad()
     return state(model)

@@ -241,3 +241,24 @@ def gradients_averaged_from_a_copy(side: Side) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return state(model)
+
+
+@idiom()
+def gradients_added_up_in_a_dictionary(side: Side) -> Found:
+    """Accumulation by hand: each backward's are kept and dropped, and their mean is put back."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        sums: dict[str, Tensor] = {}
+        for part in range(2):
+            x, y = side.batch(2 * step + part)
+            (net(x) - y).square().mean().backward()
+            for name, p in model.named_parameters():
+                sums[name] = sums[name] + p.grad if part else p.grad.clone()
+            model.zero_grad()
+        for name, p in model.named_parameters():
+            p.grad = sums[name] / 2
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
