@@ -59,7 +59,7 @@ class Cell:
 
 
 def systems() -> dict[str, Strategy]:
-    """The systems of data parallelism's history, the stages of ZeRO, shared parameters a host, and hybrid sharding."""
+    """The systems of data parallelism's history, the stages of ZeRO, shared parameters, and hybrid sharding."""
     stages = {f"zero {stage}": Strategy(zero=stage) for stage in (1, 2, 3)}
     stages["zero 2, shared parameters"] = Strategy(zero=2, share_parameters=True)
     hybrid = {f"zero {stage}, groups of 2": Strategy(zero=stage, shard=2) for stage in (1, 2, 3)}
