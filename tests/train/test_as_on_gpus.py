@@ -22,9 +22,9 @@ def without_whole_parameters() -> Iterator[None]:
     """Between GPUs; only rank 0's own state_dict may have all parameters whole, on the host."""
     full = FullParameters.full
 
-    def refused(self: FullParameters, call: str, edits: bool = True, on_host: bool = False) -> Any:
-        assert not edits and on_host and call == "model.state_dict()", call
-        return full(self, call, edits, on_host)
+    def refused(self: FullParameters, call: str, edits: bool = True, is_state: bool = False) -> Any:
+        assert not edits and is_state and call == "model.state_dict()", call
+        return full(self, call, edits, is_state)
 
     def left(*args: Any) -> None:
         raise AssertionError("the model is made whole on leaving")
