@@ -22,7 +22,7 @@ class Constants:
         eager_passes: How often a block of PyTorch's single operations reads or writes the residual stream forward.
         triton_a100: Share of the ceiling of FlashAttention in Triton, as LLM-Foundry ran it on A100.
         triton_h100: The same on H100.
-        contention: How much longer computing takes while a collective runs beside it.
+        contention: How much longer computing takes while a collective runs beside it at the rate of a host's links.
         straggling: How much longer a step takes with each doubling of hosts.
         launch: Seconds in which Megatron-DeepSpeed's host launches one operation of `transformer_work`, each of which
             is several kernels.
@@ -47,31 +47,31 @@ class Constants:
 
 FITTED = Constants(
     matmul_efficiency=1.0,
-    matmul_passes=1.77,
-    eager_passes=22.9,
+    matmul_passes=1.76,
+    eager_passes=23.2,
     triton_a100=0.368,
     triton_h100=0.212,
-    contention=0.885,
-    straggling=0.00327,
-    launch=8.05e-05,
-    fused_passes=5.89,
-    scores_passes=4.4,
-    exchange_latency=3.83e-05,
+    contention=0.893,
+    straggling=0.00379,
+    launch=8.04e-05,
+    fused_passes=5.69,
+    scores_passes=4.44,
+    exchange_latency=3.87e-05,
 )
 """The fit to llm_foundry.csv (130 rows) and vtrain_a100.csv (929 rows)."""
 
 ERRORS = Constants(
-    matmul_efficiency=0.0117,
-    matmul_passes=0.146,
-    eager_passes=3.18,
-    triton_a100=0.00414,
-    triton_h100=0.00337,
-    contention=0.0559,
-    straggling=0.00142,
+    matmul_efficiency=0.0116,
+    matmul_passes=0.147,
+    eager_passes=3.19,
+    triton_a100=0.00415,
+    triton_h100=0.00338,
+    contention=0.0568,
+    straggling=0.00149,
     launch=4e-07,
-    fused_passes=1.99,
-    scores_passes=0.609,
-    exchange_latency=1.19e-06,
+    fused_passes=1.93,
+    scores_passes=0.611,
+    exchange_latency=1.15e-06,
 )
 """Standard errors of the same."""
 

@@ -83,6 +83,16 @@ class Run:
         return self.devices // (self.tensor * self.pipeline * self.context_ranks)
 
     @property
+    def copies(self) -> int:
+        """Ranks that hold the same parameters: data-parallel ones, and those that share a sequence."""
+        return self.data * self.context_ranks
+
+    @property
+    def shards(self) -> int:
+        """Those among which states are divided, of sequences' ranks too, as Megatron and torchtitan do."""
+        return (self.shard or self.data) * self.context_ranks if self.zero else 1
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step on all devices."""
         return self.samples * self.micro_batches * self.data * self.config.context

@@ -11,7 +11,7 @@ drain (Narayanan et al. 2021); tensor ranks exchange the residual stream twice i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.models.flops import parameter_count
 from paceline.plan import network
@@ -177,17 +177,16 @@ def _parameters(run: Run) -> float:
 
 
 def _optimizer(run: Run, hardware: Hardware) -> float:
-    updated = _parameters(run) / ((run.shard or run.data) if run.zero else 1)
+    updated = _parameters(run) / run.shards
     return updated * OPTIMIZER_BYTES / (hardware.device.bandwidth * hardware.kernels.memory_efficiency)
 
 
 def _groups(run: Run, hardware: Hardware) -> tuple[network.Spread, network.Spread]:
     """Where the ranks are that hold a copy between them, and those that hold the same shards."""
-    shards = (run.shard or run.data) if run.zero else 1
-    near = run.tensor * run.context_ranks
+    shards = run.shards
     return (
-        network.spread(shards, hardware.devices_per_host, near),
-        network.spread(run.data // shards, hardware.devices_per_host, near * shards),
+        network.spread(shards, hardware.devices_per_host, run.tensor),
+        network.spread(run.copies // shards, hardware.devices_per_host, run.tensor * shards),
     )
 
 
@@ -199,27 +198,31 @@ def _sharded(run: Run, block: _Block, hardware: Hardware) -> tuple[float, float]
     per_block = _block_parameters(run) / run.tensor
     rest = max(0.0, parameters - layers * per_block)
 
-    def gathered(count: float) -> float:
-        return network.seconds("all_gather", count * run.gathered, shards, hardware)
+    def gathered(count: float, over: Hardware = hardware) -> float:
+        return network.seconds("all_gather", count * run.gathered, shards, over)
 
-    def reduced(count: float) -> float:
-        scattered = network.seconds("reduce_scatter", count * run.reduced, shards, hardware)
-        between = network.seconds("all_reduce", count * run.reduced / shards.ranks, replicas, hardware)
+    def reduced(count: float, over: Hardware = hardware) -> float:
+        scattered = network.seconds("reduce_scatter", count * run.reduced, shards, over)
+        between = network.seconds("all_reduce", count * run.reduced / shards.ranks, replicas, over)
         return scattered + between / run.micro_batches
 
     gather, reduce = gathered(per_block), reduced(per_block)
+    # A device is held up by the bytes that it copies and adds up, which slow wires between hosts make no more.
+    wires = replace(hardware.between, bandwidth=max(hardware.between.bandwidth, hardware.within.bandwidth))
+    passing = replace(hardware, between=wires)
+    gather_passes, reduce_passes = gathered(per_block, passing), reduced(per_block, passing)
     forward, backward = block.forward + block.tensor_forward, block.backward + block.tensor_backward
     contention = hardware.kernels.contention
     again = gather if run.zero == 3 else 0.0
     if not run.overlap:
         return run.micro_batches * layers * (gather + again), run.micro_batches * layers * reduce
 
-    def waits(computing: float, moving: float) -> float:
-        slowed = computing + contention * min(computing, moving)
-        return max(slowed, moving) - computing
+    def waits(computing: float, moving: float, passes: float) -> float:
+        beside = min(1.0, computing / moving) if moving else 0.0
+        return max(computing + contention * beside * passes, moving) - computing
 
-    waited_forward = layers * waits(forward, gather)
-    beside = layers * waits(backward, again + reduce)
+    waited_forward = layers * waits(forward, gather, gather_passes)
+    beside = layers * waits(backward, again + reduce, (gather_passes if again else 0.0) + reduce_passes)
     share = again / (again + reduce) if again + reduce else 0.0
     # Embedding and output layer are gathered with nothing before them, and reduced with nothing after.
     waited_gather = run.micro_batches * (waited_forward + beside * share + gather + gathered(rest))
@@ -247,7 +250,7 @@ def _replicated(run: Run, block: _Block, hardware: Hardware) -> tuple[float, flo
         reduce = reduced("reduce_scatter", parameters * run.reduced, shards)
         reduce += reduced("all_reduce", parameters * run.reduced / shards.ranks, replicas)
     else:
-        everywhere = network.spread(run.data, hardware.devices_per_host, run.tensor * run.context_ranks)
+        everywhere = network.spread(run.copies, hardware.devices_per_host, run.tensor)
         reduce = reduced("all_reduce", parameters * run.reduced, everywhere)
     if not run.overlap:
         return gather, reduce

@@ -45,6 +45,12 @@ class Software:
 EAGER = Software()
 """PyTorch's operations one by one, with fused attention."""
 
+_RMSNORM_PASSES = 16
+"""Passes over 16-bit activations by which RMSNorm of single operations exceeds LayerNorm, which is one kernel of 2: a
+cast to fp32 takes 3, its square 4, the mean 2, the product with its root 4, the cast back 3, the weight 2."""
+_ROTARY_PASSES = 10
+"""The same of turning queries and keys: cast to fp32 3, product of complex numbers 4, cast back 3."""
+
 
 def transformer_work(
     config: ModelConfig,
@@ -199,11 +205,16 @@ def _block(sizes: _Sizes) -> UnitWork:
     # GELU reads and writes the inner width; SwiGLU reads both halves, and eager PyTorch writes SiLU's result between.
     activation = (3.0 if software.compiled else 5.0) if gated else 2.0
     passes = software.elementwise_passes * (0.6 if software.compiled else 1.0)
-    rotary = 4 * sizes.tokens * sizes.qkv * sizes.item / sizes.tensor if config.position == "rotary" else 0.0
+    if config.norm == "rmsnorm" and not software.compiled:
+        passes += 2 * _RMSNORM_PASSES
+    rotary = 0.0
+    if config.position == "rotary":
+        turned = (config.heads + config.key_value_heads) * config.head_width / sizes.tensor
+        rotary = (2 if software.compiled else _ROTARY_PASSES) * sizes.tokens * turned * sizes.item
     between = [
         memory(sizes.stream * passes / 4, dtype, count=4),
         memory(sizes.inner * activation, dtype),
-        *([memory(rotary * (0.5 if software.compiled else 1.0), dtype)] if rotary else []),
+        *([memory(rotary, dtype)] if rotary else []),
     ]
     forward = (*(matmul(*each, dtype) for each in projections), *_casts(projections, sizes, 1), *attended, *between)
     backward = (

@@ -12,6 +12,7 @@ from paceline.core.schedule import Schedule
 from paceline.core.simulate import simulate
 from paceline.core.strategy import Strategy
 from paceline.models.config import ModelConfig
+from paceline.models.flops import parameter_count
 from paceline.models.presets import PRESETS
 from paceline.plan import profiles
 from paceline.plan.costs import step_costs
@@ -66,6 +67,25 @@ def test_more_hosts_wait_longer_and_slower_links_too() -> None:
     assert all(fewer < more for fewer, more in pairwise(times))
     slow = replace(A100, between=replace(A100.between, bandwidth=1e9))
     assert step_time(Run(GPT, 64, 1, zero=3), slow).total > 2 * times[2]
+
+
+def test_what_hides_behind_computing_costs_no_more_over_slow_wires() -> None:
+    run = Run(replace(GPT, context=32768), 16, 1, zero=3)
+    fast, slow = (
+        step_time(run, replace(A100, between=replace(A100.between, bandwidth=bandwidth))) for bandwidth in (1e11, 5e9)
+    )
+    # Two gathers in 16 bits and a reduction in 32, of which a host takes in half; all but the ends hides.
+    moved = parameter_count(run.config) * (2 + 2 + 4) / 2 / (8 * 5e9)
+    assert 0 < slow.total - fast.total < 0.25 * moved < 0.1 * fast.total
+
+
+def test_ranks_that_share_a_sequence_share_states_and_reduce_its_gradients() -> None:
+    run = Run(replace(GPT, position="rotary"), 16, 1, zero=3)
+    longer = replace(run, config=replace(run.config, context=8 * 2048), context_ranks=8)
+    assert (longer.data, longer.copies, longer.shards) == (2, 16, 16)
+    assert step_time(longer, A100).optimizer == step_time(run, A100).optimizer
+    alone = step_time(replace(longer, devices=8), A100)
+    assert alone.reduce > 0
 
 
 @pytest.mark.parametrize(

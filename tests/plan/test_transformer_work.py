@@ -27,3 +27,13 @@ def test_tensor_ranks_divide_the_matmuls() -> None:
     shape = ModelConfig(layers=4, width=1024, heads=16, context=512, vocabulary=50432)
     whole, part = (transformer_work(shape, 4, 512, tensor=tensor) for tensor in (1, 8))
     assert part.flops == pytest.approx(whole.flops / 8)
+
+
+def test_rmsnorm_of_single_operations_passes_over_the_stream_more_often_than_one_kernel() -> None:
+    def moved(norm: str, compiled: bool) -> float:
+        shape = ModelConfig(layers=1, width=1024, heads=8, context=512, vocabulary=512, norm=norm)  # type: ignore[arg-type]
+        block = transformer_work(shape, 1, software=Software(compiled=compiled)).units[1]
+        return sum(op.bytes * op.count for op in block.forward if op.kind == "memory")
+
+    assert moved("rmsnorm", False) - moved("layernorm", False) == 2 * 16 * 512 * 1024 * 2
+    assert moved("rmsnorm", True) == moved("layernorm", True)

@@ -93,6 +93,8 @@ def describe(row: Row) -> Described:
     if (stated := row.whole("dp")) is not None and stated != data and row.whole("ep") in (None, 1):
         raise UserError(f"expected dp = n_gpus / (tp x pp x cp) = {data}, got {stated}")
     samples, micro_batches, batch_assumed = _batch(row, data, config.context, pipeline)
+    if stack == "torchtitan" and pipeline > 1 and row.whole("micro_batches") is None:
+        samples, micro_batches, batch_assumed = _in_stages(samples * micro_batches, pipeline)
     assumed += batch_assumed
     zero, shard = sharding(row, stack, devices, per_host)
     if shard > 1 and data % shard:
@@ -162,7 +164,7 @@ def stack_of(row: Row) -> str:
         return "torchtitan"
     if "nanotron" in text or "ultrascale" in text or "ultra-scale" in text:
         return "nanotron"
-    if "fms" in text or "foundation-model-stack" in text:
+    if re.search(r"fms|foundation-model-stack|maximizing-training|\bibm\b", text):
         return "fms"
     if re.search(r"megatron|narayanan|korthikanti|2104\.04473|2205\.05198", text):
         return "megatron_2021" if re.search(r"2021|2104\.04473|narayanan|korthikanti|2205\.05198", text) else "megatron"
@@ -222,7 +224,6 @@ def _batch(row: Row, data: int, context: int, stages: int) -> tuple[int, int, li
         batch = round(tokens / context)
     if samples is not None and batch is not None:
         if batch % (samples * data):
-            # torchtitan's local batch is split further by pipeline stages; nothing else explains a remainder.
             raise UserError(f"expected a global batch that {data} ranks x {samples} samples divide, got {batch}")
         return samples, batch // (samples * data), []
     if batch is not None:
@@ -238,6 +239,14 @@ def _batch(row: Row, data: int, context: int, stages: int) -> tuple[int, int, li
             return 1, samples, ["a local batch cut into micro-batches of 1 sequence"]
         return samples, micro_batches or 1, [] if micro_batches else ["one micro-batch a step"]
     raise UserError("expected a micro-batch or a global batch, got neither")
+
+
+def _in_stages(local: int, stages: int) -> tuple[int, int, list[str]]:
+    """What a pipeline of torchtitan takes at once is a local batch, in as many micro-batches as it has stages."""
+    count = min(local, stages)
+    if local % count:
+        raise UserError(f"expected a local batch that {count} micro-batches divide, got {local}")
+    return local // count, count, [f"a local batch cut into {count} micro-batches, as torchtitan does"]
 
 
 def _overlaps(row: Row, stack: str) -> bool:

@@ -76,7 +76,7 @@ def step_of(described: Described, constants: Constants = FITTED) -> StepTime:
         how = replace(
             how,
             compiled=described.compiled,
-            elementwise_passes=constants.fused_passes if described.compiled else how.elementwise_passes,
+            elementwise_passes=constants.fused_passes if described.compiled else constants.eager_passes,
         )
     if described.fused_attention is not None:
         how = replace(how, fused_attention=described.fused_attention)

@@ -116,7 +116,7 @@ _FAMILY_WORDS: tuple[tuple[str, str], ...] = (
     (r"code[ _-]*llama|llama[ _-]*v?2", "llama2"),
     (r"nanotron|ultra[ -]?scale", "nanotron"),
     (r"torchtitan", "llama3"),
-    (r"fms[ _-]*fsdp|foundation-model-stack", "llama2"),
+    (r"fms[ _-]*fsdp|foundation-model-stack|maximizing-training|\bibm\b", "llama2"),
     (r"llama", "llama2"),
     (r"nemotron", "nemotron"),
     (r"mistral", "mistral"),

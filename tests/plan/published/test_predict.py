@@ -50,8 +50,16 @@ def test_what_a_row_says_changes_its_forecast(tmp_path: Path) -> None:
     compiled = predict(row(tmp_path, **CELLS, compile="yes")).step.total
     eight = predict(row(tmp_path, **CELLS, compile="yes", float8="yes")).step.total
     again = predict(row(tmp_path, **CELLS, activation_checkpointing="full")).step.total
-    slow = predict(row(tmp_path, **CELLS, interconnect="100 Gb/s")).step.total
+    slow = predict(row(tmp_path, **CELLS, interconnect="10 Gb/s")).step.total
     assert eight < compiled < plain < again < slow
+
+
+def test_a_program_that_compiles_is_as_slow_as_others_where_a_row_says_it_did_not(tmp_path: Path) -> None:
+    def computed(**cells: object) -> float:
+        return predict(row(tmp_path, **CELLS, **cells)).step.compute
+
+    assert computed(source="fms-fsdp", compile="no") == pytest.approx(computed(compile="no"))
+    assert computed(source="fms-fsdp") == computed(source="fms-fsdp", compile="yes") < 0.9 * computed(compile="no")
 
 
 @pytest.mark.parametrize(
