@@ -19,14 +19,16 @@ class Fsdp2:
 
     Attributes:
         config: The model; its context is the run's.
-        samples: Sequences of a micro-batch.
+        samples: Sequences that a rank takes at once: of a pipeline, all of its micro-batches.
         shards: Ranks that divide parameters, gradients and optimizer states.
         tensor: Ranks that share each matmul, and norms and residuals by tokens.
         pipeline: Stages; their parameters stay gathered through a step.
         context_ranks: Ranks that share a sequence.
         kept: What a block keeps for backward, where it is recomputed.
         recomputed: Share of the blocks to which that applies; the others keep all.
-        compiled: Whether blocks and loss are compiled.
+        compiled: Whether blocks are compiled.
+        compiled_loss: Whether the loss is, too.
+        micro_batches: In how many parts a pipeline takes them.
     """
 
     config: ModelConfig
@@ -38,6 +40,8 @@ class Fsdp2:
     kept: Kept = "all"
     recomputed: float = 1.0
     compiled: bool = False
+    compiled_loss: bool = False
+    micro_batches: int = 1
 
     @property
     def tokens(self) -> float:
@@ -54,13 +58,12 @@ class Fsdp2:
         """Bytes kept for backward when the loss is computed; of stages, on the first, which has most in flight."""
         whole = block_bytes(self.config, self.tokens, self._whole, self.tensor)
         less = block_bytes(self.config, self.tokens, self.kept, self.tensor) if self.kept != "all" else whole
-        blocks = self.config.layers / self.pipeline * min(self.pipeline, self.samples)
+        blocks = self.config.layers / self.pipeline * min(self.pipeline, self._split)
         return blocks * (self.recomputed * less + (1 - self.recomputed) * whole) / self._split
 
     @property
     def _split(self) -> int:
-        # A local batch is cut into micro-batches of one sequence for a pipeline.
-        return self.samples if self.pipeline > 1 else 1
+        return self.micro_batches if self.pipeline > 1 else 1
 
     @property
     def _whole(self) -> Kept:
@@ -68,12 +71,13 @@ class Fsdp2:
 
     @property
     def logits(self) -> float:
-        """Bytes of the logits at the loss.
+        """Bytes that are reserved for the logits at the loss.
 
-        Eager cross-entropy holds fp32 logarithms and two gradients of that size; compiled, the logits in bf16 and their
-        gradient.
+        Those in bf16, and in fp32 eager cross-entropy's logarithms and two gradients, or three numbers more beside the
+        logarithms where tensor ranks share the vocabulary (torch's `tensor/parallel/loss.py`); compiled, their
+        gradient in bf16 alone. What bf16 leaves is too small a piece for fp32.
         """
-        each = 4 if self.compiled else 12
+        each = 4 if self.compiled_loss else 14 if self.tensor == 1 else 18
         return each * self.tokens * self.config.vocabulary / self.tensor / self._split
 
     @property

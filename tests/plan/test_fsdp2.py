@@ -15,9 +15,11 @@ def test_16_bytes_of_a_parameter_are_divided_among_the_ranks() -> None:
     assert more == pytest.approx(16 * LLAMA.parameters * (1 / 8 - 1 / 128))
 
 
-def test_logits_are_held_in_12_bytes_and_compiled_in_4() -> None:
-    assert LLAMA.logits == 12 * LLAMA.tokens * 128256
-    assert replace(LLAMA, compiled=True).logits == LLAMA.logits / 3
+def test_logits_are_held_in_14_bytes_or_18_of_each_part_and_compiled_in_4() -> None:
+    logits = LLAMA.tokens * 128256
+    assert LLAMA.logits == replace(LLAMA, compiled=True).logits == 14 * logits
+    assert replace(LLAMA, tensor=8).logits == 18 * logits / 8
+    assert replace(LLAMA, compiled_loss=True).logits == 4 * logits
 
 
 def test_recomputing_more_holds_less() -> None:
@@ -28,5 +30,8 @@ def test_recomputing_more_holds_less() -> None:
 
 def test_tensor_ranks_and_stages_hold_less() -> None:
     assert replace(LLAMA, tensor=4).reserved < LLAMA.reserved
-    assert replace(LLAMA, pipeline=4, samples=8).logits == LLAMA.logits
-    assert replace(LLAMA, pipeline=4, samples=8).activations == pytest.approx(LLAMA.activations)
+    assert replace(LLAMA, pipeline=4, samples=8, micro_batches=8).logits == LLAMA.logits
+    assert replace(LLAMA, pipeline=4, samples=8, micro_batches=8).activations == pytest.approx(LLAMA.activations)
+    # Of as many micro-batches as stages the first stage holds all.
+    all_held = replace(LLAMA, pipeline=4, samples=8, micro_batches=4)
+    assert all_held.activations == pytest.approx(2 * LLAMA.activations)
