@@ -201,7 +201,9 @@ class Update:
             return {
                 index: parameter.grad
                 for index, parameter in enumerate(self._program.parameters.all)
+                # Of one without elements, which no bucket has, it is autograd's own.
                 if parameter.grad is not None
+                and parameter.grad.numel()
                 and not (reduced and isinstance(parameter.grad, GradientShard))
                 and published.get(index) != parameter.grad.data_ptr()
             }
