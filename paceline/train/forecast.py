@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -49,31 +49,39 @@ class Forecast:
     """Collects what a run takes, beside what was predicted.
 
     Attributes:
-        before: Bytes that this rank held before the model was built.
+        before: Bytes that this rank held before the model was built, pages of files apart.
         look: Finds its machine, if anybody measured it or knows it by name: when that is asked for, as files are read.
         steps: Seconds of a step in each interval of figures, but for the first.
         crowded: Which share of each of these other work had cores that this rank could have used.
+        most: Bytes that this rank had held at most when the latest ended: what comes after training does not count.
     """
 
     before: int
     look: Callable[[], Hardware | None]
     steps: list[float] = field(default_factory=list)
     crowded: list[float] = field(default_factory=list)
+    most: int = 0
+
+    def add(self, seconds: float, crowded: float, device: torch.device) -> None:
+        """An interval of figures has ended."""
+        self.steps.append(seconds)
+        self.crowded.append(crowded)
+        self.most = peak_memory(device)
 
     def told(self, config: TrainConfig, shape: ModelConfig, world: World, folder: RunFolder) -> list[str]:
-        """Writes what was predicted beside what was measured to the run's folder; the same in a line, or none."""
+        """Writes what was predicted beside what was measured to the run's folder; the same in lines, or none."""
         found = self.compared(config, shape, world)
         if found is None:
             return []
         folder.write_text(PLAN, json.dumps(found, indent=1) + "\n")
-        return [in_a_line(found, world.world_size)]
+        return in_lines(found, world.world_size)
 
     def compared(self, config: TrainConfig, shape: ModelConfig, world: World) -> dict[str, Any] | None:
         """Predicted and measured step time and memory; None where the run was too short, or cannot be forecast."""
         if not self.steps:
             return None
-        # Before the forecast, for which torch's compiler is imported.
-        measured = peak_memory(world.device)
+        # Which pages of libraries a run touches nobody predicts, so these count as they are.
+        besides = self.before + _files_now(world.device)
         hardware = self.look()
         try:
             case = _case(hardware or UNKNOWN, shape, world)
@@ -88,25 +96,26 @@ class Forecast:
             "hardware": None if hardware is None else hardware.device.name,
             "step_seconds": {"predicted": seconds, "measured": median(self.steps)},
             "crowded_fraction": median(self.crowded or [0.0]),
-            "peak_bytes": {"predicted": held + self.before, "measured": measured},
-            "bytes_before_model": self.before,
+            "peak_bytes": {"predicted": held + besides, "measured": self.most},
+            "bytes_beside_model": besides,
         }
 
 
-def in_a_line(found: dict[str, Any], ranks: int) -> str:
-    """What was predicted beside what was measured, in a line."""
+def in_lines(found: dict[str, Any], ranks: int) -> list[str]:
+    """What was predicted beside what was measured."""
     step, peak = found["step_seconds"], found["peak_bytes"]
     memory = f"{_mib(peak['predicted'])} of memory, measured {_mib(peak['measured'])} ({_error(peak)})"
     if step["predicted"] is None:
-        return (
-            f"predicted: {memory}; a step took {step['measured'] * 1e3:.1f} ms (`paceline plan --here --devices {ranks}"
-            " --model tiny` measures this machine, once, and steps are predicted, too)"
-        )
+        return [
+            f"predicted: {memory}; a step took {step['measured'] * 1e3:.1f} ms",
+            f"    once `paceline plan --here --devices {ranks} --model tiny` has measured this machine, steps are "
+            "predicted, too",
+        ]
     told = f"{step['predicted'] * 1e3:.1f} ms a step, measured {step['measured'] * 1e3:.1f} ({_error(step)}"
     if found["crowded_fraction"] > CROWDED:
         # No forecast knows what else a machine does.
         told += f", while other work had the cores for {100 * found['crowded_fraction']:.0f} % of the time"
-    return f"predicted: {told}); {memory}"
+    return [f"predicted: {told}); {memory}"]
 
 
 def begin(world: World, recomputes: bool, before: int | None = None) -> Forecast:
@@ -224,10 +233,20 @@ def _held_now(device: torch.device, recomputes: bool) -> int:
     if recomputes:
         # What the first checkpointed unit would import.
         importlib.import_module("torch._dynamo")
+    return _resident("Anon") + _resident("Shmem") or peak_memory(device)
+
+
+def _files_now(device: torch.device) -> int:
+    return 0 if device.type == "cuda" else _resident("File")
+
+
+def _resident(kind: str) -> int:
+    """Bytes of this process's resident pages of a kind, as /proc/self/status names it; 0 where there is no such."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return peak_memory(device)
+        found = re.search(rf"^Rss{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    except OSError:
+        return 0
+    return 0 if found is None else int(found[1]) * 1024
 
 
 def _mib(size: float) -> str:

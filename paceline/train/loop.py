@@ -230,8 +230,7 @@ def _steps(training: Training) -> tuple[int, int]:
             interval, of_step = meter.read(step, norm, rate, skipped)
             outputs.say(interval.line(outputs.columns))
             if step > first + 1:
-                training.forecast.steps.append(interval.step_seconds)
-                training.forecast.crowded.append(interval.crowded_fraction)
+                training.forecast.add(interval.step_seconds, interval.crowded_fraction, world.device)
                 outputs.progress.exposed(interval.exposed_fraction)
                 if interval.crowded_fraction > CROWDED:
                     outputs.say_once("crowded", crowded(interval.crowded_fraction))

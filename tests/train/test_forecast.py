@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -126,20 +127,43 @@ def test_a_run_too_short_to_be_timed_tells_nothing() -> None:
 
 
 def test_without_a_measured_machine_memory_alone_is_predicted() -> None:
-    found = forecast.Forecast(100 * 2**20, lambda: None, [0.02, 0.03, 0.04])
+    found = forecast.Forecast(100 * 2**20, lambda: None, [0.02, 0.03, 0.04], most=2**28)
     compared = found.compared(PLAIN, PRESETS["nano"], world(2))
     assert compared is not None
     assert compared["step_seconds"] == {"predicted": None, "measured": 0.03}
     assert compared["peak_bytes"]["predicted"] > 100 * 2**20
-    assert "--here" in forecast.in_a_line(compared, 2)
-    known = forecast.Forecast(100 * 2**20, lambda: QUICK, [0.02]).compared(PLAIN, PRESETS["nano"], world(2))
+    told = forecast.in_lines(compared, 2)
+    assert "--here" in told[1] and max(map(len, told)) <= 110
+    known = forecast.Forecast(0, lambda: QUICK, [0.02], most=2**28).compared(PLAIN, PRESETS["nano"], world(2))
     assert known is not None and known["step_seconds"]["predicted"] > 0
-    assert "ms a step, measured 20.0" in forecast.in_a_line(known, 2)
-    assert "other work" not in forecast.in_a_line(known, 2)
+    (line,) = forecast.in_lines(known, 2)
+    assert "ms a step, measured 20.0" in line and "other work" not in line
 
 
 def test_a_run_beside_other_work_says_so_where_its_forecast_is_told() -> None:
-    found = forecast.Forecast(0, lambda: QUICK, [0.02, 0.05, 0.06], [0.1, 0.6, 0.7])
+    found = forecast.Forecast(0, lambda: QUICK, [0.02, 0.05, 0.06], [0.1, 0.6, 0.7], 2**28)
     compared = found.compared(PLAIN, PRESETS["nano"], world(2))
     assert compared is not None and compared["crowded_fraction"] == 0.6
-    assert ", while other work had the cores for 60 % of the time); " in forecast.in_a_line(compared, 2)
+    assert ", while other work had the cores for 60 % of the time); " in forecast.in_lines(compared, 2)[0]
+
+
+def test_memory_is_compared_as_it_was_while_the_run_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sampled at the end is no part of it. Files' pages are on both sides, as they are."""
+    resident = {"Anon": 100 * 2**20, "Shmem": 2**20, "File": 50 * 2**20}
+    monkeypatch.setattr(forecast, "_resident", resident.__getitem__)
+    found = forecast.begin(world(1), recomputes=False)
+    monkeypatch.setattr(forecast, "peak_memory", lambda _: 300 * 2**20)
+    found.add(0.02, 0.0, torch.device("cpu"))
+    monkeypatch.setattr(forecast, "peak_memory", lambda _: 900 * 2**20)
+    resident |= {"Anon": 800 * 2**20, "File": 80 * 2**20}
+    compared = found.compared(PLAIN, PRESETS["nano"], world(1))
+    assert compared is not None and compared["peak_bytes"]["measured"] == 300 * 2**20
+    assert compared["bytes_beside_model"] == 181 * 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell less")
+def test_what_a_process_holds_is_told_by_kind() -> None:
+    before = forecast._resident("Anon")
+    kept = torch.ones(2**23)
+    assert forecast._resident("Anon") - before > kept.nbytes // 2
+    assert forecast._resident("File") > 2**20 and forecast._resident("of no kind") == 0
