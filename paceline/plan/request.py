@@ -108,7 +108,14 @@ def _subject(options: PlanArguments, config: TrainConfig | None) -> Subject:
         return transformer(options.config or options.model, _fitting(shape, options), options.context, kernels)
     model, inputs = meta_model_and_inputs(options.model)
     context = _context(options, model) if inputs is None else options.context
-    return of_module(options.model, model, inputs, context, kernels)
+    found = of_module(options.model, model, inputs, context, kernels)
+    if options.context and (tokens := found.work(1, "bfloat16").tokens) != options.context:
+        kind = f"{tokens:,} tokens long" if tokens > 1 else "no sequence of tokens"
+        raise UserError(
+            f"--context {options.context}: a sample of what {options.model} is called with is {kind}; leave it out, or "
+            "change the example that the model is built with"
+        )
+    return found
 
 
 def _context(options: PlanArguments, model: nn.Module) -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.models.on_meta import on_meta
 from paceline.plan import profiles
@@ -36,6 +37,23 @@ def test_float32_is_looked_at_where_it_is_close_and_the_models_own(
     asked = request(PlanArguments(model=f"models_of_two_dtypes:{name}", hardware="l40s"), 2)
     assert asked.precisions == precisions
     assert request(PlanArguments(model=f"models_of_two_dtypes:{name}", hardware="h100"), 2).precisions == ("bfloat16",)
+
+
+def test_a_length_is_of_what_the_model_is_called_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models_called_with_an_example.py").write_text(
+        MODELS + "def words():\n    return nn.Embedding(8, 4), torch.zeros(1, 32, dtype=torch.int64)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def context(name: str, length: int) -> int:
+        asked = PlanArguments(model=f"models_called_with_an_example:{name}", hardware="h100", context=length)
+        return request(asked, 2).case.subject.context
+
+    assert context("words", 32) == context("words", 0) == 32
+    with pytest.raises(UserError, match=r"--context 64: a sample of what .*:words is called with is 32 tokens long"):
+        context("words", 64)
+    with pytest.raises(UserError, match=r"--context 64: a sample of what .*:wide is called with is no sequence"):
+        context("wide", 64)
 
 
 def test_a_model_that_is_left_in_its_own_dtype_counts_against_that_dtypes_peak() -> None:
