@@ -22,7 +22,10 @@ SYNONYMS: dict[str, str] = {
     "ff": "ffn d_ff ff ffn_hidden ffn_hidden_size ffn_dim intermediate_size feed_forward",
     "expansion": "expansion_ratio expansion",
     "vocabulary": "vocab vocab_size vocabulary n_vocab padded_vocab padded_vocab_size",
-    "context": "seq_len seq sequence sequence_length seqlen context context_length ctx_len max_seq_len s",
+    "context": (
+        "seq_len seq sequence sequence_length seqlen context context_length ctx_len max_seq_len s seq_length "
+        "max_seq_length max_sequence_length tokens_per_sample"
+    ),
     "positions": "max_pos max_position_embeddings max_positions",
     "swiglu": "swiglu gated glu",
     "activation": "activation act_fn",

@@ -161,6 +161,8 @@ def shape(row: Row) -> tuple[ModelConfig, str]:
     if named is None and (width is None or layers is None):
         return _by_parameters(row)
     assumed = []
+    if named is not None and width is None and not family(row) and row.text("model") not in PRESETS:
+        assumed.append(f"the shape of {_of_size(_size(row))} of that size")
     base = named or _unnamed(row, kind, width or 0, layers or 0)
     width, layers = width or base.width, layers or base.layers
     heads = row.whole("heads") or (base.heads if width == base.width else max(1, width // 128))
@@ -218,11 +220,14 @@ def _named(row: Row) -> ModelConfig | None:
     if size in known:
         return known[size]
     # A table that names no family: a size that only one of them has, the newest first.
-    if not family(row):
-        for each in ("llama3", "llama2", "gpt", "mpt"):
-            if size in FAMILIES[each]:
-                return FAMILIES[each][size]
+    if not family(row) and (other := _of_size(size)):
+        return FAMILIES[other][size]
     return None
+
+
+def _of_size(size: str) -> str:
+    """The family that a size of no family's is taken from; "" for none."""
+    return next((each for each in ("llama3", "llama2", "gpt", "mpt") if size in FAMILIES[each]), "")
 
 
 def _size(row: Row) -> str:

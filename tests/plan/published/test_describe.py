@@ -96,6 +96,15 @@ def test_rows_of_ibm_are_of_llama_2_and_reduce_in_what_they_compute_in(tmp_path:
         assert (run.recompute, run.recompute_share) == ("unit", 0.5)
 
 
+def test_a_model_of_no_known_family_is_said_to_be_taken_for_another(tmp_path: Path) -> None:
+    cells = {"n_gpus": 8, "gpu": "a100", "Seq length": 2048, "local_batch_size": 1}
+    qwen = describe(row(tmp_path, model="Qwen2.5-7B", **cells))
+    assert qwen.run.config.context == 2048
+    assert qwen.assumed[0] == "the shape of llama2 of that size"
+    for known in ("Llama 3.1 8B", "llama-8b", "mpt-7b"):
+        assert describe(row(tmp_path, model=known, **cells)).assumed == ("one micro-batch a step",)
+
+
 def test_words_that_are_not_known_are_told_and_others_mean_what_they_say(tmp_path: Path) -> None:
     cells = {**MPT, "microbatch_size": 6, "global_batch": 192}
 
