@@ -271,6 +271,16 @@ class Engine:
         self.update.end(optimizer)
         self.backward.order.updated()
 
+    @gives_up
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """The closure of the optimizer's step is about to run."""
+        self.update.closure_begins(optimizer)
+
+    @gives_up
+    def closure_ends(self, optimizer: Optimizer) -> None:
+        """It has run, and with it the backward whose gradients the step is to use."""
+        self.update.closure_ends(optimizer)
+
     def mean_loss(self, loss: float | Tensor) -> Tensor:
         """The mean over ranks of what an optimizer's closure returned. A collective call."""
         return self.update.mean_loss(loss)

@@ -31,6 +31,7 @@ class Update:
         self._shards: list[GradientShard] = []
         self._empty: dict[int, GradientShard] = {}
         self.under_way = self._is_suspended = self._has_updated = self._hides_empty = False
+        self._closures = 0
 
     def begin(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: it is shown this rank's shards.
@@ -90,7 +91,7 @@ class Update:
         return schedule.update(index) if published or not schedule.copies_gradients else schedule.lone_update(index)
 
     def suspend(self) -> None:
-        """A closure runs a forward inside the step: parameters are what they are outside of it."""
+        """A closure runs, or a forward inside the step: parameters are what they are outside of it."""
         self._give_shards_back()
         self._is_suspended = True
         if self._program.parameters.flat.managed:
@@ -98,17 +99,46 @@ class Update:
         self.under_way = False
 
     def resume(self) -> None:
-        """A closure's backward is over: the step goes on, if it was the step's last."""
-        if self._is_suspended and self._state.gradients == "reduced":
-            self._is_suspended = False
-            self.under_way = True
-            self._show_local()
+        """A backward inside the step, but in no closure, is over: the step goes on, if it was the step's last."""
+        if self._is_suspended and not self._closures and self._state.gradients == "reduced":
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._is_suspended, self.under_way = False, True
+        self._show_local()
+
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """The step's closure begins: all of it finds gradients and parameters as outside of the step."""
+        if self.under_way and self._program.parameters.flat.managed and not _begins_with_closure(optimizer):
+            # Such as one that looks ahead: what it has done to shards so far is an update, and what is left another.
+            self.end(optimizer)
+        elif self.under_way:
+            self.suspend()
+        self._closures += 1
+
+    def closure_ends(self, optimizer: Optimizer) -> None:
+        """The step's closure has ended: the step goes on.
+
+        Raises:
+            EngineError: It has left gradients that are partial.
+        """
+        self._closures -= 1
+        if self._closures:
+            return
+        if self._is_suspended:
+            self.require_reduced("optimizer.step() with a closure")
+            # Forwards of the closure have launched what was left to launch, and may have read what is to be written.
+            self._program.executor.load(self._program.executor.step, self._ops())
+            self._go_on()
+            self._program.executor.begin(self._key("update"))
+        elif not self.under_way:
+            self.begin(optimizer)
 
     def abandon(self) -> None:
         """Ends a step that raised, if there is one: parameters are what they are outside of it, as far as it got."""
         if self.under_way:
             self.suspend()
-        self._is_suspended = False
+        self._is_suspended, self._closures = False, 0
 
     def _give_shards_back(self) -> None:
         for shard in self._shards:
@@ -207,3 +237,8 @@ class Update:
                 and not (reduced and isinstance(parameter.grad, GradientShard))
                 and published.get(index) != parameter.grad.data_ptr()
             }
+
+
+def _begins_with_closure(optimizer: Optimizer) -> bool:
+    """Whether a closure runs once in a step and before all else, as in all steps of torch's that shards can take."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")

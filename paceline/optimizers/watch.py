@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, wraps
 from types import FrameType
 from typing import Any, Protocol
 
@@ -30,6 +30,14 @@ class Watcher(Protocol):
 
     def update_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
+        ...
+
+    def closure_begins(self, optimizer: Optimizer) -> None:
+        """The closure of the step is about to run."""
+        ...
+
+    def closure_ends(self, optimizer: Optimizer) -> None:
+        """It has run."""
         ...
 
     def mean_loss(self, loss: float | Tensor) -> Tensor:
@@ -102,17 +110,26 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
     watching = _watching(optimizer, sys._getframe(1))
     for watcher in watching:
         watcher.update_begins(optimizer)
-    if not watching or not isinstance(optimizer, torch.optim.LBFGS):
+    if not watching:
         return None
 
-    # It decides by the loss how far to go and when to stop, which all ranks must do alike.
-    def everyones(closure: Callable[[], Any]) -> Callable[[], Any]:
-        return lambda: watching[0].mean_loss(closure())
+    def watched(closure: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(closure)
+        def run(*given: Any, **named: Any) -> Any:
+            for watcher in watching:
+                watcher.closure_begins(optimizer)
+            loss = closure(*given, **named)
+            for watcher in watching:
+                watcher.closure_ends(optimizer)
+            # LBFGS decides by the loss how far to go and when to stop, which all ranks must do alike.
+            return watching[0].mean_loss(loss) if isinstance(optimizer, torch.optim.LBFGS) else loss
 
-    *before, last = args
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": everyones(kwargs["closure"])}
-    return (*before, everyones(last)), kwargs
+        return run
+
+    itself, *others = args
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": watched(kwargs["closure"])}
+    return ((itself, watched(others[0]), *others[1:]), kwargs) if others and callable(others[0]) else None
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

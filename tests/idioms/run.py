@@ -14,6 +14,7 @@ import paceline as pl
 from tests.idioms import (
     averages,
     buffers,
+    closures,
     frozen,
     gradients,
     layouts,
@@ -29,7 +30,7 @@ from tests.idioms.side import IDIOMS, Ddp, Found, Paceline, Side
 from tests.ranks import RankError, RankPool
 
 WRITTEN_IN = (
-    *(averages, buffers, frozen, gradients, layouts, loops),
+    *(averages, buffers, closures, frozen, gradients, layouts, loops),
     *(losses, modules, optimizers, several, tables, weights),
 )
 """Importing them registers the idioms."""
