@@ -3,7 +3,10 @@
 PYTHON ?= $(firstword $(foreach python,python3.12 python3.11 python3,$(shell $(python) -c \
 	'import sys; print("$(python)" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "")' 2>/dev/null)))
 BIN := .venv/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Compiled by all cores at once, which pip does file by file as it installs; of transformers few files are used.
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(transformers|tests)/' $$($(BIN)/python -c \
+	'import sysconfig; print(sysconfig.get_path("purelib"))') || true
 
 # Each begins with a third and in the end takes from the others': neighbours share processes, pages and runs. Three on
 # two cores, as tests wait half of their time. Modules are kept compiled, as hundreds of processes import them.
@@ -45,10 +48,12 @@ docs: .venv/installed-docs  ## build the guide and the reference as a site: buil
 
 .venv/installed-text: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) --editable '.[text,plot]'
+	$(COMPILE)
 	@touch $@
 
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) --editable '.[dev]'
+	$(COMPILE)
 	@touch $@ .venv/installed-text
 
 .venv/installed-docs: pyproject.toml constraints.txt | .venv/bin/python
