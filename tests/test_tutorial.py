@@ -66,6 +66,7 @@ def test_the_figures_are_of_the_same_course(course: tuple[Path, list[dict[str, A
             assert kept[name][key][0] == pytest.approx(figures[key], rel=1e-3), f"{name}: run docs/make_tutorial.py"
 
 
+@pytest.mark.full
 def test_one_process_takes_it_too(ranks: RankPool, tmp_path: Path) -> None:
     ((measured),) = ranks(1, take, tmp_path)
     assert all(figures["sent_mib"] == figures["exposed_ms"] == 0 for figures in measured.values())

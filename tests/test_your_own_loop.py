@@ -147,9 +147,7 @@ def go_on_and_resume(folder: str, strategy: str) -> tuple[list[torch.Tensor], li
     return going_on, one_more_step()
 
 
-@pytest.mark.parametrize(
-    ("zero", "precision"), diagonal(["3", "0", "1", "2"], ["bf16", "fp32"], quick={("3", "bf16"), ("1", "fp32")})
-)
+@pytest.mark.parametrize(("zero", "precision"), diagonal(["3", "0", "1", "2"], ["bf16", "fp32"], quick={("3", "bf16")}))
 def test_who_resumes_goes_on_as_if_nothing_had_been(ranks: RankPool, folder: str, zero: str, precision: str) -> None:
     for n in (1, 2):
         for going_on, resumed in ranks(

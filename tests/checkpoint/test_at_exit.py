@@ -11,6 +11,7 @@ import pytest
 
 import paceline as pl
 from paceline.checkpoint.folder import is_complete, read_manifest
+from tests.quick import full
 from tests.train import processes
 
 PROGRAM = """
@@ -52,8 +53,10 @@ def program(folder: Path, ranks: int, write: str, end: str) -> tuple[int, str]:
     return max(status for status, _, _ in ended), "".join(err for _, _, err in ended)
 
 
-def test_a_save_that_ranks_end_beside_is_written(tmp_path: Path) -> None:
-    status, err = program(tmp_path, 2, "time.sleep(1.5 * world.rank)", "")
+@pytest.mark.parametrize("ranks", [1, full(2)])
+def test_a_save_that_ranks_end_beside_is_written(tmp_path: Path, ranks: int) -> None:
+    # Of several, one ends long before the others.
+    status, err = program(tmp_path, ranks, "time.sleep(1.5 * (world.rank or world.world_size == 1))", "")
     assert status == 0, err
     assert read_manifest(tmp_path / "at 1").step == 1
 

@@ -13,7 +13,7 @@ import torch
 from paceline.core.strategy import SYSTEMS, Strategy
 from tests.checkpoint.training import resumed, saved
 from tests.engine.models import STAGES, assert_same
-from tests.quick import diagonal, full, pairwise
+from tests.quick import diagonal, full, pairwise, some
 from tests.ranks import RankPool
 
 KINDS = {
@@ -32,7 +32,13 @@ LOW = {
 }
 
 
-@pytest.mark.parametrize(("name", "background"), diagonal(KINDS.keys(), {"at once": False, "in the background": True}))
+QUICK = {(name, "at once" if name in ("zero 0", "zero 2", "one copy") else "in the background") for name in STAGES}
+"""Groups and the parameter server go on among others, below."""
+
+
+@pytest.mark.parametrize(
+    ("name", "background"), diagonal(KINDS.keys(), {"at once": False, "in the background": True}, quick=QUICK)
+)
 def test_the_same_job_goes_on_to_the_bit(ranks, tmp_path: Path, name: str, background: bool) -> None:
     n, folder = RANKS.get(name, 2), tmp_path / "checkpoints" / "step-00000003"
     expected = ranks(n, saved, folder, KINDS[name], "AdamW", 0.3, torch.float64, background)
@@ -41,7 +47,7 @@ def test_the_same_job_goes_on_to_the_bit(ranks, tmp_path: Path, name: str, backg
         assert_same(found, before, atol=0)
 
 
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("name", some(LOW, {"bfloat16, zero 0", "bfloat16, zero 3"}))
 def test_in_low_precision_too(ranks, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "at 3"
     expected = ranks(2, saved, folder, LOW[name], "AdamW", 0.3, torch.float32)
@@ -49,7 +55,9 @@ def test_in_low_precision_too(ranks, tmp_path: Path, name: str) -> None:
         assert_same(found, before, atol=0)
 
 
-@pytest.mark.parametrize(("zero", "has_stepped"), [(1, True), (3, False), full(0, True), full(3, True), full(1, False)])
+@pytest.mark.parametrize(
+    ("zero", "has_stepped"), [(1, True), full(3, False), full(0, True), full(3, True), full(1, False)]
+)
 def test_what_int8_owes_of_gradients_goes_on_too(
     ranks, tmp_path: Path, zero: Literal[0, 1, 3], has_stepped: bool
 ) -> None:

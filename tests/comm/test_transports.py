@@ -255,8 +255,7 @@ def hierarchically(collective: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("n", [4, 6])
-@pytest.mark.parametrize("collective", HIERARCHICAL)
+@pytest.mark.parametrize(("collective", "n"), diagonal(HIERARCHICAL, (4, 6)))
 def test_hierarchical_equals_the_reference_among_hosts_of_two_ranks(ranks, collective, n) -> None:
     assert ranks(n, hierarchically, collective) == [[]] * n
 

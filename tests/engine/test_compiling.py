@@ -18,7 +18,7 @@ import paceline as pl
 from paceline.core.strategy import Strategy
 from paceline.hooks.plain_copies import SET
 from tests.engine.models import assert_same, snapshot
-from tests.quick import pairwise
+from tests.quick import full, pairwise
 from tests.ranks import RankPool
 
 WIDTH = 6
@@ -244,7 +244,7 @@ def looked_at(zero: int) -> list[Tensor]:
     return [(a.as_subclass(Tensor) - b.as_subclass(Tensor)).abs().sum() for a, b in pairs]
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("zero", [full(0), 2, 3])
 def test_a_compiled_function_of_the_loop_sees_gradients(ranks: RankPool, zero: int) -> None:
     for found in ranks(2, looked_at, zero):
         assert found and all(value == 0 for value in found)

@@ -133,6 +133,9 @@ HYBRID["zero 1, 2 x 2, shared parameters"] = Strategy(zero=1, shard=2, bucket_mb
 QUICK = {"buckets, overlapped", "zero 1", "zero 2", "zero 3", "zero 3, 2 x 2"}
 """One of each stage, and of what groups do."""
 
+BETWEEN = {"zero 2", "zero 3, 2 x 2"}
+"""Of these, what another link than memory changes: gradients reduced into shards, weights gathered, and groups."""
+
 SEVERAL = {f"N={n}, {k} micro-batches": (n, k) for n, k in ((3, 1), (4, 3), (2, 3), (2, 1))}
 ALONE = [pytest.param((1, 3), *case.values, marks=case.marks, id=f"N=1, {case.id}") for case in some(STRATEGIES, QUICK)]
 
@@ -161,7 +164,7 @@ def as_two_hosts(strategy: Strategy, accumulation: int) -> dict[str, Any]:
         return rank_main(strategy, accumulation)
 
 
-@pytest.mark.parametrize("system", some(["buckets, overlapped", "zero 1", "zero 2", "zero 3", *HYBRID], QUICK))
+@pytest.mark.parametrize("system", some(["buckets, overlapped", "zero 1", "zero 2", "zero 3", *HYBRID], BETWEEN))
 def test_ranks_of_two_hosts_equal_one_process_too(ranks, system: str) -> None:
     expected = reference()
     for rank, result in enumerate(ranks(4, as_two_hosts, {**STRATEGIES, **HYBRID}[system], 3)):
@@ -174,7 +177,7 @@ def test_ranks_of_two_hosts_equal_one_process_too(ranks, system: str) -> None:
 SEPARATE = {name: s for name, s in {**STRATEGIES, **HYBRID}.items() if not s.share_parameters}
 
 
-@pytest.mark.parametrize("system", some(SEPARATE, QUICK))
+@pytest.mark.parametrize("system", some(SEPARATE, BETWEEN))
 def test_over_sockets_n_ranks_equal_one_process_too(ranks, system: str) -> None:
     expected = reference()
     n = 4 if system in HYBRID else 3

@@ -263,7 +263,7 @@ def train_low(name: str, strategy: Strategy) -> tuple[list[float], dict[str, Ten
 
 LOW = [
     *(
-        pytest.param(name, "zero 3", 2, marks=() if name in ("gpt2", "llama", "switch", "resnet") else pytest.mark.full)
+        pytest.param(name, "zero 3", 2, marks=() if name in ("switch", "resnet") else pytest.mark.full)
         for name in FAMILIES
     ),
     # Half of the families at each: what differs between these stages is no family's.

@@ -67,7 +67,7 @@ def in_float32(strategy: Strategy, delayed: bool = False, micro_batches: int = 1
     return state
 
 
-@pytest.mark.parametrize(("n", "transport"), diagonal([3, 2, 4], ["tcp", "auto"]))
+@pytest.mark.parametrize(("n", "transport"), diagonal([3, 2, 4], ["tcp", "auto"], quick={("3", "tcp"), ("2", "auto")}))
 def test_stages_give_the_same_bits_in_float32(ranks, n, transport) -> None:
     expected = ranks(n, in_float32, STAGES["zero 0"], transport=transport)[0]
     for strategy in SHARDED.values():

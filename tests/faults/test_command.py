@@ -49,6 +49,7 @@ def undisturbed_by_ranks(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(command, "FAULTS", tuple(replace(fault, steps=60) for fault in FAULTS))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undisturbed_by_ranks")
 def test_a_fault_strikes_and_the_training_is_as_if_it_had_not(tmp_path: Path) -> None:
     held(tmp_path, "flip")
@@ -57,6 +58,13 @@ def test_a_fault_strikes_and_the_training_is_as_if_it_had_not(tmp_path: Path) ->
 @pytest.mark.full
 def test_another_one_beside_a_run_of_its_own(tmp_path: Path) -> None:
     held(tmp_path, "pause")
+
+
+def test_what_strikes_as_is_expected_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a training, of which tests/train/test_failover.py and test_resume.py have some."""
+    calm = Fault("calm", "nothing is done", "nothing is to be seen", lambda training: "all is calm", trains=False)
+    monkeypatch.setattr(command, "FAULTS", (calm,))
+    held(tmp_path, "calm")
 
 
 def held(tmp_path: Path, name: str) -> None:

@@ -191,6 +191,7 @@ def test_fewer_than_half_of_the_hosts_do_not_go_on(started, tmp_path: Path) -> N
     assert "rank 1 of 2 failed; the other workers were ended.\nIts host 1 of 3 is gone or cut off." in err
 
 
+@pytest.mark.full
 def test_a_launcher_that_waits_for_the_first_says_so_and_can_be_interrupted(started, tmp_path: Path) -> None:
     job = started(0, 1, 1, 0, 10)
     job.hosts = 2

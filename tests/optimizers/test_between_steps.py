@@ -13,6 +13,7 @@ from paceline.comm.transport import CommunicationError
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from tests.engine.models import STAGES, Stack, assert_same, data, make, rows_of, snapshot
+from tests.quick import full
 
 
 @pl.elementwise
@@ -83,9 +84,15 @@ def on_ranks(strategy: Strategy, cls: type[nn.Module], way: str) -> dict[str, Te
         pl.shutdown()
 
 
-@pytest.mark.parametrize("n", [2, 3])
+EDITED = [(Stack, "itself"), (Stack, "list"), (Vectors, "itself"), (Vectors, "data"), (Vectors, "list")]
+
+
 @pytest.mark.parametrize(
-    ("cls", "way"), [(Stack, "itself"), (Stack, "list"), (Vectors, "itself"), (Vectors, "data"), (Vectors, "list")]
+    ("cls", "way", "n"),
+    [
+        *((cls, way, 3 if cls is Stack else 2) for cls, way in EDITED),
+        *(full(cls, way, 2 if cls is Stack else 3) for cls, way in EDITED),
+    ],
 )
 @pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
 def test_parameters_edited_by_states_are_right_or_refused(ranks, strategy, cls, way, n) -> None:

@@ -26,6 +26,7 @@ def by_stage(model: str, hardware: str, devices: int, samples: int, context: int
     return {each.setting.strategy.stage: each for each in found.best if not each.setting.strategy.shard}
 
 
+@pytest.mark.full
 def test_where_all_fits_ddp_is_right_but_sharding_the_optimizer_is_no_slower() -> None:
     """1.2 billion parameters on 8 A100: DDP fits, and takes 24 ms for an update that is shared out from stage 1 on."""
     found = by_stage("llama-1b", "a100", 8, 16, 2048)
@@ -43,6 +44,7 @@ def test_where_parameters_and_gradients_fit_zero_2_is_right() -> None:
     assert found[2].seconds < found[1].seconds, "whole gradients leave stage 1 less room: it recomputes more"
 
 
+@pytest.mark.full
 def test_where_they_do_not_fit_zero_3_is_the_only_one() -> None:
     found = by_stage("llama-70b", "h100", 256, 2, 8192)
     assert [stage for stage, each in found.items() if each.fits] == [3]

@@ -47,6 +47,7 @@ def test_buckets_are_named_with_what_fills_them(run: Path, shown: Browser) -> No
     assert shown.run("holdings.data.chunks") == shown.run("holdings.data.ranks") == 2
 
 
+@pytest.mark.full
 def test_it_is_drawn_on_a_small_screen_in_the_dark_and_on_paper(run: Path, page: Browser) -> None:
     page.open(run / "report.html", 400, dark=True)
     assert page.run("document.documentElement.scrollWidth") <= 400

@@ -9,6 +9,7 @@ import pytest
 from paceline.report.run import read_run
 from paceline.report.strategies import compared
 from paceline.report.teaching import WAYS, frames
+from tests.quick import full
 from tests.report.browser import Browser
 
 RIGHT, LEFT, END, HOME = "\ue014", "\ue012", "\ue010", "\ue011"
@@ -69,7 +70,7 @@ def test_it_plays_when_asked_and_stops_when_somebody_steps(shown: Browser) -> No
     assert not shown.run("numbers.player.isPlaying()")
 
 
-@pytest.mark.parametrize("name", ["parameter server", "zero 3, a ring"])
+@pytest.mark.parametrize("name", [full("parameter server"), "zero 3, a ring"])
 def test_another_strategy_is_another_step(shown: Browser, name: str) -> None:
     script = """(() => { const picker = document.getElementById('numbers-way');
       picker.value = [...picker.options].find((option) => option.text === arguments[0]).value;

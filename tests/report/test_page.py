@@ -16,6 +16,7 @@ from paceline.core.events import Event
 from paceline.core.memory import memory as planned_memory
 from paceline.report.page import page as page_of
 from paceline.report.run import read_run
+from tests.quick import diagonal
 from tests.report.browser import Browser
 from tests.report.events import SLOW, figures, write_run
 from tests.train.processes import metrics
@@ -157,8 +158,7 @@ def test_charts_show_the_figures_that_were_logged(run: Path, shown: Browser) -> 
 # ---- layout
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("dark", "width"), diagonal([False, True], WIDTHS))
 def test_nothing_sticks_out_of_the_window(run: Path, page: Browser, width: int, dark: bool) -> None:
     page.open(run / "report.html", width, dark=dark)
     assert page.run("document.documentElement.scrollWidth") <= width

@@ -38,6 +38,7 @@ def slowed(nano: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.full
 def test_the_link_is_what_binds(slowed: Path) -> None:
     run = read_run(slowed)
     assert verdict(run).startswith("Communication binds this run")

@@ -190,6 +190,7 @@ def test_the_section_on_communication_states_the_link(linked: Run, opened: Brows
     assert rows and all(row[5] == row[6] and row[7] == "100 %" for row in rows)
 
 
+@pytest.mark.full
 def test_it_is_drawn_in_the_dark_on_a_small_screen_and_on_paper(linked: Run, page: Browser) -> None:
     page.open(linked.path / "report.html", 400, dark=True)
     assert page.run("document.documentElement.scrollWidth") <= 400

@@ -46,6 +46,7 @@ def test_a_stop_saves_the_weights_says_where_and_they_can_be_sampled(
     assert out.startswith("abc") and len(out) > 4
 
 
+@pytest.mark.full  # without torch, tests/launch/test_workers.py does so
 def test_a_worker_killed_while_training_ends_everything(nano: list[str], tmp_path: Path) -> None:
     shared = set(os.listdir("/dev/shm"))
     (tmp_path / "tmp").mkdir()
