@@ -203,6 +203,7 @@ def test_a_launcher_that_waits_for_the_first_says_so_and_can_be_interrupted(star
     nothing_is_left(tmp_path, launcher)
 
 
+@pytest.mark.full
 def test_a_port_that_another_program_has_is_said_with_what_to_do(started) -> None:
     job = started(0, 1, 1, 0, 10)
     job.hosts = 2

@@ -50,6 +50,7 @@ def test_where_samples_are_fewer_than_devices_there_is_no_such_batch() -> None:
     assert point.strong is None and point.weak is not None
 
 
+@pytest.mark.full
 def test_what_ifs_are_what_was_found_with_the_change_made() -> None:
     found = search(CASE, 8)
     told = {change.what: change for change in changes(CASE, 8, found)}

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.report.watched import State, Watched
+from tests.quick import full
 from tests.report.events import figures, lines, write_run
 from tests.train.processes import finished, program
 
@@ -111,7 +112,7 @@ sys.exit("torch" in sys.modules)
     assert finished(command, tmp_path, {"PYTHONPATH": str(Path(__file__).parents[2])}) == (0, "", "")
 
 
-@pytest.mark.parametrize("in_a_terminal", [False, True])
+@pytest.mark.parametrize("in_a_terminal", [full(False), True])
 def test_ctrl_c_ends_it(tmp_path: Path, in_a_terminal: bool) -> None:
     run = going_on(tmp_path / "[bold]run")
     command = [sys.executable, "-m", "paceline", "watch", str(run)]

@@ -189,7 +189,8 @@ def test_torchrun_joins_and_gives_the_same_curve(run: tuple[Path, str], nano: li
     same_curve(run[0], tmp_path / "runs" / "latest")
 
 
-@pytest.mark.parametrize("precision", [full("bfloat16"), "float16"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.full
 def test_low_precision_gives_nearly_the_curve_of_float32(
     ranks: RankPool, run: tuple[Path, str], nano: list[str], tmp_path: Path, precision: str
 ) -> None:

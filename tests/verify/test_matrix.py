@@ -15,6 +15,7 @@ from paceline.verify.model_spec import ModelSpec
 from paceline.verify.parallel_run import Case
 from paceline.verify.prepare import prepare
 from paceline.verify.recipe import recipe_for
+from tests.quick import full
 
 
 def cell(system: str, strategy: Strategy, size: float = 0.0, raised: str = "", micro_batches: int = 1) -> Cell:
@@ -42,9 +43,9 @@ def test_every_mix_that_a_strategy_allows_is_there() -> None:
 
 # A mix of each kind, out of some four hundred.
 CHOSEN = [
-    ("zero 0: per parameter, overlapped", "bfloat16", "each"),
+    full("zero 0: per parameter, overlapped", "bfloat16", "each"),
     ("zero 1, groups of 2", "bfloat16", "each"),
-    ("zero 2, groups of 2", "float32", "defer"),
+    full("zero 2, groups of 2", "float32", "defer"),
     ("zero 3", "float16", "hold"),
 ]
 
