@@ -32,8 +32,8 @@ LOW = {
 }
 
 
-QUICK = {(name, "at once" if name in ("zero 0", "zero 2", "one copy") else "in the background") for name in STAGES}
-"""Groups and the parameter server go on among others, below."""
+QUICK = {(name, "at once" if name in ("zero 0", "zero 2") else "in the background") for name in STAGES}
+"""Every stage; what else there is goes on elsewhere, below."""
 
 
 @pytest.mark.parametrize(
