@@ -54,6 +54,7 @@ class Forecast:
         steps: Seconds of a step in each interval of figures, but for the first.
         crowded: Which share of each of these other work had cores that this rank could have used.
         most: Bytes that this rank had held at most when the latest ended: what comes after training does not count.
+        files: Bytes of these that were pages of files then: code of libraries as far as it has run, and the text.
     """
 
     before: int
@@ -61,12 +62,13 @@ class Forecast:
     steps: list[float] = field(default_factory=list)
     crowded: list[float] = field(default_factory=list)
     most: int = 0
+    files: int = 0
 
     def add(self, seconds: float, crowded: float, device: torch.device) -> None:
         """An interval of figures has ended."""
         self.steps.append(seconds)
         self.crowded.append(crowded)
-        self.most = peak_memory(device)
+        self.most, self.files = peak_memory(device), _files_now(device)
 
     def told(self, config: TrainConfig, shape: ModelConfig, world: World, folder: RunFolder) -> list[str]:
         """Writes what was predicted beside what was measured to the run's folder; the same in lines, or none."""
@@ -80,8 +82,8 @@ class Forecast:
         """Predicted and measured step time and memory; None where the run was too short, or cannot be forecast."""
         if not self.steps:
             return None
-        # Which pages of libraries a run touches nobody predicts, so these count as they are.
-        besides = self.before + _files_now(world.device)
+        # Which pages of libraries a run touches nobody predicts, so these count as they were when it was measured.
+        besides = self.before + self.files
         hardware = self.look()
         try:
             case = _case(hardware or UNKNOWN, shape, world)
@@ -102,12 +104,12 @@ class Forecast:
 
 
 def in_lines(found: dict[str, Any], ranks: int) -> list[str]:
-    """What was predicted beside what was measured."""
+    """What was predicted beside what was measured, in lines that fit a terminal."""
     step, peak = found["step_seconds"], found["peak_bytes"]
-    memory = f"{_mib(peak['predicted'])} of memory, measured {_mib(peak['measured'])} ({_error(peak)})"
+    memory = f"predicted: {_mib(peak['predicted'])} of memory, measured {_mib(peak['measured'])} ({_error(peak)})"
     if step["predicted"] is None:
         return [
-            f"predicted: {memory}; a step took {step['measured'] * 1e3:.1f} ms",
+            f"{memory}; a step took {step['measured'] * 1e3:.1f} ms",
             f"    once `paceline plan --here --devices {ranks} --model tiny` has measured this machine, steps are "
             "predicted, too",
         ]
@@ -115,7 +117,7 @@ def in_lines(found: dict[str, Any], ranks: int) -> list[str]:
     if found["crowded_fraction"] > CROWDED:
         # No forecast knows what else a machine does.
         told += f", while other work had the cores for {100 * found['crowded_fraction']:.0f} % of the time"
-    return [f"predicted: {told}); {memory}"]
+    return [memory, f"predicted: {told})"]
 
 
 def begin(world: World, recomputes: bool, before: int | None = None) -> Forecast:
