@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ def cast_inputs(
     """Casts fp32 tensors that a model, its units and what fp32 buffers meet are called with to what they compute in.
 
     Buffers stay as they are: rotary frequencies lose too much otherwise. What is computed from them is cast where it
-    enters a unit, or a part of a unit that has a buffer of that kind.
+    enters a unit, or a part of one where a unit has a buffer of that kind.
 
     Args:
         model: Computes in low precision.
@@ -68,7 +68,7 @@ def cast_inputs(
 
     units = list(units)
     orthogonal = [part for part in model.modules() if isinstance(part, _Orthogonal)]
-    entered = dict.fromkeys((model, *units, *(part for unit in units for part in _beside_buffers(unit))))
+    entered = dict.fromkeys((model, *units, *_beside_buffers(units)))
     enters, leaves = ModuleHook(before), ModuleHook(after)
     return [
         *(module.register_forward_pre_hook(enters, with_kwargs=True) for module in entered),
@@ -133,10 +133,13 @@ def _may_hold_wide(value: Any) -> bool:
     return isinstance(value, (tuple, list, dict)) or hasattr(value, "__dict__")
 
 
-def _beside_buffers(unit: nn.Module) -> Iterable[nn.Module]:
-    """The parts with parameters of a unit in which fp32 buffers may meet its activations."""
-    if any(buffer.dtype == torch.float32 for buffer in unit.buffers()):
-        for part in unit.modules():
+def _beside_buffers(units: Sequence[nn.Module]) -> Iterable[nn.Module]:
+    """The parts with parameters of units which fp32 activations may enter, as fp32 buffers of a unit make them.
+
+    Of all units, as what the one returns may enter another by a method that no hook sees, such as `block.forward(x)`.
+    """
+    if any(buffer.dtype == torch.float32 for unit in units for buffer in unit.buffers()):
+        for part in (part for unit in units for part in unit.modules()):
             statistics = isinstance(part, nn.modules.batchnorm._NormBase)
             if not statistics and any(each is not None for each in part._parameters.values()):
                 yield part

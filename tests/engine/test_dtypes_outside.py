@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.core.strategy import Strategy
 from tests.engine.models import assert_same, rows_of, snapshot
+from tests.quick import full
 
 
 class Rotary(nn.Module):
@@ -83,6 +84,55 @@ def in_low_precision(zero: int, entry: str) -> dict[str, Tensor]:
 def test_what_meets_fp32_buffers_is_cast(ranks, zero: int, entry: str) -> None:
     for found in ranks(2, in_low_precision, zero, entry):
         assert_same(found, train(build(), entry), atol=0.01)
+
+
+class Scaled(nn.Module):
+    """What it returns is in fp32, as a buffer of it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+class Beside(nn.Module):
+    """Hands what one block returns to the next one's `forward`, which no hook of a module sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        plain = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        self.blocks = nn.ModuleList([Scaled(), plain, Scaled()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+def beside(zero: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model: nn.Module = Beside()
+    if zero >= 0:
+        model = pl.parallelize(model, Strategy(zero=zero, precision="bfloat16", bucket_mb=1e-4))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        model(rows_of(model, x)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = snapshot(model)
+    if zero >= 0:
+        pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, full(1), full(2), 3])
+def test_what_fp32_buffers_make_enters_another_unit_by_its_forward(ranks, zero: int) -> None:
+    for found in ranks(2, beside, zero):
+        assert_same(found, beside(-1), atol=0.02)
 
 
 def frozen(zero: int, every: bool) -> list[Tensor]:
