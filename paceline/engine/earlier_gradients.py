@@ -43,6 +43,7 @@ class EarlierGradients:
         self._shards, self._replicas, self._low = schedule.shards, schedule.replicas, schedule.strategy.low
         # What a rank's share of a reduced gradient must be so that the sum over ranks gives it again.
         self._share = (schedule.world_size if schedule.strategy.gradients == "mean" else 1) / schedule.holders
+        self._means = schedule.strategy.gradients == "mean"
         self.carried: dict[int, Tensor] = {}
         self.filled: set[int] = set()
         self.used: set[int] = set()
@@ -72,9 +73,9 @@ class EarlierGradients:
             flat.take_other_memory()
         self.held.begin(flat, gradients)
         if flat.each:
-            own = [i for i in with_gradient if reduced or isinstance(self._all[i].grad, GradientShard)]
+            own = [i for i in with_gradient if (reduced and not self._is_whole(i)) or self._is_shard(i)]
             # Those whose `grad` the loop itself has made are new.
-            made = {index for index in own if not isinstance(self._all[index].grad, GradientShard)}
+            made = {index for index in own if not self._is_shard(index)}
             self.used = set(own) & (self.used | made)
             self._carry(own, alone, reduced)
         elif reduced and (self._shards > 1 or self._share != 1):
@@ -143,14 +144,18 @@ class EarlierGradients:
         with torch.no_grad():
             for index in with_gradient:
                 gradient = self._all[index].grad
+                assert gradient is not None
                 if self._shards == 1 and not self._low and self.held.stays(index, gradient):
-                    assert gradient is not None
                     gradient.mul_(self._share)
                     continue
-                mine, whole = self._reduced_part(index) * self._share, self.flat.views[index]
+                whole = self.flat.views[index]
+                if self._is_whole(index):
+                    whole.copy_(gradient)
+                else:
+                    mine = self._reduced_part(index) * self._share
+                    whole.zero_()
+                    self.flat.own_part(index, whole).copy_(mine)
                 self._all[index].grad = None
-                whole.zero_()
-                self.flat.own_part(index, whole).copy_(mine)
                 if self._low:
                     self.filled.add(index)
                 else:
@@ -167,6 +172,22 @@ class EarlierGradients:
                     whole.copy_(gradient)
                 self._all[index].grad = None
                 self.filled.add(index)
+
+    def _is_shard(self, index: int) -> bool:
+        return isinstance(self._all[index].grad, GradientShard)
+
+    def _is_whole(self, index: int) -> bool:
+        """Whether a loop has put a gradient there that is this rank's own share of a mean, as under DDP.
+
+        Where all ranks have put the same, their mean is that. What has been published is a shard, and a tensor that was
+        `p.grad` has not a number in place of other ranks' parts.
+        """
+        if not self._means or self._shards == 1 or self._is_shard(index):
+            return False
+        gradient = self._all[index].grad
+        assert gradient is not None
+        mine = self._parameters.flat.cut(index, gradient).numel()
+        return mine == gradient.numel() or int(gradient.isnan().sum()) < gradient.numel() - mine
 
     def _reduced_part(self, index: int) -> Tensor:
         """What `p.grad` holds, as the part of it that this rank keeps reduced."""
