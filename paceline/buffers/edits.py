@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -16,6 +16,8 @@ from paceline.core.layout import Bucket
 
 _AT_ONCE = 1 << 18
 """Elements of masters that a CPU rounds at a time to compare them: what stays in its cache."""
+_WHOLLY = 1 << 11
+"""Elements of a shard up to which comparing all takes no longer than picking some."""
 _SAMPLED = 64
 """Elements of a parameter that are compared where comparing all would take too long."""
 
@@ -99,50 +101,41 @@ class CopyEdits:
         """Has compared nothing yet."""
         self._flat, self._asks_later = flat, flat.device.type != "cpu"
         self._later: dict[str, ReadLater] = {}
-        self._places: dict[str, tuple[list[int], Tensor, Tensor]] = {}
-        """By bucket: indices of parameters, and where the elements are that are sampled: in this rank's shard, in the
-        whole copy."""
-        self._kept: dict[str, Tensor] = {}
-        """Those elements of this rank's shard as it rested last, by bucket."""
+        self._samples: dict[str, _Sample] = {}
+        self._samples_of: dict[str, tuple[_Sample, ...]] = {}
+        """By unit, as units are resharded all the time."""
         self._rounded: Tensor | None = None
 
-    def sampled(self, indices: Collection[int]) -> int | None:
+    def sampled(self, unit: str) -> int | None:
         """The index of a parameter that was written to where its unit is gathered; None where none is seen.
 
-        Of each, elements at even distances are compared, as units are resharded all the time and reading all of them
-        would take as long as gathering them; none on GPUs, whose host would wait.
+        Of a large bucket some elements of each parameter are compared, as reading all of them would take as long as
+        gathering them; none on GPUs, whose host would wait.
 
         Args:
-            indices: Of parameters, gathered and as they were when they were.
+            unit: Has parameters that are gathered and as they were when they were.
         """
-        flat = self._flat
         if self._asks_later:
             return None
-        for bucket in {b.name: b for index in indices if (b := flat.bucket_of.get(index)) is not None}.values():
-            if bucket.name not in self._places:
-                self._places[bucket.name] = self._sample(bucket)
-            own, in_shard, in_whole = self._places[bucket.name]
-            if (kept := self._kept.get(bucket.name)) is None:
-                kept = self._kept[bucket.name] = flat.shard(bucket).index_select(0, in_shard)
-            seen = flat.whole(bucket).index_select(0, in_whole)
-            if not torch.equal(seen.view(torch.uint8), kept.view(torch.uint8)):
-                return own[int(((seen != kept) & ~(seen.isnan() & kept.isnan())).byte().argmax())]
+        if (samples := self._samples_of.get(unit)) is None:
+            indices, flat = self._flat.managed_of.get(unit, ()), self._flat
+            buckets = {b.name: b for index in indices if (b := flat.bucket_of.get(index)) is not None}
+            made = (self._samples.setdefault(name, _Sample(flat, bucket)) for name, bucket in buckets.items())
+            samples = self._samples_of[unit] = tuple(made)
+        for sample in samples:
+            if (element := sample.first_edited()) is not None:
+                return self._flat.parameter_at(sample.bucket, element)
         return None
+
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """All views of whole copies that are kept here."""
+        return tuple(sample.own for sample in self._samples.values())
 
     def set(self) -> None:
         """Takes this rank's shards as they are from now on: until the next call nobody updates them."""
-        self._kept.clear()
-
-    def _sample(self, bucket: Bucket) -> tuple[list[int], Tensor, Tensor]:
-        indices, places = [], []
-        for index in bucket.slots:
-            part = self._flat.own_part(index)
-            if part.numel():
-                more = _sample(int(part.storage_offset() - self._flat.shard(bucket).storage_offset()), part.numel())
-                indices += [index] * len(more)
-                places += more
-        in_shard = torch.tensor(places, dtype=torch.int64)
-        return indices, in_shard, in_shard + self._flat.shard_index * self._flat.shard(bucket).numel()
+        for sample in self._samples.values():
+            sample.kept = None
 
     def found(self, copies: Mapping[str, Tensor]) -> int | None:
         """The index of a parameter that a copy has otherwise than this rank's shard; None where there is none.
@@ -192,6 +185,51 @@ class CopyEdits:
         changed = (own != shard) & ~(own.isnan() & shard.isnan())
         first = torch.where(changed.any(), changed.byte().argmax(), -1)
         return self._later.setdefault(name, ReadLater()).exchange(first) if later else first
+
+
+class _Sample:
+    """Elements of a bucket that are compared between what was gathered of it and this rank's shard: by their bits.
+
+    Attributes:
+        bucket: See above.
+        own: This rank's part of what was gathered.
+        kept: Those that are not compared where they lie, as they are in the shard.
+    """
+
+    def __init__(self, flat: FlatParameters, bucket: Bucket) -> None:
+        """Of where a bucket lies for as long as units have the slots that they have now."""
+        self.bucket = bucket
+        self.kept: Tensor | None = None
+        shard = flat.shard(bucket)
+        self._first = flat.shard_index * shard.numel()
+        self._shard = _as_integers(shard)
+        self.own = _as_integers(flat.whole(bucket)[self._first : self._first + shard.numel()])
+        self._per = max(1, self._shard.numel() // max(1, shard.numel()))
+        self._places: Tensor | None = None
+        if shard.numel() > _WHOLLY:
+            parts = [part for index in bucket.slots if (part := flat.own_part(index)).numel()]
+            starts = (int(part.storage_offset() - shard.storage_offset()) for part in parts)
+            found = [place for start, part in zip(starts, parts, strict=True) for place in _sample(start, part.numel())]
+            words = [self._per * place + word for place in found for word in range(self._per)]
+            self._places = torch.tensor(words, dtype=torch.int64)
+
+    def first_edited(self) -> int | None:
+        """The first element of the bucket that was edited where it was gathered; None where none of these was."""
+        if self._places is None:
+            seen, kept = self.own, self._shard
+        else:
+            if self.kept is None:
+                self.kept = self._shard.index_select(0, self._places)
+            seen, kept = self.own.index_select(0, self._places), self.kept
+        if torch.equal(seen, kept):
+            return None
+        place = int((seen != kept).byte().argmax())
+        return self._first + (place if self._places is None else int(self._places[place])) // self._per
+
+
+def _as_integers(values: Tensor) -> Tensor:
+    """The memory of elements as integers as long as they are, or of 8 bytes."""
+    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.itemsize, torch.int64))
 
 
 def _sample(first: int, numel: int) -> list[int]:

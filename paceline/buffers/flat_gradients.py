@@ -77,6 +77,7 @@ class FlatGradients:
         coarse = self.schedule.strategy.wire == "int8" and self.schedule.reuses_gradient_slots
         self.gaps = self._gaps() if coarse else {}
         self._reduced_views = {index: self._reduced_view(index) for index in self.trainable}
+        self._places = {index: self._place_of(index, view) for index, view in self._reduced_views.items()}
 
     def _gaps(self) -> dict[int, Tensor]:
         gaps, slots = dict[int, Tensor](), self._layout.slots
@@ -163,12 +164,25 @@ class FlatGradients:
         bucket = self.bucket_of[index]
         return self._handed_out.view(f"{bucket.name}, whole", self.whole(bucket), self.views[index])
 
-    def shown_reduced(self, index: int, place: Tensor) -> Tensor:
-        """A parameter's reduced gradient, to be handed out as its `grad`."""
-        if not place.numel():
-            return torch.empty_like(place)
+    def _place_of(self, index: int, view: Tensor) -> tuple[str, tuple[torch.Size, tuple[int, ...], int]] | None:
+        if not view.numel():
+            return None
         bucket = self.bucket_of[index]
-        return self._handed_out.view(f"{bucket.name}, reduced", self.reduced(bucket), place)
+        offset = int(view.storage_offset()) - int(self.reduced(bucket).storage_offset())
+        return bucket.name, (view.shape, view.stride(), offset)
+
+    def shown_reduced(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """The reduced gradients of some parameters, to become the memory of what is handed out as their `grad`."""
+        found, over = dict[int, Tensor](), dict[str, Tensor]()
+        for index in indices:
+            if (place := self._places[index]) is None:
+                found[index] = torch.empty_like(self._reduced_views[index])
+                continue
+            name, part = place
+            if (shown := over.get(name)) is None:
+                shown = over[name] = self._handed_out.over(f"{name}, reduced", self._reduced[name])
+            found[index] = shown.as_strided(*part)
+        return found
 
     def release(self, gradients: Iterable[Tensor]) -> bool:
         """Buckets are about to be written again; what a loop keeps of those that it dropped `p.grad` of stays.

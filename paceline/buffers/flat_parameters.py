@@ -58,6 +58,8 @@ class FlatParameters:
         self._buffers: Buffers = schedule.buffers()
         self.shards, self.shard_index = schedule.shards, schedule.shard_index
         self.is_sharded, self.shares_memory = schedule.shards_parameters, schedule.shares_memory
+        self._wholes: dict[str, Tensor] = {}
+        self._own_shards: dict[str, Tensor] = {}
         self._dtypes: list[torch.dtype] = [getattr(torch, flat.dtype) for flat in layout.flats]
         self.has_masters = any(has_master(flat) for flat in layout.flats)
         follows = turns is None and not self.is_sharded
@@ -103,11 +105,15 @@ class FlatParameters:
 
     def whole(self, bucket: Bucket) -> Tensor:
         """All parameters of a bucket, flat, to compute with."""
-        return self._tensors.typed(self._buffers.unsharded(bucket), self.dtype(bucket))
+        if (found := self._wholes.get(bucket.name)) is None:
+            found = self._wholes[bucket.name] = self._tensors.typed(self._buffers.unsharded(bucket), self.dtype(bucket))
+        return found
 
     def shard(self, bucket: Bucket) -> Tensor:
         """This rank's shard of a bucket's parameters, flat, in the dtype that is computed with."""
-        return self._tensors[self._buffers.shard(bucket)]
+        if (found := self._own_shards.get(bucket.name)) is None:
+            found = self._own_shards[bucket.name] = self._tensors[self._buffers.shard(bucket)]
+        return found
 
     def master(self, bucket: Bucket) -> Tensor:
         """This rank's shard of a bucket's parameters, flat, as they are updated."""
@@ -121,6 +127,7 @@ class FlatParameters:
         """Gives gathered units their slots, which the order they run in decides."""
         self._buffers = schedule.buffers()
         self._tensors.allocate(self._buffers, "unsharded")
+        self._wholes.clear()
         self.views = [self._whole_view(index) for index in range(len(self.layout.slots))]
         self._views_of: dict[str, dict[str, Tensor]] = {}
 
@@ -190,7 +197,7 @@ class FlatParameters:
     @property
     def made(self) -> tuple[Tensor, ...]:
         """All tensors over these buffers that are kept for as long as they are."""
-        return (*self._tensors.made, *self.views)
+        return (*self._tensors.made, *self.views, *self._wholes.values(), *self._own_shards.values())
 
     def cut(self, index: int, whole: Tensor) -> Tensor:
         """The part of a tensor of a parameter's own shape that goes with this rank's shard of it."""

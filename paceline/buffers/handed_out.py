@@ -25,23 +25,32 @@ class HandedOut:
         """Has given nothing out."""
         self._memory: Memory = {}
 
+    def over(self, name: str, buffer: Tensor) -> Tensor:
+        """What views of a buffer are taken of for a loop, or for a tensor that a loop has: another tensor over it.
+
+        Args:
+            name: Of the buffer.
+            buffer: Contiguous and one-dimensional, with elements.
+        """
+        found = self._memory.get(name)
+        if found is None or found[0].data_ptr() != buffer.data_ptr() or found[0].numel() != buffer.numel():
+            shown = _another_over(buffer)
+            found = self._memory[name] = (shown, buffer, uses_of(shown))
+        return found[0]
+
     def view(self, name: str, buffer: Tensor, part: Tensor) -> Tensor:
         """What a loop is given of a buffer.
 
         Args:
             name: Of the buffer.
-            buffer: Contiguous and one-dimensional.
+            buffer: See `over`; or empty.
             part: A view of it.
         """
         if not buffer.numel():
             return part.data
-        found = self._memory.get(name)
-        if found is None or found[0].data_ptr() != buffer.data_ptr() or found[0].numel() != buffer.numel():
-            shown = _another_over(buffer)
-            found = self._memory[name] = (shown, buffer, uses_of(shown))
         offset = int(part.storage_offset()) - int(buffer.storage_offset())
         # No view to autograd, which would not let a loop's `p.grad.detach_()` be.
-        return found[0].as_strided(part.shape, part.stride(), offset).data
+        return self.over(name, buffer).as_strided(part.shape, part.stride(), offset).data
 
     def uses(self, name: str) -> int:
         """How many tensors were made of a buffer's views, here and by a loop, and are left; 0 where that is unknown."""

@@ -35,6 +35,7 @@ class StepState:
             the same reduced gradients as on the other ranks, or this rank's shard of them (reduced).
         generation: How many times the weights have changed, or may have: by an update, or by hand.
         is_used: Whether an update came after the latest backward.
+        is_partly_loaded: Whether some weights are a checkpoint's and some are not; see `require_whole_weights`.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class StepState:
         self.phase: Literal["idle", "forward", "backward"] = "idle"
         self.synchronises = True
         self.gradients: Literal["none", "local", "reduced"] = "none"
-        self._updated = self._is_partly_loaded = self.is_used = False
+        self._updated = self.is_partly_loaded = self.is_used = False
         self._deferrals = self._resets = 0
         self._edited = -1
 
@@ -113,11 +114,11 @@ class StepState:
 
     def begin_replacing(self) -> None:
         """From now on the weights are partly others, until `replace_weights`."""
-        self._is_partly_loaded = True
+        self.is_partly_loaded = True
 
     def replace_weights(self) -> None:
         """The weights have become others than any step's, and all gradients are dropped."""
-        self._is_partly_loaded = False
+        self.is_partly_loaded = False
         self.end_update()
         self.drop_gradients()
 
@@ -133,7 +134,7 @@ class StepState:
         Raises:
             EngineError: They are.
         """
-        if self._is_partly_loaded:
+        if self.is_partly_loaded:
             raise EngineError(
                 f"{what} after a pl.load that failed half way: some weights are the checkpoint's, others are as they "
                 "were. Load another checkpoint, or build the model and its optimizer again"

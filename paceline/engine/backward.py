@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-import torch
 from torch import nn
 
 from paceline.core.layout import ROOT
@@ -18,8 +17,7 @@ from paceline.engine.gradients import Gradients
 from paceline.engine.program import Program
 from paceline.engine.unit_order import UnitOrder
 from paceline.hooks.modules import packs_saved_tensors
-from paceline.hooks.parameters import is_accumulated, is_complete
-from paceline.tensors.assigned_gradient import gradient_of
+from paceline.hooks.parameters import is_complete
 
 
 class BackwardPass:
@@ -34,6 +32,8 @@ class BackwardPass:
         order: In which units run.
         reduced_late: Whether gradients came after their unit was copied in, in the latest step.
         when_over: Is called at the end of each.
+        fired, meet_gradient: See `hooks.parameters.Follower`.
+        has_streams: Whether autograd adds to gradients on streams that need not be followed yet.
     """
 
     def __init__(self, program: Program, state: StepState, forward: ForwardPass) -> None:
@@ -41,12 +41,13 @@ class BackwardPass:
         self.program, self.state, self._forward = program, state, forward
         self.order = UnitOrder(program, forward)
         self.reduced_late = False
-        self._has_streams = program.world.backend != "gloo"
+        self.has_streams = program.world.backend != "gloo"
         self._outstanding: Counter[str] = Counter()
         self._uncopied: list[str] = []
         self._over: set[str] = set()
         self._over_from = 0
         self._begun: set[str] = set()
+        self.fired: set[int] = set()
         self._slow: set[int] = set()
         self.when_over: Callable[[], None] = lambda: None
         self._autograd = AutogradPass(program, self.order, self._end)
@@ -99,24 +100,10 @@ class BackwardPass:
     def _begin_unit(self, unit: str) -> None:
         self.program.executor.begin(self.program.computing("backward", unit, self.state.micro_batch))
 
-    def pre_accumulate(self, parameter: nn.Parameter) -> None:
-        """Autograd is about to add to a parameter's gradient, or to hand it to `torch.autograd.grad`."""
-        if self.state.phase != "backward" and is_accumulated(parameter):
-            self._meet_gradient(parameter, False)
-
-    def post_accumulate(self, parameter: nn.Parameter) -> None:
-        """Autograd has added to a parameter's gradient."""
-        with torch._C.DisableTorchFunctionSubclass():
-            is_sparse = (gradient := gradient_of(parameter)) is not None and gradient.is_sparse
-        if is_sparse or self._has_streams or self.state.phase != "backward":
-            self._meet_gradient(parameter, is_sparse)
-        if (gradients := self.program.gradients) is not None:
-            gradients.fired.add(self.program.parameters.flat.index_of[id(parameter)])
-
     @gives_up
-    def _meet_gradient(self, parameter: nn.Parameter, is_sparse: bool) -> None:
+    def meet_gradient(self, parameter: nn.Parameter, is_sparse: bool) -> None:
         """Begins a pass that nothing has told of before a parameter did, and follows to where autograd adds."""
-        if self._has_streams:
+        if self.has_streams:
             # Autograd adds on the stream of the forward that first used the parameter in a graph that still lives,
             # which need not be that of the backward that copies the gradient.
             self.program.executor.follow()
@@ -164,6 +151,7 @@ class BackwardPass:
             # Not in the middle of a step, whose gradients lie as the order so far has it.
             self._autograd.adopt_orders()
         self._begun.clear()
+        self.fired.clear()
         self._over.clear()
         self._over_from = len(program.schedule.order)
         self._slow.clear()
@@ -201,11 +189,10 @@ class BackwardPass:
 
     def _is_complete(self, unit: str) -> bool:
         """Whether autograd will add nothing more to the gradients of a unit's parameters."""
-        gradients, parameters = self.program.gradients, self.program.parameters.all
-        assert gradients is not None
+        parameters = self.program.parameters.all
         for index in self.program.slots_of(unit):
             parameter = parameters[index]
-            if index in gradients.fired or not parameter.requires_grad:
+            if id(parameter) in self.fired or not parameter.requires_grad:
                 continue
             if not is_complete(parameter):
                 self._slow.add(index)

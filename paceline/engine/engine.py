@@ -92,9 +92,9 @@ class Engine:
         self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
         self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]
         if self.schedule.copies_gradients:
-            before = BackwardPass.pre_accumulate if self.schedule.replaces_earlier_gradients else None
             trained = [p for p in self.program.parameters.all if p.requires_grad]
-            self._handles += watch_parameters(trained, self.backward, before, BackwardPass.post_accumulate)
+            before, all_of_them = self.schedule.replaces_earlier_gradients, self.backward.has_streams
+            self._handles += watch_parameters(trained, self.backward, before, all_of_them)
         watch_optimizers(self)
         if strategy.recompute != "none":
             blocks = [module.get_submodule(name) for name in find_blocks(module, strategy.units)]

@@ -27,7 +27,8 @@ def gives_up(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, 
 
     @functools.wraps(method)
     def told(self: F, *args: P.args, **kwargs: P.kwargs) -> T:
-        self.state.require_whole_weights("forward, backward or optimizer.step()")
+        if self.state.is_partly_loaded:
+            self.state.require_whole_weights("forward, backward or optimizer.step()")
         try:
             # Branches of a forward may run in threads.
             with self.program.lock:

@@ -15,7 +15,7 @@ from paceline.core.schedule import Schedule
 from paceline.engine.earlier_gradients import EarlierGradients
 from paceline.engine.parameters import Parameters
 from paceline.executor.gradient_norms import NormRecords
-from paceline.tensors.assigned_gradient import assign_gradient, gradient_of, set_gradient
+from paceline.tensors.assigned_gradient import assign_gradient, give_gradient, gradient_of, set_gradient
 from paceline.tensors.gradient_shard import become_shard
 
 
@@ -34,7 +34,6 @@ class Gradients:
     Attributes:
         flat: Where they lie.
         earlier: Those from before the backward under way.
-        fired: Indices of the parameters that autograd has added a gradient to in this backward.
         synchronises: Whether this backward reduces the step's gradients.
         used: Those that have a gradient on this rank, in this step where it is not dropped in between.
         published: Where in memory each gradient lies that was published last.
@@ -65,7 +64,6 @@ class Gradients:
         self._copied: set[int] = set()
         self.published: dict[int, int] = {}
         self.synchronises = True
-        self.fired: set[int] = set()
         self.used: set[int] = set()
 
     def replace(self, schedule: Schedule, parameters: Parameters, tensors: Tensors) -> None:
@@ -86,7 +84,6 @@ class Gradients:
         """
         self.require_unedited()
         self.synchronises = synchronises
-        self.fired.clear()
         self.used.clear()
         self._copied.clear()
         self._norms.begin(micro_batch)
@@ -105,37 +102,38 @@ class Gradients:
         fresh: list[Tensor] = []
         added: list[tuple[Tensor, Tensor]] = []
         sends = self.synchronises or self.flat.each
+        places, gaps, filled, used, low = self.flat.views, self.flat.gaps, self.earlier.filled, self.used, self._low
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in indices:
-                if (view := self.flat.views.get(index)) is None:
+                if (view := places.get(index)) is None:
                     continue
                 parameter = self._all[index]
                 gradient = gradient_of(parameter)
-                if not sends and not self._low and self.earlier.held.stays(index, gradient):
-                    self.used.add(index)
+                if not sends and not low and self.earlier.held.stays(index, gradient):
+                    used.add(index)
                     continue
                 self._copied.add(index)
-                if index in self.flat.gaps:
-                    self.flat.gaps[index].zero_()
+                if index in gaps:
+                    gaps[index].zero_()
                 if gradient is None:
-                    if index in self.earlier.filled:
-                        self.used.add(index)
+                    if index in filled:
+                        used.add(index)
                     elif sends:
                         view.zero_()
                     continue
-                self.used.add(index)
+                used.add(index)
                 if gradient.requires_grad:
                     self.earlier.held.drop(index)
                 if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
-                    if index in self.earlier.filled:
+                    if index in filled:
                         added.append((view, gradient))
                     else:
                         views.append(view)
                         fresh.append(gradient)
-                if self._low:
-                    self.earlier.filled.add(index)
+                if low:
+                    filled.add(index)
                 # Autograd must not add to memory that a collective reads: what is late comes apart.
-                assign_gradient(parameter, None if sends or self._low else self.flat.shown_whole(index))
+                assign_gradient(parameter, None if sends or low else self.flat.shown_whole(index))
             if views:
                 torch._foreach_copy_(views, fresh)
             for view, gradient in added:
@@ -151,9 +149,9 @@ class Gradients:
     def late(self) -> list[int]:
         """Parameters whose gradient arrived after they were copied in."""
         with torch._C.DisableTorchFunctionSubclass():
-            found = {index: gradient_of(self._all[index]) for index in sorted(self._copied)}
+            found = ((index, gradient_of(self._all[index])) for index in self._copied)
             views = self.flat.views
-            return [i for i, g in found.items() if g is not None and g.data_ptr() != views[i].data_ptr()]
+            return sorted(i for i, g in found if g is not None and g.data_ptr() != views[i].data_ptr())
 
     def write_late(self, bucket: Bucket, late: Collection[int], spare: Tensor) -> None:
         """Writes gradients that came late, and zeros, to memory like a bucket's."""
@@ -183,16 +181,17 @@ class Gradients:
             self._norms.take_reduced({index: part for index, part in parts.items() if part.numel()})
         self.published.clear()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            carried = self.earlier.carried if keep else {}
+            shown = self.flat.shown_reduced(index for index in self.flat.trainable if index in chosen)
             for index in self.flat.trainable:
-                carried = self.earlier.carried.get(index)
-                if not (index in chosen or (keep and carried is not None)):
-                    self._all[index].grad = None
+                reduced, more = shown.get(index), carried.get(index)
+                if more is not None:
+                    reduced = more if reduced is None else reduced.to(more.dtype).add_(more)
+                if reduced is not None:
+                    self._give(index, reduced, None)
+                else:
+                    assign_gradient(self._all[index], None)
                     self.earlier.held.replace(index, None)
-                    continue
-                reduced = self.flat.shown_reduced(index, self.flat.reduced_of(index))
-                if carried is not None:
-                    reduced = reduced.to(carried.dtype).add_(carried) if index in chosen else carried
-                self._give(index, reduced, None)
         self.earlier.carried.clear()
         self.earlier.held.publish()
         self.earlier.used = chosen if self.flat.each else set()
@@ -200,9 +199,9 @@ class Gradients:
     def _publish_sums(self) -> None:
         """Makes the sums so far the parameters' `grad`, which waits for their reductions when it is looked at."""
         self.earlier.used |= self.used
-        for index in self.flat.trainable:
-            reduced = self.flat.shown_reduced(index, self.flat.reduced_of(index))
-            self._give(index, reduced, partial(self._wait, self.flat.bucket_of[index]))
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for index, reduced in self.flat.shown_reduced(self.flat.trainable).items():
+                self._give(index, reduced, partial(self._wait, self.flat.bucket_of[index]))
 
     def _give(self, index: int, gradient: Tensor, wait: Callable[[], None] | None) -> None:
         """Makes a tensor of any dtype and shape a parameter's `grad`, in the tensor that was that before if it can."""
@@ -211,25 +210,25 @@ class Gradients:
         dtype = gradient.dtype if local is None or sums else local.dtype
         held = self.earlier.held.to_give(index, gradient, dtype, sharded)
         if held is None:
-            gradient = gradient.to(dtype)
+            memory = gradient if gradient.dtype == dtype else gradient.to(dtype)
+            gradient = give_gradient(self._all[index], memory, sharded or sums)
         else:
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                if held.data_ptr() != gradient.data_ptr():
-                    if wait is not None:
-                        # Who reads the loop's own tensor is not seen.
-                        wait()
-                        wait = None
-                    held.copy_(gradient)
-                gradient = held
+            if held.data_ptr() != gradient.data_ptr():
+                if wait is not None:
+                    # Who reads the loop's own tensor is not seen.
+                    wait()
+                    wait = None
+                held.copy_(gradient)
+            gradient = held
         if sharded or sums:
             become_shard(gradient, wait, sharded)
         elif held is not None:
             gradient.__class__ = Tensor
-        set_gradient(self._all[index], gradient)
-        with torch._C.DisableTorchFunctionSubclass():
-            self.earlier.held.replace(index, gradient)
-            if not sums:
-                self.published[index] = gradient.data_ptr()
+        if held is not None:
+            set_gradient(self._all[index], gradient)
+        self.earlier.held.replace(index, gradient)
+        if not sums:
+            self.published[index] = gradient.data_ptr()
 
     def end_local(self) -> None:
         """Ends a backward that is not its step's last: each gradient is where the next one adds to it."""

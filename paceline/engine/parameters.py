@@ -79,6 +79,12 @@ class Parameters:
         """Gives gathered units their slots, which the order they run in decides."""
         self.flat.assign_slots(schedule)
         self.unsharded, self._kept = Unsharded(schedule), schedule.kept_buckets
+        self._copy_edits = CopyEdits(self.flat)
+
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """All tensors over the parameters' memory that are kept here."""
+        return (*self.flat.made, *self._copy_edits.made)
 
     # ---- what p.data is
 
@@ -102,17 +108,17 @@ class Parameters:
         for unit in units:
             if unit in self._open:
                 self._open.discard(unit)
-                indices = self.flat.managed_of.get(unit, ())
-                if (edited := self._copy_edits.sampled(indices)) is not None:
+                if (edited := self._copy_edits.sampled(unit)) is not None:
                     refuse_edit(edited, self.flat)
-                self._hide(indices)
+                self._hide(self.flat.managed_of.get(unit, ()))
 
     def _present(self, indices: Iterable[int]) -> None:
         shown = {index: self.all[index] for index in indices if index not in self.pinned}
         show(shown.values())
         if self.flat.is_sharded:
+            views = self.flat.views
             for index, parameter in shown.items():
-                parameter.data = self.flat.views[index]
+                parameter.data = views[index]
             self._set_versions(shown.values(), self._version)
 
     def _hide(self, indices: Iterable[int]) -> None:
@@ -128,7 +134,7 @@ class Parameters:
 
     def _is_changed(self, index: int) -> bool:
         """Whether a gathered parameter was written to in place, or given other data."""
-        return self._is_moved(index) or self.all[index]._version != self._version
+        return self.all[index]._version != self._version or self._is_moved(index)
 
     def _is_moved(self, index: int) -> bool:
         """Whether a parameter was given other data: a module that casts its own, as some routers do, has a copy."""
@@ -280,7 +286,7 @@ class Parameters:
         for unit in self._open:
             indices = self.flat.managed_of.get(unit, ())
             changed = (index for index in indices if index not in self.pinned and self._is_changed(index))
-            if (edited := next(changed, self._copy_edits.sampled(indices))) is not None:
+            if (edited := next(changed, self._copy_edits.sampled(unit))) is not None:
                 return edited
         kept = {b.name: self.flat.whole(b) for b in self._kept if self._open.issuperset(b.units)}  # small ones
         return self._copy_edits.found({name: whole for name, whole in kept.items() if not whole.is_cuda})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ class UnitOutputs:
         """Of a model's units, by name; `whole` tells whether all parameters are whole, so that none goes."""
         self._program, self._whole = program, whole
         self._leftovers = {name: Leftovers(unit) for name, unit in units.items()}
+        self._within: dict[str, tuple[Mapping[str, Tensor], Callable[[Tensor], bool]]] = {}
+        """Where a unit's parameters lie while they are gathered, and what tells of a tensor whether it lies there."""
         self.held = HeldViews()
 
     def own(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
@@ -33,10 +35,12 @@ class UnitOutputs:
             return output, ()
         flat = self._program.parameters.flat
         parameters = flat.views_of(unit)
-        lies_within = within(parameters)
+        if (known := self._within.get(unit)) is None or known[0] is not parameters:
+            known = self._within[unit] = parameters, within(parameters)
+        lies_within = known[1]
         kept = own_copies(output, lies_within)
         more = list(self._leftovers[unit].own(unit, parameters, lies_within))
-        self.held.require_none(unit, parameters, lambda: (*tensors_in(output), *flat.made))
+        self.held.require_none(unit, parameters, lambda: (*tensors_in(output), *self._program.parameters.made))
         if backward_follows:
             require_seen(unit, kept, more)
         return kept, more if backward_follows else ()

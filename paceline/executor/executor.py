@@ -116,22 +116,28 @@ class Executor:
             RuntimeError: It is not in what was loaded.
         """
         self.end()
+        self._running = self._begin(key)
+
+    def _begin(self, key: Key) -> Record:
         op = self._known.get(key)
         if op is None:
             raise RuntimeError(f"{key} is in no schedule that was loaded")
-        self.require(op.after)
+        if op.after:
+            self.require(op.after)
         if key in self._done:
             # A second forward of a unit in one micro-batch, say.
             op = replace(op, planned=False)
-        self._running = whereabouts.latest = Record(op, self.step, self.records, self._clock.now(self.records))
-        if self.records:
-            self._running.memory = self._memory()
-            self._remember(self._running)
+        records = self.records
+        whereabouts.latest = record = Record(op, self.step, records, self._clock.now(records))
+        if records:
+            record.memory = self._memory()
+            self._remember(record)
+        return record
 
     def end(self) -> None:
         """The running compute op, if any, ends."""
-        if self._running is not None:
-            self._running.end = self._clock.now(self._running.is_timed)
+        if (running := self._running) is not None:
+            running.end = self._clock.now(running.is_timed)
             self._running = None
 
     def follow(self) -> None:
@@ -140,9 +146,11 @@ class Executor:
 
     def mark(self, key: Key) -> None:
         """A compute op that takes no time begins and is done."""
-        self.begin(key)
         self.end()
-        self.done(key)
+        record = self._begin(key)
+        record.end = record.start
+        self._done.add(key)
+        self._advance()
 
     def done(self, *keys: Key) -> None:
         """These compute ops are complete, their results in place: launches the collectives that waited for them."""

@@ -118,7 +118,7 @@ def _untraced(method: Callable[P, T]) -> Callable[P, T]:
     hidden: list[Callable[P, T]] = []
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             return method(*args, **kwargs)
         # Made only once somebody compiles: loading the compiler takes longer than most first steps.
         if not hidden:

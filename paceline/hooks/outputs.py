@@ -127,5 +127,7 @@ class Leftovers:
                         )
                     if value.grad_fn is not None:
                         yield value
+                elif type(value) is tuple and _PLAIN.issuperset(map(type, value)):
+                    continue  # such as the shape that a layer of torch's normalises
                 elif isinstance(value, (list, tuple, dict)):
                     yield from (tensor for tensor in tensors_in(value, 0) if tensor.grad_fn is not None)

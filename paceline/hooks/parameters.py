@@ -5,57 +5,71 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from paceline.core.step_state import StepState
 from paceline.hooks.modules import in_transform
+from paceline.tensors.assigned_gradient import gradient_of
 
-Owner = TypeVar("Owner")
+
+class Follower(Protocol):
+    """Follows backward passes.
+
+    Attributes:
+        state: Whether one is under way.
+        fired: The `id()` of each parameter that autograd has added a gradient to in it.
+    """
+
+    state: StepState
+    fired: set[int]
+
+    def meet_gradient(self, parameter: nn.Parameter, is_sparse: bool) -> None:
+        """Autograd adds, or is about to add, to a gradient, which is sparse, or nothing has told of the pass before."""
+        ...
 
 
 def watch_parameters(
-    parameters: Iterable[nn.Parameter],
-    owner: Owner,
-    before: Callable[[Owner, nn.Parameter], None] | None,
-    after: Callable[[Owner, nn.Parameter], None],
+    parameters: Iterable[nn.Parameter], follower: Follower, before: bool, meets_all: bool
 ) -> list[RemovableHandle]:
     """Registers hooks around autograd's adding to `p.grad`; the handles remove them.
 
-    They call for as long as the owner lives, which Python's collector does not see hooks of tensors hold. As they do so
-    for every parameter of every step, there is nothing else around the two functions.
+    They are called for every parameter of every step, and so have nothing around them. Python's collector does not see
+    what hooks of tensors hold, so it is neither a parameter nor the follower.
 
     Args:
         parameters: Those that are trained.
-        owner: Is what the functions are given first.
-        before: Is called before it, and also where `torch.autograd.grad` takes the gradient; None: nobody asks.
-        after: Is called after it.
+        follower: Is told.
+        before: Whether it is told of a pass before that adds to the first gradient.
+        meets_all: Whether it is told of every gradient.
     """
-    handles, reference = [], weakref.ref(owner)
+    handles, reference, state, fired = [], weakref.ref(follower), follower.state, follower.fired
 
     def after_it(parameter: nn.Parameter) -> None:
-        if (alive := reference()) is not None:
-            after(alive, parameter)
+        is_sparse = type(gradient := gradient_of(parameter)) is Tensor and gradient.is_sparse
+        if (is_sparse or meets_all or state.phase != "backward") and (alive := reference()) is not None:
+            alive.meet_gradient(parameter, is_sparse)
+        fired.add(id(parameter))
+
+    def before_one(own: weakref.ref[nn.Parameter]) -> Callable[[Tensor], None]:
+        def before_it(gradient: Tensor) -> None:
+            if state.phase == "backward" or (alive := reference()) is None:
+                return
+            # It is also called where `torch.autograd.grad` takes the gradient.
+            if (parameter := own()) is not None and is_accumulated(parameter):
+                alive.meet_gradient(parameter, False)
+
+        return before_it
 
     for parameter in parameters:
-        if before is not None:
-            handles.append(parameter.register_hook(_before_one(weakref.ref(parameter), reference, before)))
+        if before:
+            handles.append(parameter.register_hook(before_one(weakref.ref(parameter))))
         handles.append(parameter.register_post_accumulate_grad_hook(after_it))
     return handles
-
-
-def _before_one(
-    reference: weakref.ref[nn.Parameter], owner: weakref.ref[Owner], before: Callable[[Owner, nn.Parameter], None]
-) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        alive, parameter = owner(), reference()
-        if alive is not None and parameter is not None:
-            before(alive, parameter)
-
-    return hook
 
 
 def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:

@@ -30,7 +30,8 @@ def _get(parameter: nn.Parameter) -> Tensor | None:
 def _assign(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     if gradient is None:
         # As each step does to all: what the parameter tells of itself takes a while.
-        _set(parameter, None)
+        with torch._C.DisableTorchFunctionSubclass():
+            assign_gradient(parameter, None)
         return
     # Between steps a parameter tells the dtype of its update, in which a loop may make its gradient.
     former, shape, dtype = _get(parameter), parameter.shape, parameter.dtype
@@ -63,6 +64,29 @@ class ReducedGradParameter(nn.Parameter):
     """
 
     grad = property(_get, _assign, lambda parameter: _set(parameter, None))
+
+
+def give_gradient(parameter: nn.Parameter, memory: Tensor, is_marked: bool) -> Tensor:
+    """Makes a new tensor over the memory of another, of any shape and dtype, a parameter's `grad`.
+
+    As `set_gradient`, in half the time, as each step does so for all parameters; to be called inside
+    `DisableTorchFunctionSubclass`.
+
+    Args:
+        parameter: Gets it.
+        memory: Is what it will be.
+        is_marked: Whether it is about to become a tensor of another class, as a shard.
+
+    Returns:
+        The new tensor.
+    """
+    gradient = parameter.data
+    differs = is_marked or memory.shape != gradient.shape or memory.dtype != gradient.dtype
+    assign_gradient(parameter, gradient)
+    gradient.data = memory
+    if differs and type(parameter) is nn.Parameter:
+        parameter.__class__ = ReducedGradParameter
+    return gradient
 
 
 def set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -121,18 +121,23 @@ def edited_in_forward(on_gpus: bool) -> tuple[int, str]:
     with gpu_memory() if on_gpus else nullcontext():
         model = pl.parallelize(Followed(), Strategy(zero=3))
         optimizer = torch.optim.SGD(model.learns.parameters(), lr=0.1)
-        said = -1, ""
-        for step in range(5):
-            try:
-                model(torch.ones(3, 4)).square().mean().backward()
-                optimizer.step()
-            except (EngineError, pl.CommunicationError) as error:
-                # Of a rank whose shard it is, or of one that waits for it.
-                said = step, str(error)
-                pl.reset(model)
-                break
-            optimizer.zero_grad()
-        pl.release(model)
+        return trained(model, optimizer, lambda: model(torch.ones(3, 4)).square().mean())
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], torch.Tensor]) -> tuple[int, str]:
+    """In which step an edit in the second one's forward is refused, and what is said then. Releases the model."""
+    said = -1, ""
+    for step in range(5):
+        try:
+            loss_of().backward()
+            optimizer.step()
+        except (EngineError, pl.CommunicationError) as error:
+            # Of a rank whose shard it is, or of one that waits for it.
+            said = step, str(error)
+            pl.reset(model)
+            break
+        optimizer.zero_grad()
+    pl.release(model)
     return said
 
 
@@ -140,6 +145,42 @@ def edited_in_forward(on_gpus: bool) -> tuple[int, str]:
 def test_one_of_what_a_forward_gathered_outside_of_its_unit_is_refused(ranks, on_gpus: bool) -> None:
     steps, said = zip(*ranks(2, edited_in_forward, on_gpus), strict=True)
     assert min(steps) == 1 + on_gpus and all("teaches.weight was edited" in each for each in said)
+
+
+class Units(nn.Module):
+    """Two blocks, the first of which is edited inside its forward in the second step."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.step += 1
+        return x
+
+
+def edited_in_its_unit(width: int) -> tuple[int, str]:
+    """In which step an edit of a parameter in its unit's forward is refused, and what is said then."""
+    torch.manual_seed(0)
+    model = pl.parallelize(Units(width), Strategy(zero=3, units=("blocks.*",)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def edit(block: nn.Linear, args: object) -> None:
+        if model.step == 1:
+            block.weight.data[-1, -1] = 7.0
+
+    model.blocks[1].register_forward_pre_hook(edit)
+    return trained(model, optimizer, lambda: model(torch.ones(3, width)).square().mean())
+
+
+@pytest.mark.parametrize("width", [3, 200])
+def test_one_inside_its_unit_is_refused_by_name_when_that_is_resharded(ranks, width: int) -> None:
+    # Of a small bucket all elements are compared, of a large one some, among which is each parameter's last.
+    told = ranks(2, edited_in_its_unit, width)
+    assert any(step == 1 and "blocks.1.weight was edited" in said for step, said in told), told
 
 
 def shared(is_waited_for: bool) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.comm.streams import ThreadStream, others_idle
+from paceline.comm.streams import Done, ThreadStream, others_idle
 from paceline.comm.transport import CommunicationError
 from paceline.core.collectives.rounds import Traffic
 
@@ -54,6 +54,21 @@ def test_after_a_failure_the_first_cause_is_what_every_later_collective_raises()
         with pytest.raises(CommunicationError, match=r"^ValueError: a broken model$"):
             stream.wait(later)
     stream.close()
+
+
+def test_whoever_waits_for_a_collective_goes_on_once_it_is_over_and_not_before() -> None:
+    done, gone_on = Done(), threading.Barrier(4)
+    waiting = [threading.Thread(target=lambda: (done.wait(), gone_on.wait())) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.05)
+    assert not done.is_set() and gone_on.n_waiting == 0
+    done.set()
+    gone_on.wait(10)
+    assert done.is_set()
+    done.wait()
+    for thread in waiting:
+        thread.join(10)
 
 
 @pytest.mark.parametrize("end", [ThreadStream.close, ThreadStream.abandon])
