@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline.buffers.earlier_gradients import EarlierGradients
 from paceline.buffers.flat_gradients import FlatGradients
 from paceline.buffers.memory import Tensors, parameter_in, square_sum
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
-from paceline.engine.earlier_gradients import EarlierGradients
 from paceline.engine.parameters import Parameters
 from paceline.executor.gradient_norms import NormRecords
 from paceline.tensors.assigned_gradient import assign_gradient, give_gradient, gradient_of, set_gradient
@@ -60,7 +60,7 @@ class Gradients:
         self._norms = norms
         self._low = schedule.strategy.low
         self.flat = FlatGradients(schedule, tensors, 1)
-        self.earlier = EarlierGradients(self.flat, parameters, wait)
+        self.earlier = EarlierGradients(self.flat, parameters.flat, wait)
         self._copied: set[int] = set()
         self.published: dict[int, int] = {}
         self.synchronises = True
@@ -70,7 +70,7 @@ class Gradients:
         """Allocates other buffers, between two steps, as units run in another order: see `__init__`."""
         self._parameters, self._all = parameters, parameters.all
         self.flat = FlatGradients(schedule, tensors, 2 if self.flat.sums else 1)
-        self.earlier.replace(self.flat, parameters)
+        self.earlier.replace(self.flat, parameters.flat)
 
     # ---- one backward
 

@@ -11,7 +11,6 @@ from paceline.buffers.edits import CopyEdits, Edits, refuse_edit
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import Tensors, parameter_in, placeholder
 from paceline.buffers.unsharded import Unsharded
-from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
 from paceline.hooks.parameters import follow_accumulators
@@ -225,7 +224,7 @@ class Parameters:
         """
         self.unpin()
         if not self.loses_edits:
-            self._require_dtypes()
+            self.flat.require_dtypes()
         self.take_given()
         for index in self.flat.managed:
             parameter = self.all[index]
@@ -234,16 +233,6 @@ class Parameters:
                 refuse_edit(index, self.flat)
             if self.flat.layout.slots[index].spec.trainable:
                 parameter.data = self.flat.local[index]
-
-    def _require_dtypes(self) -> None:
-        for index in self.flat.managed:
-            dtype = self.all[index].dtype
-            if dtype != self.flat.views[index].dtype:
-                raise EngineError(
-                    f"{self.flat.layout.slots[index].spec.name} is {str(dtype).removeprefix('torch.')} since "
-                    "pl.parallelize: call pl.release(model), change it, pl.parallelize(model) again, and make a new "
-                    "optimizer; for mixed precision leave the model as it is and set strategy.precision"
-                )
 
     def take_given(self) -> None:
         """Takes values of parameters that a loop gave other data outside of `full`, where that counts."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from paceline.buffers.earlier_gradients import EarlierGradients
 from paceline.core.ops import Op
 from paceline.engine import gradients as gradients_module
-from paceline.engine.earlier_gradients import EarlierGradients
 from paceline.engine.parameters import Parameters
 from paceline.executor.executor import Executor
 

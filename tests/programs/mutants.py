@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+from paceline.buffers.earlier_gradients import EarlierGradients
 from paceline.core.step_state import StepState
 from paceline.engine.backward import BackwardPass
-from paceline.engine.earlier_gradients import EarlierGradients
 from paceline.engine.gradients import Gradients
 from paceline.tensors import sharded_parameter
 from paceline.tensors.assigned_gradient import set_gradient

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from paceline.buffers.flat_gradients import FlatGradients
+from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.held_gradients import HeldGradients
 from paceline.core.layout import Bucket
-from paceline.engine.parameters import Parameters
 from paceline.tensors.assigned_gradient import gradient_of
 from paceline.tensors.gradient_shard import GradientShard
 
@@ -29,7 +29,7 @@ class EarlierGradients:
         held: The tensors that `p.grad` held, to end in.
     """
 
-    def __init__(self, flat: FlatGradients, parameters: Parameters, wait: Callable[[Bucket], None]) -> None:
+    def __init__(self, flat: FlatGradients, parameters: FlatParameters, wait: Callable[[Bucket], None]) -> None:
         """There are none yet.
 
         Args:
@@ -50,7 +50,7 @@ class EarlierGradients:
         self._late: dict[int, Tensor] = {}
         self.held = HeldGradients()
 
-    def replace(self, flat: FlatGradients, parameters: Parameters) -> None:
+    def replace(self, flat: FlatGradients, parameters: FlatParameters) -> None:
         """Parameters and gradients lie elsewhere from now on."""
         self.flat, self._parameters, self._all = flat, parameters, parameters.all
 
@@ -186,7 +186,7 @@ class EarlierGradients:
             return False
         gradient = self._all[index].grad
         assert gradient is not None
-        mine = self._parameters.flat.cut(index, gradient).numel()
+        mine = self._parameters.cut(index, gradient).numel()
         return mine == gradient.numel() or int(gradient.isnan().sum()) < gradient.numel() - mine
 
     def _reduced_part(self, index: int) -> Tensor:
@@ -196,4 +196,4 @@ class EarlierGradients:
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(gradient, GradientShard):
                 return gradient.as_subclass(Tensor)
-            return self._parameters.flat.cut(index, gradient) if self._shards > 1 else gradient.detach()
+            return self._parameters.cut(index, gradient) if self._shards > 1 else gradient.detach()
