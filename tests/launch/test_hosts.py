@@ -62,7 +62,9 @@ class Job:
     def wait_until(self, holds) -> None:  # type: ignore[no-untyped-def]
         deadline = time.monotonic() + PATIENCE
         while not holds():
-            assert time.monotonic() < deadline
+            # A launcher that has ended did so for what it says: such as a port that another program has taken since.
+            over = [launcher.process.poll() for launcher in self.launchers]
+            assert time.monotonic() < deadline, f"launchers have ended with {over}"
             time.sleep(0.02)
 
     def host_of(self, pid: int) -> int:
