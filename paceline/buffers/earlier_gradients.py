@@ -41,9 +41,9 @@ class EarlierGradients:
         self.replace(flat, parameters)
         schedule = flat.schedule
         self._shards, self._replicas, self._low = schedule.shards, schedule.replicas, schedule.strategy.low
-        # What a rank's share of a reduced gradient must be so that the sum over ranks gives it again.
-        self._share = (schedule.world_size if schedule.strategy.gradients == "mean" else 1) / schedule.holders
         self._means = schedule.strategy.gradients == "mean"
+        # What a rank's share of a reduced gradient must be so that the sum over ranks gives it again.
+        self._share = (schedule.world_size if self._means else 1) / schedule.holders
         self.carried: dict[int, Tensor] = {}
         self.filled: set[int] = set()
         self.used: set[int] = set()

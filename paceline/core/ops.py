@@ -43,8 +43,8 @@ WRITTEN = "parameters written"
 STATISTICS = "statistics"
 """Target of the small all-reduce that sums what ranks must agree on (see `executor.statistics`)."""
 
-BUFFERS = "buffers of"
-"""How the target begins of what sends rank 0's buffers that forwards change; their dtype follows."""
+BUFFERS = "the model's buffers"
+"""Target of what sends rank 0's buffers that forwards change, as bytes."""
 
 GRADIENTS = "gradients"
 """Target of the ops that make reduced gradients the parameters' `grad`."""

@@ -121,12 +121,9 @@ class Transfers(Placement):
         """The ops that reduce gradients which came after their bucket was: from memory of their own, then added."""
         return tuple(replace(op, planned=False, after=(), reads=(), writes=()) for op in self.reduce(bucket, index))
 
-    def send_buffers(self, dtype: str, micro_batch: int, numel: int, itemsize: int) -> Op:
-        """The op that sends rank 0's buffers of one dtype, where forwards change such, after a step's update."""
-        target = f"{BUFFERS} {dtype}"
-        op = self._communicate(
-            "broadcast", target, micro_batch, "update", (), (), (), numel, itemsize, stream="statistics"
-        )
+    def send_buffers(self, micro_batch: int, phase: Phase, size: int) -> Op:
+        """The op that sends rank 0's buffers that forwards change, of so many bytes: after backward, and update."""
+        op = self._communicate("broadcast", BUFFERS, micro_batch, phase, (), (), (), size, 1, stream="statistics")
         return replace(op, planned=False)
 
     @property

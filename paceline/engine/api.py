@@ -245,8 +245,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def broadcast_buffers(model: nn.Module) -> None:
     """Gives every rank rank 0's buffers, such as the running statistics of BatchNorm. A collective call.
 
-    Before the first forward after a step those that its forwards have changed are rank 0's anyway, as by DDP. Call it
-    where they were changed otherwise: by hand on one rank, or in a forward that no backward came after.
+    After a backward those that its forwards have changed are rank 0's from the next forward on anyway, as by DDP. Call
+    it where they were changed otherwise: by hand on one rank, or in a forward that no backward came after.
     """
     program = engine_of(model).program
     program.module_buffers.adopt()

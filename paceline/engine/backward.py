@@ -274,7 +274,6 @@ class BackwardPass:
             self._reduce_late(late, statistics.late(slow, first))
             if statistics.changes_buffers(first):
                 buffers.agree()
-            buffers.step_over()
             # No other rank need be asked where every parameter has a gradient on this one.
             used = used if len(used) == len(gradients.flat.trainable) else statistics.used()
         gradients.publish(used, keep=bool(program.schedule.updated_buckets))
@@ -282,6 +281,7 @@ class BackwardPass:
         executor.done(key)
         if key is widen:
             executor.mark(publish)
+        program.send_buffers(micro_batch, "backward")
 
     def _reduce_late(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
         """Reduces what came after its unit was copied in; from now on these units wait for the whole backward."""

@@ -39,7 +39,7 @@ class ForwardPass:
     def root_pre_forward(self, records: bool) -> None:
         """The whole model's forward begins."""
         self._depth += 1
-        self._program.module_buffers.adopt()
+        self._adopt_buffers(records)
         if self.whole.is_full:
             self._refuse_graph(records)
             return
@@ -73,7 +73,7 @@ class ForwardPass:
                 f"{unit} runs inside {what}, which paceline cannot follow to reshard its parameters and gather them "
                 "again: set strategy.zero to 2 or less, or strategy.accumulation to hold"
             )
-        self._program.module_buffers.adopt()
+        self._adopt_buffers(records)
         if self.whole.is_full:
             self._refuse_graph(records)
             return
@@ -84,6 +84,11 @@ class ForwardPass:
         if unit not in self.order:
             self.order.append(unit)
         self._begin_unit(unit)
+
+    def _adopt_buffers(self, records: bool) -> None:
+        """One of training, which `enter`s, may be a part of a forward whose graph needs them as they are."""
+        if not records and not in_backward():
+            self._program.module_buffers.adopt()
 
     def _begin_unit(self, unit: str) -> None:
         executor = self._program.executor
@@ -113,6 +118,7 @@ class ForwardPass:
         if kind == "within":
             return
         self.whole.close_states()
+        self._program.module_buffers.adopt()
         if kind == "extra" or self._state.micro_batch == 0:
             # An edit is computed with; the update, in which it would be lost, looks closer.
             self._program.parameters.require_unedited(wholly=False)
@@ -120,8 +126,6 @@ class ForwardPass:
             self._load_extra()
         else:
             self._program.parameters.unpin()
-            self._program.send_buffers(self._state.last_micro_batch)
-            self._program.module_buffers.adopt()
             self._index = self._state.micro_batch
             self._program.executor.load(self._state.step, self._program.schedule.forward(self._index))
         self._unshard_idle()

@@ -20,7 +20,7 @@ from paceline.core.build_layout import build_layout
 from paceline.core.build_schedule import build_schedule
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.layout import ROOT, Bucket, Layout
-from paceline.core.ops import STATISTICS, Key, Op
+from paceline.core.ops import STATISTICS, Key, Op, Phase
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
 from paceline.engine.gradients import Gradients
@@ -198,9 +198,10 @@ class Program:
     def _wait_for_reduction(self, bucket: Bucket) -> None:
         self.executor.require_reduced(bucket.name)
 
-    def send_buffers(self, micro_batch: int) -> None:
-        """Sends rank 0's buffers, where forwards of the step that is over have changed some. A collective call."""
-        self.module_buffers.send(self.schedule, self.executor, self.collectives, micro_batch)
+    def send_buffers(self, micro_batch: int, phase: Phase) -> None:
+        """Sends rank 0's buffers, where forwards have changed some. A collective call."""
+        if self.collectives is not None:
+            self.module_buffers.send(self.schedule, self.executor, self.collectives, micro_batch, phase)
 
     def work(self, op: Op) -> Callable[[], Traffic]:
         """The function that performs one collective of the schedule."""

@@ -40,7 +40,6 @@ def reset(engine: Engine) -> None:
     if program.gradients is not None:
         program.gradients.earlier.forget()
     program.statistics.clear()
-    program.module_buffers.reset()
     program.start()
     # A gather after the last update may have been among what was given up.
     program.parameters.updated()

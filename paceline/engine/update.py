@@ -185,7 +185,8 @@ class Update:
         else:
             executor.complete()
             parameters.waiting.clear()
-        self._program.send_buffers(self._state.last_micro_batch)
+        # Forwards between backward and update may have changed them once more.
+        program.send_buffers(self._state.last_micro_batch, "update")
 
     def _key(self, kind: str) -> Key:
         return Key(kind, OPTIMIZER, self._state.last_micro_batch, "update")

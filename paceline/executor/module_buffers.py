@@ -1,4 +1,4 @@
-"""Buffers that forwards change: rank 0's go to every rank after a step, and are in place from its next forward on.
+"""Buffers that forwards change: rank 0's go to every rank after a backward, and are in place from the next forward on.
 
 As under DDP, which sends them before a forward, a rank's own stay until then, for loops that read them after a step.
 Forwards need no other rank for it: one rank may evaluate alone.
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from paceline.buffers.memory import apart
+from paceline.buffers.memory import apart, bits_of
 from paceline.comm.control import all_gather_json
+from paceline.core.ops import Phase
 from paceline.core.schedule import Schedule
 from paceline.executor.collectives import Collectives
 from paceline.executor.executor import Executor
@@ -22,8 +23,8 @@ class ModuleBuffers:
     """The buffers of one model, and which of them are sent.
 
     Those that no forward changes cost nothing. Ranks agree on the others when one of them first sees a change, and from
-    then on all take part in sending them: when an optimizer has stepped, or else before the next forward of training.
-    What has arrived waits for the next forward of any kind, when no graph needs the former values.
+    then on all take part in sending them: at the end of a synchronised backward, and when an optimizer has stepped.
+    What has arrived waits for the next forward of any kind.
 
     Attributes:
         sent: Names of those that are sent, the same on every rank.
@@ -36,9 +37,9 @@ class ModuleBuffers:
         self.sent: dict[str, list[object]] = {}
         self._own: set[str] = set()
         """Names of those that are each rank's own, as they are of other shapes on each."""
-        self._is_due = False
-        self._arrived: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Buffers of this rank, their elements as they were when rank 0's were sent, and rank 0's."""
+        self._arrived: list[tuple[tuple[Tensor, bool], Tensor, Tensor]] = []
+        """Buffers of this rank, whether they are statistics of `_normalises`, their bytes as they were when rank 0's
+        were sent, and rank 0's."""
         self._seen: dict[str, tuple[Tensor, int]] = {}
         self.take()
 
@@ -61,9 +62,7 @@ class ModuleBuffers:
             if name in self._own or self.sent.get(name) == _description(buffer):
                 continue
             seen, version = self._seen.get(name, (None, 0))
-            # The kernel of BatchNorm writes to running statistics without moving their version on.
-            normalises = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
-            if seen is not buffer or version != _version(buffer) or normalises:
+            if seen is not buffer or version != _version(buffer) or _normalises(module):
                 yield name
 
     def agree(self) -> None:
@@ -82,46 +81,48 @@ class ModuleBuffers:
         }
         self._own.update(name for name in wanted if name not in self.sent)
 
-    def step_over(self) -> None:
-        """A synchronised backward has ended."""
-        self._is_due = bool(self.sent)
-        self.take()
-
-    def send(self, schedule: Schedule, executor: Executor, collectives: Collectives | None, micro_batch: int) -> None:
-        """Sends rank 0's, if a step was over since they were last sent. A collective call."""
-        if not self._is_due or collectives is None:
+    def send(
+        self, schedule: Schedule, executor: Executor, collectives: Collectives, micro_batch: int, phase: Phase
+    ) -> None:
+        """Sends rank 0's, which wait for `adopt`. A collective call."""
+        if not self.sent:
             return
-        self._is_due = False
+        self._arrived.clear()
         with torch.inference_mode(False), torch.no_grad():
-            by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
-            for name, buffer, _ in self._all():
+            parts: dict[int, tuple[Tensor, bool]] = {}
+            for name, buffer, module in self._all():
                 if name in self.sent and buffer.numel():
-                    by_dtype.setdefault(buffer.dtype, {})[id(buffer)] = apart(buffer)
-            for dtype, buffers in by_dtype.items():
-                flat = torch.cat([buffer.reshape(-1) for buffer in buffers.values()])
+                    parts[id(buffer)] = apart(buffer), _normalises(module)
+            if parts:
+                flat = torch.cat([bits_of(buffer) for buffer, _ in parts.values()])
                 own = flat.clone() if schedule.rank else flat
-                op = schedule.send_buffers(str(dtype).removeprefix("torch."), micro_batch, flat.numel(), flat.itemsize)
-                executor.run([op], collectives.carry_out(op, flat.view(torch.uint8), None))
+                op = schedule.send_buffers(micro_batch, phase, flat.numel())
+                executor.run([op], collectives.carry_out(op, flat, None))
                 if schedule.rank:
-                    sizes = [buffer.numel() for buffer in buffers.values()]
-                    self._arrived += zip(buffers.values(), own.split(sizes), flat.split(sizes), strict=True)
+                    sizes = [buffer.nbytes for buffer, _ in parts.values()]
+                    self._arrived += zip(parts.values(), own.split(sizes), flat.split(sizes), strict=True)
+        self.take()
 
     def adopt(self) -> None:
         """Puts in place what has arrived, but where the loop has written to a buffer since it was sent."""
         if not self._arrived:
             return
         with torch.inference_mode(False), torch.no_grad():
-            for buffer, own, sent in self._arrived:
-                elements = buffer.reshape(-1)
+            for (buffer, are_statistics), own, sent in self._arrived:
+                bits, version = bits_of(buffer), _version(buffer)
                 # Without asking a GPU, for which the host would wait.
-                untouched = ((elements == own) | (elements.isnan() & own.isnan())).all()
-                buffer.copy_(torch.where(untouched, sent, elements).view(buffer.shape))
-        self._arrived = []
+                values = torch.where((bits == own).all(), sent, bits)
+                buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
+                if are_statistics:
+                    # A graph that is yet to run backward keeps these, and computes nothing with them.
+                    torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
+        self._arrived.clear()
         self.take()
 
-    def reset(self) -> None:
-        """The step under way is given up."""
-        self._is_due = False
+
+def _normalises(module: nn.Module) -> bool:
+    """Whether a module's forward writes to its statistics, and leaves their version: it computes by the batch's own."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
 
 
 def _version(buffer: Tensor) -> int:

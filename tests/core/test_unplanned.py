@@ -27,7 +27,7 @@ def unplanned(rank: Schedule) -> Iterator[tuple[str, tuple[Op, ...]]]:
     if rank.world_size > 1:
         for bucket in rank.reduced_buckets:
             yield f"reduce_late of {bucket.name}", rank.reduce_late(bucket, 0)
-        yield "send_buffers", (rank.send_buffers("float32", 0, 10, 4),)
+        yield "send_buffers", (rank.send_buffers(0, "update", 40),)
     yield "lone_update", rank.lone_update(0)
     yield "update_around_passes", rank.update_around_passes(0)
 

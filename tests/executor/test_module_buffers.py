@@ -1,4 +1,4 @@
-"""Buffers that forwards change: each rank's own until a forward after the step, and then rank 0's."""
+"""Buffers that forwards change: each rank's own until the next forward, and then rank 0's."""
 
 from __future__ import annotations
 
@@ -112,3 +112,31 @@ def spoilt() -> list[float]:
 
 def test_what_is_not_a_number_on_a_rank_is_rank_0s_too(ranks) -> None:
     assert ranks(2, spoilt) == [[1, 1], [1, 1]]
+
+
+def evaluated_in_between(evaluates: bool) -> list[float]:
+    """Two graphs over BatchNorm, and an evaluation between their backward passes."""
+    rank = pl.init().rank
+    torch.manual_seed(0)
+    model = pl.parallelize(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(10 * step + rank))
+        first, second = (model(each).square().sum() for each in x)
+        first.backward()
+        model.eval()
+        if evaluates:
+            with torch.no_grad():
+                model(x[0])
+        model.train()
+        second.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights: list[float] = model.state_dict()["0.weight"].flatten().tolist()
+    pl.release(model)
+    return weights
+
+
+def test_graphs_that_keep_statistics_run_backward_after_others_have_arrived(ranks) -> None:
+    mine, theirs = ranks(2, evaluated_in_between, True)
+    assert mine == theirs == ranks(2, evaluated_in_between, False)[0]

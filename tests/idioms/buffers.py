@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,24 +134,69 @@ def a_codebook_in_buffers(side: Side) -> Found:
     return evaluated(side, net, model)
 
 
-@idiom(against="ddp", off=0.2)
-def a_centre_that_is_subtracted(side: Side) -> Found:
+class Centred(nn.Module):
     """DINO's centre, replaced and not written to."""
 
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp(side)
-            self.register_buffer("centre", torch.zeros(2))
+    def __init__(self, side: Side) -> None:
+        super().__init__()
+        self.body = mlp(side)
+        self.register_buffer("centre", torch.zeros(2))
 
-        def forward(self, x):
-            x = self.body(x)
-            answer = (x - self.centre.to(x.dtype)).tanh()
-            if self.training:
-                self.centre = 0.5 * self.centre + 0.5 * x.detach().mean(0).to(self.centre.dtype)
-            return answer
+    def forward(self, x):
+        x = self.body(x)
+        answer = (x - self.centre.to(x.dtype)).tanh()
+        if self.training:
+            self.centre = 0.5 * self.centre + 0.5 * x.detach().mean(0).to(self.centre.dtype)
+        return answer
 
-    return trained(side, Centred(), steps=4)
+
+@idiom(against="ddp", off=0.2)
+def a_centre_that_is_subtracted(side: Side) -> Found:
+    return trained(side, Centred(side), steps=4)
+
+
+def centred(side: Side, between: Callable[[Any, Tensor], Tensor], stepping: Collection[int] = range(4)) -> Found:
+    """Four backward passes, some with a step; what `between` answers before each of these is noted."""
+    model = Centred(side).to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    notes = []
+    for step in range(4):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        notes.append(between(net, x).detach().double().sum())
+        if step in stepping:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {**evaluated(side, net, model), "notes": torch.stack(notes)}
+
+
+def evaluating(net: Any, x: Tensor) -> Tensor:
+    net.eval()
+    with torch.no_grad():
+        answer: Tensor = net(x)
+    net.train()
+    return answer
+
+
+@idiom(against="ddp", off=0.2)
+def a_centre_in_an_accumulation_without_no_sync(side: Side) -> Found:
+    return centred(side, lambda net, x: x.new_zeros(1), stepping=(1, 3))
+
+
+@idiom(against="ddp", off=0.2)
+def a_centre_moved_by_a_forward_for_logging(side: Side) -> Found:
+    return centred(side, lambda net, x: net(x))
+
+
+@idiom(against="ddp", off=0.2)
+def a_centre_evaluated_before_the_step(side: Side) -> Found:
+    return centred(side, evaluating)
+
+
+@idiom(against="ddp", off=0.2)
+def a_centre_evaluated_where_a_step_is_skipped(side: Side) -> Found:
+    return centred(side, evaluating, stepping=(0, 2, 3))
 
 
 class Routed(nn.Module):
