@@ -78,7 +78,6 @@ class NcclTransport:
         """Enqueues one collective on the current stream; see `Transport.run`."""
         # Which algorithm is NCCL's to choose.
         collective = collective.partition("/")[0]
-        operation, factor = self._operation(scale)
         size = buffer.numel() // self._world_size
         own = buffer[self._rank * size : (self._rank + 1) * size]
         if collective == "all_gather":
@@ -86,19 +85,13 @@ class NcclTransport:
         elif collective == "reduce_scatter":
             same = shard is not None and shard.dtype == buffer.dtype
             out = shard if shard is not None and same else own
-            _reduce_scatter(out, buffer, operation, group=self._group)
-            if factor != 1.0:
-                out.mul_(factor)
+            _reduce_scatter(out, buffer, self._operation(scale, buffer), group=self._group)
             if shard is not None and not same:
                 shard.copy_(out)
         elif collective == "all_reduce":
-            dist.all_reduce(buffer, operation, group=self._group)
-            if factor != 1.0:
-                buffer.mul_(factor)
+            dist.all_reduce(buffer, self._operation(scale, buffer), group=self._group)
         elif collective == "reduce":
-            dist.reduce(buffer, op=operation, group_dst=0, group=self._group)
-            if factor != 1.0 and self._rank == 0:
-                buffer.mul_(factor)
+            dist.reduce(buffer, op=self._operation(scale, buffer), group_dst=0, group=self._group)
         elif collective == "broadcast":
             dist.broadcast(buffer, group_src=0, group=self._group)
         else:
@@ -106,13 +99,18 @@ class NcclTransport:
         sent, received = traffic(collective, self._rank, self._world_size, buffer.numel())
         return Traffic(sent * buffer.itemsize, received * buffer.itemsize)
 
-    def _operation(self, scale: float) -> tuple[Any, float]:
-        """How to sum, and what to multiply the sum by. Each rank's part is scaled before: in fp16 sums overflow."""
+    def _operation(self, scale: float, buffer: Tensor) -> Any:
+        """How to sum the buffer times a scale. Each rank's part is scaled before: in fp16 sums overflow."""
         if scale == 1.0:
-            return dist.ReduceOp.SUM, 1.0
+            return dist.ReduceOp.SUM
         if scale == 1 / self._world_size:
-            return dist.ReduceOp.AVG, 1.0
-        return dist._make_nccl_premul_sum(scale), 1.0  # type: ignore[attr-defined]
+            return dist.ReduceOp.AVG
+        if self._world_size > 1 and buffer.dtype != torch.bfloat16:
+            return dist._make_nccl_premul_sum(scale)  # type: ignore[attr-defined]
+        # Torch hands NCCL the first half of a float32's bytes for a factor of bf16, which is 0 for every power of two
+        # (pytorch issue 190745), and among one rank a reduce-scatter leaves the factor out.
+        buffer.mul_(scale)
+        return dist.ReduceOp.SUM
 
     def inherit(self, other: Transport) -> None:
         """See `Transport.inherit`: buffers belong to this process alone."""

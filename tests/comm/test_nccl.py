@@ -22,8 +22,9 @@ SCALES = (1.0, 0.25)
 class OverGloo(NcclTransport):
     """Gloo knows neither averages nor sums of scaled parts."""
 
-    def _operation(self, scale: float) -> tuple[Any, float]:
-        return dist.ReduceOp.SUM, scale
+    def _operation(self, scale: float, buffer: torch.Tensor) -> Any:
+        buffer.mul_(scale)
+        return dist.ReduceOp.SUM
 
 
 def open_on_the_cpu() -> tuple[NcclTransport, int]:
@@ -139,20 +140,29 @@ def test_it_counts_the_bytes_of_a_ring(ranks) -> None:
 # ---- what only NCCL understands
 
 
-def operations() -> list[tuple[str, float]]:
+def operations(dtype: torch.dtype) -> list[tuple[str, float]]:
+    """How sums of ones times a scale are asked for, and what a part is by then."""
     transport = NcclTransport(dist.new_group(backend="gloo"), pl.init().device)
+    found = []
     with patch.object(dist, "_make_nccl_premul_sum", lambda factor: f"each part times {factor}", create=True):
-        found = [transport._operation(scale) for scale in (1.0, 0.5, 0.125)]
+        for scale in (1.0, 0.5, 0.125):
+            part = torch.ones(1, dtype=dtype)
+            found.append((str(transport._operation(scale, part)), part.item()))
     end(transport)
-    return [(str(operation), left) for operation, left in found]
+    return found
 
 
-def test_parts_are_scaled_before_they_are_summed(ranks) -> None:
-    for found in ranks(2, operations):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_parts_are_scaled_before_they_are_summed(ranks, dtype: torch.dtype) -> None:
+    for found in ranks(2, operations, dtype):
+        (plain, one), (mean, two), (scaled, three) = found
         # In fp16 the sum of what has yet to be scaled may be beyond its range.
-        assert [left for _, left in found] == [1.0, 1.0, 1.0]
-        names = [name for name, _ in found]
-        assert "SUM" in names[0] and "AVG" in names[1] and names[2] == "each part times 0.125"
+        assert "SUM" in plain and "AVG" in mean and one == two == 1.0
+        if dtype == torch.bfloat16:
+            # Torch would give NCCL a factor of 0.
+            assert "SUM" in scaled and three == 0.125
+        else:
+            assert scaled == "each part times 0.125" and three == 1.0
 
 
 def test_torch_has_what_nccl_is_asked_for() -> None:
