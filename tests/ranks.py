@@ -14,6 +14,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,12 @@ class RankError(AssertionError):
     """A rank raised or hung; carries the output of all."""
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, device: str, around: Callable[[], AbstractContextManager[None]]) -> None:
+    with around():
+        _serve_on(pipe, device)
+
+
+def _serve_on(pipe: Connection, device: str) -> None:
     import torch
 
     import paceline as pl
@@ -51,7 +57,7 @@ def _serve(pipe: Connection) -> None:
             watch.daemon = True
             watch.start()
             try:
-                pl.init(device="cpu", timeout=timeout)
+                pl.init(device=device, timeout=timeout)
                 outcome: tuple[str, Any] = ("ok", function(*args))
             except BaseException:
                 outcome = ("error", traceback.format_exc())
@@ -63,7 +69,16 @@ def _serve(pipe: Connection) -> None:
 class RankPool:
     """Runs a function as `n` ranks of one job and returns what each rank returned."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, device: str = "cpu", around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            device: What each rank computes on.
+            around: Gives what a rank's whole life is inside of.
+        """
+        self._device, self._around = device, around
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
         self._joined: tuple[int, float, str] | None = None
@@ -75,7 +90,7 @@ class RankPool:
     ) -> list[Any]:
         while len(self._workers) < n:
             ours, theirs = FORKS.Pipe()
-            process = FORKS.Process(target=_serve, args=(theirs,), daemon=True)
+            process = FORKS.Process(target=_serve, args=(theirs, self._device, self._around), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -13,6 +13,7 @@ ORDER = (
     "test_trainer",
     "test_equality",
     "test_one_device",
+    "test_programs",
     "test_no_waiting",
     "test_everyday",
     "test_host_time",

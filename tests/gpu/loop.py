@@ -68,7 +68,8 @@ def train(
         pairs = list(zip(x[rank::n].chunk(MICRO_BATCHES), y[rank::n].chunk(MICRO_BATCHES), strict=True))
         total = torch.zeros((), device=device, dtype=torch.float64)
         for xs, ys in pl.accumulate(model, pairs) if engine else pairs:
-            loss = F.mse_loss(model(xs), ys) / MICRO_BATCHES
+            # Torch 2.11 takes the loss of two dtypes, and fails in its backward.
+            loss = F.mse_loss(model(xs).to(ys.dtype), ys) / MICRO_BATCHES
             if engine:
                 engine.count(loss)
             total += loss.detach().double()

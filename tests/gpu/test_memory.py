@@ -39,7 +39,9 @@ def predicted_and_held(strategy: Strategy) -> tuple[int, int]:
     pl.engine_of(model).settle()
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated(device) - before
-    predicted = memory(pl.engine_of(model).schedule).total
+    schedule = pl.engine_of(model).schedule
+    # Gradients as wide as the optimizer's numbers last until `zero_grad`.
+    predicted = memory(schedule).total + sum(buffer.bytes for buffer in schedule.buffers(1) if buffer.transient)
     pl.release(model)
     return predicted, held
 

@@ -53,7 +53,9 @@ def slow(work: Callable[[], object]) -> Callable[[], Traffic]:
 
 
 def test_a_stream_runs_behind_what_was_computed_and_is_waited_for_by_the_gpu(gpu: torch.device) -> None:
-    stream, x = CudaStream(gpu), torch.zeros(1000, device=gpu)
+    stream, x = CudaStream(gpu), torch.ones(1000, device=gpu)
+    # A kernel is loaded when it first runs, for which the host waits.
+    x.fill_(2).mul_(0)
     torch.cuda._sleep(LONG)
     x.fill_(1)
     pending = stream.submit(slow(lambda: x.mul_(3)), "bucket 1")
@@ -104,6 +106,7 @@ def test_an_executors_events_are_in_the_order_that_ops_ask_for(nccl: NcclTranspo
         executor.begin(Key("publish", "gradients", 0, "backward"))
         found = buffer + 0
         executor.end()
+        executor.settle()
     assert found.eq(4).all()
     copy_in, first, second, publish = executor.drain()
     assert [event.kind for event in (copy_in, first, second, publish)] == [op.kind for op in ops]

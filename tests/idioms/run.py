@@ -157,7 +157,8 @@ def difference(wanted: Found, found: Found, tolerance: float) -> str:
             return f"{name} is of shape {list(found[name].shape)} and not {list(value.shape)}"
         if not value.numel():
             continue
-        apart = ((found[name].double() - value.double()).abs() / value.double().abs().clamp(min=1)).max().item()
+        mine, theirs = found[name].double().cpu(), value.double().cpu()
+        apart = ((mine - theirs).abs() / theirs.abs().clamp(min=1)).max().item()
         if not apart <= worst:
             worst, where = apart, name
             if worst != worst:

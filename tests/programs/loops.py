@@ -234,4 +234,4 @@ def _optimizers(loop: LoopPlan, trained: list[nn.Parameter]) -> list[torch.optim
 
 
 def _flat(values: Iterable[Tensor]) -> Tensor:
-    return torch.cat([value.detach().double().flatten() for value in values])
+    return torch.cat([value.detach().double().cpu().flatten() for value in values])

@@ -154,6 +154,7 @@ def _apart(wanted: torch.Tensor, value: torch.Tensor) -> float:
         return float("inf")
     if not wanted.numel():
         return 0.0
-    wanted, value = wanted.double(), value.double()
+    # A state that is gathered is on the host, wherever the model is.
+    wanted, value = wanted.double().cpu(), value.double().cpu()
     apart = ((wanted - value).abs() / wanted.abs().clamp(min=1)).max().item()
     return float("inf") if apart != apart else apart
