@@ -127,12 +127,15 @@ def full(
         parameters: All of a model.
         gather: Performs an all-gather; None with one rank.
         edits: Whether they may be written to, so that this rank needs a copy of what others share with it.
-        is_state: Whether they are only saved or loaded: what is gathered to be saved lies in the host's memory then.
+        is_state: Whether they are only saved or loaded. What is gathered to be saved lies in the host's memory then at
+            zero 3, whose whole model a device may not hold.
     """
     flat = parameters.flat
     parameters.take_given()
     parameters.unpin()
-    whole = WholeParameters(flat, gather, edits, on_host=is_state and not edits, widens=not is_state)
+    whole = WholeParameters(
+        flat, gather, edits, on_host=is_state and not edits and flat.is_sharded, widens=not is_state
+    )
     shown = whole.show()
     try:
         yield shown
