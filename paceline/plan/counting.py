@@ -49,7 +49,8 @@ def operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     if known is not None:
         kind, flops, shape, count = known
         needed = _needed(name, args, kwargs) if kind == "attention" else 1.0
-        return Operation(kind, flops, moved / count, dtype, shape, count, name, needed)
+        aligned = kind != "matmul" or all(map(_is_aligned, (*tensors, *outputs)))
+        return Operation(kind, flops, moved / count, dtype, shape, count, name, needed, aligned)
     if func.overloadpacket in flop_registry:
         flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
         return Operation("matmul", flops, moved, dtype, name=name)
@@ -136,6 +137,13 @@ def _matmul(name: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> _Known
     rows = left.shape[-2] if left.dim() > 1 else 1
     shape = (batch, rows, left.shape[-1], columns)
     return "matmul", 2.0 * math.prod(shape), shape, 1
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether rows, or columns where these are what lies together, begin at multiples of 16 bytes."""
+    if matrix.dim() not in (2, 3) or matrix.itemsize > 2 or 1 in matrix.shape[-2:]:
+        return True
+    return max(matrix.stride()[-2:]) * matrix.itemsize % 16 == 0
 
 
 def _convolution(

@@ -39,6 +39,7 @@ class Operation:
     count: int = 1
     name: str = ""
     needed: float = 1.0
+    aligned: bool = True
 
     @property
     def blocks(self) -> int:

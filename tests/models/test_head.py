@@ -39,6 +39,22 @@ def test_loss_and_gradients_equal_torchs(rows: int, vocabulary: int, scale: floa
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", [8, 13, 17])
+def test_rows_of_logits_are_aligned_and_gradients_are_of_the_weights_shape(dtype: torch.dtype, vocabulary: int) -> None:
+    head = head_of(torch.randn(vocabulary, 32).to(dtype))
+    x, targets = torch.randn(5, 32).to(dtype).requires_grad_(), torch.tensor([0, vocabulary - 1, -100, 3, 1])
+    loss = head(x, targets)
+    (columns,) = {
+        kept.shape[1] for kept in loss.grad_fn.saved_tensors if kept.shape[0] == 5 and kept.shape[1] not in (1, 32)
+    }
+    loss.backward()
+    assert columns * x.itemsize % 16 == 0 and vocabulary <= columns < vocabulary + 16
+    assert head.weight.grad is not None and head.weight.grad.shape == head.weight.shape
+    expected = F.cross_entropy(x.detach().double() @ head.weight.detach().double().t(), targets, reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=0.03 if x.itemsize == 2 else 1e-5)
+
+
 def test_loss_stays_finite_where_the_targets_probability_underflows() -> None:
     head = head_of(torch.tensor([[1.0], [-1.0]]))
     x = torch.tensor([[500.0]], requires_grad=True)

@@ -80,3 +80,15 @@ def test_attention_counts_what_kernels_compute(causal: bool) -> None:
 def test_memory_operations_move_what_they_read_and_write(compute: Any, moved: int) -> None:
     """Views move nothing, expanded tensors what is there, tables the rows that are looked up."""
     assert sum(each.bytes * each.count for each in counted(compute)) == moved
+
+
+@pytest.mark.parametrize("columns", [64, 50257])
+def test_products_are_aligned_where_all_rows_are(columns: int) -> None:
+    x, weight = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((6, 8), (columns, 8)))
+    logits = x @ weight.t()
+    for compute in (lambda: x @ weight.t(), lambda: logits @ weight, lambda: logits.t() @ x):
+        (found,) = counted(compute)
+        assert found.kind == "matmul" and found.aligned == (columns == 64)
+    # An odd number of rows moves no row's beginning, and vectors have none.
+    assert all(each.aligned for each in counted(lambda: x[:5] @ weight[:64].t()))
+    assert all(each.aligned for each in counted(lambda: weight @ x[0]))

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.core.errors import UserError
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
-from paceline.plan.kernels import seconds, total
+from paceline.plan.kernels import UNALIGNED, seconds, total
 from paceline.plan.work import Operation
 
 DEVICE = Device("made up", 80 << 30, 2e12, {"bfloat16": 3e14}, {"bfloat16": 2e14})
@@ -59,3 +59,9 @@ def test_an_operator_that_was_measured_takes_what_it_took_and_others_what_their_
     assert seconds(product, here) == pytest.approx(2e-6 + 1e-3 + here.kernels.launch)
     other = Operation("memory", 0.0, 1e6, "bfloat16", name="gelu")
     assert seconds(other, here) == seconds(other, replace(here, measured={}))
+
+
+def test_rows_that_begin_anywhere_cost_tensor_cores_most_of_their_rate() -> None:
+    large = matmul(16384, 768, 50257)
+    slow = seconds(replace(large, aligned=False), HARDWARE)
+    assert slow == pytest.approx(seconds(large, HARDWARE) / UNALIGNED, rel=0.05)
