@@ -145,6 +145,10 @@ def systems() -> list[System]:
         System("PyTorch", "plain, autocast", one_process, GROUPS),
         System("PyTorch", "compiled, autocast", _compiled, GROUPS),
         *(System("paceline", f"zero {strategy.stage}", partial(parallel, strategy), GROUPS) for strategy in stages),
+        *(
+            System("paceline", f"zero {strategy.stage}, compiled", partial(_compiled_parallel, strategy), GROUPS)
+            for strategy in (stages[0], stages[3])
+        ),
         System("paceline", "zero 0, recording events", partial(_recording, stages[0]), GROUPS),
     ]
 
@@ -160,6 +164,13 @@ def _compiled(case: Case, world: pl.World, precision: Precision) -> Training:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     quick: Any = torch.compile(model)
     return Training(model, loop(quick, optimizer, case, world, autocast=True))
+
+
+def _compiled_parallel(strategy: Strategy, case: Case, world: pl.World, precision: Precision) -> Training:
+    model = pl.parallelize(case.build(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    quick: Any = torch.compile(model)
+    return Training(model, loop(quick, optimizer, case, world, autocast=False), pl.engine_of(model).settle)
 
 
 def _recording(strategy: Strategy, case: Case, world: pl.World, precision: Precision) -> Training:

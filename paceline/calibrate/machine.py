@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ import msgspec
 import torch
 
 import paceline as pl
+from paceline.calibrate.kept import folder, keep, taken
 from paceline.calibrate.probe import fitted
 from paceline.calibrate.rank import Measured, measure, measure_in
 from paceline.comm.world import World
@@ -46,11 +44,8 @@ def here(ranks: int, *, anew: bool = False, report: Callable[[str], object] = la
         UserError: Measuring failed.
     """
     path = cached(ranks, threads_per_rank(0, ranks))
-    if os.path.exists(path) and not anew:  # False, too, where nobody may look
-        try:
-            return profile_file.read(path)
-        except UserError as error:
-            report(f"{error}. It is measured anew")
+    if not anew and (before := taken(path, report)) is not None:
+        return before
     report(f"measuring this machine with {ranks} rank{'s' if ranks > 1 else ''}, about {SECONDS:.0f} s")
     found, crowded = measured_here(ranks, SECONDS)
     _keep(path, found, crowded, report)
@@ -59,11 +54,7 @@ def here(ranks: int, *, anew: bool = False, report: Callable[[str], object] = la
 
 def kept(ranks: int, threads: int) -> Hardware | None:
     """What was measured of this machine, as so many ranks of so many threads have it, if it was."""
-    path = cached(ranks, threads)
-    try:
-        return profile_file.read(path) if os.path.exists(path) else None
-    except UserError:
-        return None
+    return taken(cached(ranks, threads))
 
 
 def measured_in_job(world: World, report: Callable[[str], object] = lambda _: None) -> Hardware:
@@ -90,15 +81,7 @@ def _keep(path: Path, found: Hardware, crowded: float, report: Callable[[str], o
             "that all times are too long: this is not kept, and the next plan measures again"
         )
         return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profile_file.write(temporary, found)
-        temporary.replace(path)
-    except OSError as error:
-        report(f"{path} cannot be written ({error.strerror}): the next plan measures again")
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    keep(path, found, report)
 
 
 def measurable(devices: int) -> int:
@@ -108,18 +91,7 @@ def measurable(devices: int) -> int:
 
 def cached(ranks: int, threads: int) -> Path:
     """Where a measurement is kept: its name stands for the machine, torch, and how many ranks have how many threads."""
-    return _caches() / "paceline" / "hardware" / f"{_identity(ranks, threads)}.json"
-
-
-def _caches() -> Path:
-    """The user's folder for caches; that for temporary files where a user has no home, as in some containers."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if named.is_absolute():  # others are to be ignored, says the XDG base directory specification
-        return named
-    try:
-        return Path.home() / ".cache"
-    except RuntimeError:
-        return Path(tempfile.gettempdir())
+    return folder() / f"{_identity(ranks, threads)}.json"
 
 
 def measured_here(ranks: int, seconds: float = SECONDS) -> tuple[Hardware, float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from paceline.core.errors import UserError
@@ -82,9 +83,11 @@ def request(options: PlanArguments, devices: int) -> Request:
 def _hardware(options: PlanArguments, devices: int) -> Hardware:
     if options.here:
         # Measuring runs ranks, of which plans know nothing.
-        from paceline.calibrate.machine import here, measurable
+        from paceline.calibrate import gpu, machine
 
-        return here(measurable(devices), report=partial(show, warning=True))
+        report = partial(show, warning=True)
+        on_gpus = torch.cuda.is_available()
+        return gpu.here(report=report) if on_gpus else machine.here(machine.measurable(devices), report=report)
     return profiles.hardware(options.hardware)
 
 
@@ -102,7 +105,7 @@ def _config(options: PlanArguments) -> TrainConfig | None:
 
 
 def _subject(options: PlanArguments, config: TrainConfig | None) -> Subject:
-    kernels: Kernels = "cpu" if options.here else "cuda"
+    kernels: Kernels = "cpu" if options.here and not torch.cuda.is_available() else "cuda"
     if config is not None:
         shape = config.model.shape(config.data.vocabulary) if options.config else PRESETS[options.model]
         return transformer(options.config or options.model, _fitting(shape, options), options.context, kernels)

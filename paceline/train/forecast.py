@@ -134,11 +134,9 @@ def begin(world: World, recomputes: bool, before: int | None = None) -> Forecast
 def known_hardware(world: World) -> Hardware | None:
     """The machine of a job's ranks: measured before, or by the name of its GPU."""
     if world.device.type == "cuda":
-        from paceline.plan import profiles
+        from paceline.calibrate import gpu
 
-        name = torch.cuda.get_device_name(world.device).lower()
-        short = next((each for each in sorted(profiles.names(), key=len, reverse=True) if each in name), None)
-        return None if short is None else profiles.hardware(short)
+        return gpu.known(world.device)
     from paceline.calibrate.machine import kept
 
     return kept(world.world_size, torch.get_num_threads()) if world.local_world_size == world.world_size else None

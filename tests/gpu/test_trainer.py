@@ -70,3 +70,11 @@ def test_nano_is_trained_without_waiting(tmp_path: Path, flags: tuple[str, ...])
         assert loop.train(config) == 0
     assert modes == ["default", "error", "default"]
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_plan_measures_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = pytest.importorskip("paceline.cli", reason="paceline needs msgspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ["plan", "--here", "--model", "gpt2-124m", "--devices", "1", "--batch-tokens", "16384"]
+    assert command.main([*arguments, "--json", str(tmp_path / "plan.json")]) == 0
+    assert list((tmp_path / "paceline" / "hardware").glob("gpu-*.json"))
