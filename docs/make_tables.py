@@ -82,6 +82,19 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def gpu(rows: list[dict[str, Any]]) -> str:
+    """A line per model and system."""
+    lines = [
+        "| model | system | ms a step | host, ms | tokens/s | MFU | MiB |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        time = f"{row['median_ms']:.1f} ± {row['spread_ms']:.1f} | {row['host_ms']:.1f}"
+        rest = f"{row['tokens_per_second']:,.0f} | {100 * row['mfu']:.1f} % | {row['peak_bytes'] / 2**20:,.0f}"
+        lines.append(f"| {row['model']} | {row['system']}: {row['setting']} | {time} | {rest} |")
+    return "\n".join(lines)
+
+
 def plain(rows: list[dict[str, Any]]) -> str:
     """A line per row."""
     lines = ["| case | system | ms | ratio |", "|---|---|---:|---:|"]
@@ -214,6 +227,8 @@ def pages() -> dict[Path, str]:
         "trainer": plain(results("trainer")["rows"]),
         "model": plain(results("model")["rows"]),
         "events": events(results("events")["figures"]),
+        "gpu": gpu(results("gpu")["rows"]),
+        "gpu-compiled": gpu(results("gpu-compiled")["rows"]),
         "plans": plans(results("plan")),
     }
     measured = {
