@@ -92,7 +92,8 @@ class Program:
             if materialiser is None:
                 self._send([p.data for _, p in named_parameters(module)])
         try:
-            self._lay_out(materialiser.turns(self._send) if materialiser is not None else None)
+            turns = materialiser.turns(self._send) if materialiser is not None else None
+            self._lay_out(dict(named_parameters(self.module)), turns)
         except Exception as error:
             # A module's own initialisation raises what it likes, and the other ranks wait for this one.
             if self.collectives is not None:
@@ -119,12 +120,13 @@ class Program:
         if self.collectives is not None:
             self.collectives.broadcast(tensors, "pl.parallelize")
 
-    def _lay_out(self, turns: Iterable[Iterable[nn.Parameter]] | None = None) -> None:
+    def _lay_out(
+        self, by_name: Mapping[str, nn.Parameter], turns: Iterable[Iterable[nn.Parameter]] | None = None
+    ) -> None:
         self._tensors = Tensors(self._transports, self.world.device)
-        by_name = dict(named_parameters(self.module))
         parameters = [by_name[slot.spec.name] for slot in self.layout.slots]
         self.parameters = Parameters(self.schedule, parameters, self.world.device, self._tensors, self._owner, turns)
-        self.structure = Structure(self.module, self.layout, parameters)
+        self.structure = Structure(self.module, self.layout, parameters, self.parameters.flat.is_sharded)
         self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
 
     def _transports(self) -> Mapping[str, Transport]:
@@ -155,8 +157,10 @@ class Program:
             self.schedule = replace(self.schedule, order=order, deferred=frozenset())
         else:
             statistics = self._tensors.by_name.get("statistics")
+            # Not of the model, whose parts may have been moved since.
+            by_name = {slot.spec.name: p for slot, p in zip(self.layout.slots, self.parameters.all, strict=True)}
             self.schedule = self._schedule(self.strategy, order)
-            self._lay_out()
+            self._lay_out(by_name)
             if statistics is not None:
                 self._tensors.by_name["statistics"] = statistics
 

@@ -18,16 +18,26 @@ _HERE = frozenset((nn.Parameter, ReducedGradParameter))
 class Structure:
     """The modules and parameters of a model as they were when it was made parallel."""
 
-    def __init__(self, module: nn.Module, layout: Layout, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, parameters: Sequence[nn.Parameter], parts_stay: bool) -> None:
         """Remembers them.
 
         Args:
             module: The model.
             layout: Where its parameters lie.
             parameters: In the order of `layout.slots`.
+            parts_stay: Whether each part must stay in its place, as the parameters of one are gathered for it there.
         """
+        self._module, self._parts_stay = module, parts_stay
         self._shapes = [(p, slot.spec.shape, slot.spec.name) for p, slot in zip(parameters, layout.slots, strict=True)]
         self._identities = {id(parameter) for parameter in parameters}
+        self._frozen = [
+            (slot.spec.name, p) for p, slot in zip(parameters, layout.slots, strict=True) if not slot.spec.trainable
+        ]
+        self._remember()
+
+    def _remember(self) -> None:
+        """Where each part is now."""
+        module = self._module
         self._registered = [
             (registry, name, member, _joined(path, name))
             for path, submodule in module.named_modules()
@@ -38,9 +48,6 @@ class Structure:
             (registry, set(registry.keys()), path)
             for path, m in module.named_modules()
             for registry in (m._parameters, m._modules)
-        ]
-        self._frozen = [
-            (slot.spec.name, p) for p, slot in zip(parameters, layout.slots, strict=True) if not slot.spec.trainable
         ]
 
     def holds(self, identity: int) -> bool:
@@ -63,15 +70,13 @@ class Structure:
                 )
         for registry, name, member, path in self._registered:
             if registry.get(name) is not member:
-                raise EngineError(
-                    f"{path} was replaced in the model after pl.parallelize, so its gradients would not be reduced: "
-                    "call pl.release(model) and pl.parallelize(model) again (load weights without assign=True)"
-                )
+                self._look_again(path)
+                return
         for registry, known, path in self._members:
             if len(registry) <= len(known):
                 continue
             for name in registry.keys() - known:
-                if _trains(registry[name]):
+                if self._trains(registry[name]):
                     raise EngineError(
                         f"{_joined(path, name)} was added to the model after pl.parallelize, so its gradients would "
                         "not be reduced: call pl.release(model) and pl.parallelize(model) again"
@@ -83,12 +88,24 @@ class Structure:
                 "pl.release(model) and pl.parallelize(model) again"
             )
 
+    def _look_again(self, path: str) -> None:
+        """Parts were moved, wrapped, tied, left out or put back, which is fine while nothing new is trained.
+
+        Raises:
+            EngineError: Something is, or parts must stay.
+        """
+        if self._parts_stay or self._trains(self._module):
+            raise EngineError(
+                f"{path} was replaced in the model after pl.parallelize, so its gradients would not be reduced: "
+                "call pl.release(model) and pl.parallelize(model) again (load weights without assign=True)"
+            )
+        self._remember()
+
+    def _trains(self, member: nn.Module | nn.Parameter | None) -> bool:
+        """Whether gradients may come to parameters in a part of a model that were not laid out."""
+        parameters = [p for _, p in named_parameters(member)] if isinstance(member, nn.Module) else [member]
+        return any(p is not None and p.requires_grad and id(p) not in self._identities for p in parameters)
+
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _trains(member: nn.Module | nn.Parameter | None) -> bool:
-    """Whether gradients may come to a part of a model."""
-    parameters = [p for _, p in named_parameters(member)] if isinstance(member, nn.Module) else [member]
-    return any(parameter is not None and parameter.requires_grad for parameter in parameters)

@@ -22,6 +22,7 @@ from tests.idioms import (
     losses,
     modules,
     optimizers,
+    parts,
     several,
     tables,
     weights,
@@ -31,7 +32,7 @@ from tests.ranks import RankError, RankPool
 
 WRITTEN_IN = (
     *(averages, buffers, closures, frozen, gradients, layouts, loops),
-    *(losses, modules, optimizers, several, tables, weights),
+    *(losses, modules, optimizers, parts, several, tables, weights),
 )
 """Importing them registers the idioms."""
 

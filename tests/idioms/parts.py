@@ -1,0 +1,90 @@
+"""Parts of a model that are moved, left out, wrapped or tied once it is parallel."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state
+
+STAY = (("zero 3", "after pl.parallelize"),)
+"""Where each part's parameters are gathered for it in its place."""
+
+
+def begun(side: Side) -> tuple[nn.Sequential, object, torch.optim.Optimizer]:
+    """A model that has trained for two steps."""
+    model = mlp(side, blocks=3)
+    net, optimizer = side.parallel(model), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    fit(side, net, optimizer, 2)
+    return model, net, optimizer
+
+
+@idiom(refused=STAY)
+def blocks_in_another_order(side: Side) -> Found:
+    model, net, optimizer = begun(side)
+    model[1], model[3] = model[3], model[1]
+    fit(side, net, optimizer, 3)
+    return state(model)
+
+
+@idiom(refused=STAY, unused=True)
+def a_block_left_out_for_a_while(side: Side) -> Found:
+    model, net, optimizer = begun(side)
+    block = model[2]
+    model[2] = nn.Identity()
+    fit(side, net, optimizer, 2)
+    model[2] = block
+    fit(side, net, optimizer, 2)
+    return state(model)
+
+
+@idiom(refused=STAY, unused=True)
+def a_block_taken_out(side: Side) -> Found:
+    model, net, optimizer = begun(side)
+    del model[2]
+    fit(side, net, optimizer, 3)
+    return state(model)
+
+
+@idiom(refused=STAY)
+def a_block_wrapped(side: Side) -> Found:
+    class Scaled(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return 0.5 * self.block(x) + x
+
+    model, net, optimizer = begun(side)
+    model[2] = Scaled(model[2])
+    fit(side, net, optimizer, 3)
+    return state(model)
+
+
+@idiom(refused=STAY, unused=True)
+def weights_tied_later(side: Side) -> Found:
+    model, net, optimizer = begun(side)
+    model[3][0].weight = model[1][0].weight
+    fit(side, net, optimizer, 3)
+    return state(model)
+
+
+@idiom(refused=STAY, unused=True)
+def an_auxiliary_head_deleted(side: Side) -> Found:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.aux = mlp(side), nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            x = self.body(x)
+            return self.head(x) + self.aux(x) if hasattr(self, "aux") else self.head(x)
+
+    torch.manual_seed(WIDTH)
+    model = Model().to(side.dtype)
+    net, optimizer = side.parallel(model), torch.optim.AdamW(model.parameters(), 0.01)
+    fit(side, net, optimizer, 2)
+    del model.aux
+    fit(side, net, optimizer, 3)
+    return state(model)
