@@ -16,6 +16,9 @@ Costs = Callable[[Op], float]
 Links = Callable[[Op], str]
 """What a collective's bytes go over, such as the wires between hosts."""
 
+Weights = Callable[[Op], float]
+"""For which share of its time a collective is in computing's way: less than 1 where it waits for wires."""
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -102,8 +105,11 @@ def timeline(
     steps: int = 1,
     contention: float = 0.0,
     links: Links | None = None,
+    weights: Weights = lambda op: 1.0,
 ) -> Timeline:
     """`simulate` without making events of it: `ops` are those of a step of so many micro-batches.
+
+    `contention` holds for collectives of weight 1; others slow computing down for as much less.
 
     Raises:
         ValueError: An op comes after one that stands nowhere before it.
@@ -116,7 +122,8 @@ def timeline(
     starts, ends, exposed = [0.0] * (steps * count), [0.0] * (steps * count), [0.0] * (steps * count)
     free = [0.0] * len(STREAMS)
     computed = 0.0
-    busy: list[tuple[float, float]] = []
+    busy: list[tuple[float, float, float]] = []
+    lost = contention / (1 + contention)
     used: dict[str, list[tuple[float, float]]] = {}
     over = [links(op) if links and op.kind not in COMPUTE else "" for op in ops]
     for first in range(0, steps * count, count):
@@ -138,12 +145,12 @@ def timeline(
             end = start + seconds[index]
             if seconds[index] and contention and computes[index]:
                 busy = [span for span in busy if span[1] > start]
-                end = _beside(start, seconds[index], busy, contention)
+                end = _beside(start, seconds[index], busy)
             if seconds[index] and not computes[index]:
                 if over[index]:
                     end = _claim(used.setdefault(over[index], []), start, seconds[index])
                 if contention:
-                    busy.append((start, end))
+                    busy.append((start, end, lost * weights(ops[index])))
             starts[at], ends[at] = start, end
             free[stream] = end
         computed = free[0]
@@ -170,10 +177,10 @@ def _waits(ops: Sequence[Op], micro_batches: int) -> list[list[int]]:
     return found
 
 
-def _beside(start: float, seconds: float, busy: Sequence[tuple[float, float]], contention: float) -> float:
-    """When computing is over that takes so many seconds alone, and is slower while one of `busy` is under way."""
+def _beside(start: float, seconds: float, busy: Sequence[tuple[float, float, float]]) -> float:
+    """When computing is over that takes so many seconds alone, of which `busy` spans lose a share each."""
     now, left = start, seconds
-    for first, last in sorted(busy):
+    for first, last, lost in sorted(busy):
         if last <= now:
             continue
         if first > now:
@@ -181,10 +188,10 @@ def _beside(start: float, seconds: float, busy: Sequence[tuple[float, float]], c
                 break
             left -= first - now
             now = first
-        slowed = (last - now) / (1 + contention)
-        if left <= slowed:
-            return now + left * (1 + contention)
-        left -= slowed
+        done = (last - now) * (1 - lost)
+        if left <= done:
+            return now + left / (1 - lost)
+        left -= done
         now = last
     return now + left
 

@@ -18,6 +18,7 @@ from paceline.plan.costs import step_costs
 from paceline.plan.estimate import Estimate, Setting
 from paceline.plan.footprint import FREE, Footprint, footprint
 from paceline.plan.hardware import Hardware
+from paceline.plan.network import unhindered
 from paceline.plan.subject import Subject
 
 STEPS = 2
@@ -157,11 +158,16 @@ class Case:
 
     def _split(self, setting: Setting, micro_batches: int, slower: float) -> dict[str, float]:
         """Where the seconds of a step of so many micro-batches go, if this rank computes so many times as long."""
-        strategy = setting.strategy
-        work = self.subject.work(setting.samples, strategy.precision)
-        costs = step_costs(work, self.hardware, replace(self.schedule(strategy), strategy=strategy))
+        line, alone = self._timeline(setting, micro_batches, slower)
+        found = split(line)
+        return {**found, "slowed": max(0.0, found["compute"] - alone)}
 
-        known: dict[tuple[object, ...], float] = {}
+    def _timeline(self, setting: Setting, micro_batches: int, slower: float = 1.0) -> tuple[Timeline, float]:
+        """A step of so many micro-batches, and the seconds of it that it would compute with nothing beside it."""
+        strategy, known = setting.strategy, dict[tuple[object, ...], float]()
+        work = self.subject.work(setting.samples, strategy.precision)
+        schedule = replace(self.schedule(strategy), strategy=strategy)
+        costs, passing = (step_costs(work, each, schedule) for each in (self.hardware, unhindered(self.hardware)))
 
         def cost(op: Op) -> float:
             # Collectives alike take the same, and a unit in every micro-batch.
@@ -170,11 +176,16 @@ class Case:
                 known[key] = costs(op) * (slower if op.kind in COMPUTE else 1.0)
             return known[key]
 
+        def weight(op: Op) -> float:
+            key = ("weight", op.kind, op.bytes, op.group)
+            if key not in known:
+                known[key] = passing(op) / whole if (whole := cost(op)) else 0.0
+            return known[key]
+
         ops = self.ops(strategy, micro_batches)
-        contention = self.hardware.kernels.contention
-        found = split(timeline(ops, cost, micro_batches, STEPS, contention, self._links(strategy)))
+        contention, links = self.hardware.kernels.contention, self._links(strategy)
         alone = sum(cost(op) for op in ops if op.kind in COMPUTE and op.kind not in _UPDATES)
-        return {**found, "slowed": max(0.0, found["compute"] - alone)}
+        return timeline(ops, cost, micro_batches, STEPS, contention, links, weight), alone
 
     def _links(self, strategy: Strategy) -> Links:
         """Groups within hosts use the links there, others the wires between hosts."""

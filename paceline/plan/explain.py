@@ -78,7 +78,8 @@ def _computing(case: Case, estimate: Estimate) -> Iterator[Term]:
         said.seconds(estimate.compute),
         f"{setting.micro_batches} micro-batches x {said.seconds(plain / setting.micro_batches)}, and "
         f"{said.seconds(max(0.0, estimate.compute - plain - estimate.slowed))} of recomputing and copying gradients, "
-        f"{said.seconds(estimate.slowed)} of computing {1 + kernels.contention:.2f} times as long beside communication",
+        f"{said.seconds(estimate.slowed)} lost beside communication, {kernels.lost:.2f} of each second that it takes "
+        "at the rate of a host's links",
         "simulation of the engine's schedule",
     )
 

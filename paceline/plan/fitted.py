@@ -22,7 +22,8 @@ class Constants:
         eager_passes: How often a block of PyTorch's single operations reads or writes the residual stream forward.
         triton_a100: Share of the ceiling of FlashAttention in Triton, as LLM-Foundry ran it on A100.
         triton_h100: The same on H100.
-        contention: How much longer computing takes while a collective runs beside it at the rate of a host's links.
+        contention: Seconds of computing that are lost for each second of a collective beside it at the rate of a
+            host's links.
         straggling: How much longer a step takes with each doubling of hosts.
         launch: Seconds in which Megatron-DeepSpeed's host launches one operation of `transformer_work`, each of which
             is several kernels.
@@ -111,6 +112,9 @@ MEMORY_EFFICIENCY = 0.85
 LAUNCH = 6e-6
 """Seconds in which PyTorch launches one operation; not fitted."""
 
+_MOST_LOST = 0.95
+"""Seconds of computing that a second of communication takes away at most, so that both go on."""
+
 _FLASH2 = {"a100": 0.70, "h100": 0.38}
 """Share of the ceiling that FlashAttention-2 reaches, forward and backward together, causal, 8k tokens, heads of 128:
 190 TFLOP/s of 271 on A100 and some 300 of 795 on H100 (Dao 2023, figures 4 to 7)."""
@@ -150,7 +154,8 @@ def kernels(device: str, kernel: str = "flash2", constants: Constants = FITTED) 
         matmul_efficiency=constants.matmul_efficiency,
         half_flops=0.0,
         attention_efficiency=attention(device, kernel, constants),
-        contention=constants.contention,
+        # What takes nine tenths of each second makes computing take ten times as long.
+        contention=min(constants.contention, _MOST_LOST) / (1 - min(constants.contention, _MOST_LOST)),
         straggling=constants.straggling,
         matmul_passes=constants.matmul_passes,
     )

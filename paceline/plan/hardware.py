@@ -71,7 +71,8 @@ class Kernels:
         matmul_efficiency: Share of the ceiling that large matmuls reach within a model.
         half_flops: Floating-point operations of a matmul that reaches half of that share.
         attention_efficiency: Share of the ceiling that fused attention reaches.
-        contention: How much longer computing takes while a collective runs beside it: 0.1 is a tenth.
+        contention: How much longer computing takes while a collective runs beside it at the rate of a host's links: 0.1
+            is a tenth.
         straggling: How much longer a step takes with each doubling of hosts, as all wait for the slowest: 0.01 is a
             hundredth.
         matmul_passes: How many times a matmul's matrices pass through memory beside its computing: tiles are fetched
@@ -86,6 +87,11 @@ class Kernels:
     contention: float = 0.0
     straggling: float = 0.0
     matmul_passes: float = 0.0
+
+    @property
+    def lost(self) -> float:
+        """Seconds of computing that a second of such a collective takes away."""
+        return self.contention / (1 + self.contention)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ the two bounds the bytes. Beside them each of the ring's steps takes a latency.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.plan.hardware import Hardware
@@ -33,6 +33,16 @@ class Spread:
     def ranks(self) -> int:
         """All of them."""
         return self.within * self.hosts
+
+
+def unhindered(hardware: Hardware) -> Hardware:
+    """With wires between hosts that are no slower than the links within.
+
+    A collective then takes as long as it is in computing's way: a device is held up by the bytes that it copies and
+    adds up, which slow wires make no more.
+    """
+    wires = replace(hardware.between, bandwidth=max(hardware.between.bandwidth, hardware.within.bandwidth))
+    return replace(hardware, between=wires)
 
 
 def spread(ranks: int, devices_per_host: int, stride: int = 1) -> Spread:

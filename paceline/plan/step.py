@@ -11,7 +11,7 @@ drain (Narayanan et al. 2021); tensor ranks exchange the residual stream twice i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.models.flops import parameter_count
 from paceline.plan import network
@@ -207,19 +207,17 @@ def _sharded(run: Run, block: _Block, hardware: Hardware) -> tuple[float, float]
         return scattered + between / run.micro_batches
 
     gather, reduce = gathered(per_block), reduced(per_block)
-    # A device is held up by the bytes that it copies and adds up, which slow wires between hosts make no more.
-    wires = replace(hardware.between, bandwidth=max(hardware.between.bandwidth, hardware.within.bandwidth))
-    passing = replace(hardware, between=wires)
+    passing = network.unhindered(hardware)
     gather_passes, reduce_passes = gathered(per_block, passing), reduced(per_block, passing)
     forward, backward = block.forward + block.tensor_forward, block.backward + block.tensor_backward
-    contention = hardware.kernels.contention
+    lost = hardware.kernels.lost
     again = gather if run.zero == 3 else 0.0
     if not run.overlap:
         return run.micro_batches * layers * (gather + again), run.micro_batches * layers * reduce
 
     def waits(computing: float, moving: float, passes: float) -> float:
         beside = min(1.0, computing / moving) if moving else 0.0
-        return max(computing + contention * beside * passes, moving) - computing
+        return max(computing + lost * beside * passes, moving) - computing
 
     waited_forward = layers * waits(forward, gather, gather_passes)
     beside = layers * waits(backward, again + reduce, (gather_passes if again else 0.0) + reduce_passes)
@@ -255,12 +253,12 @@ def _replicated(run: Run, block: _Block, hardware: Hardware) -> tuple[float, flo
     if not run.overlap:
         return gather, reduce
     layers = run.config.layers / run.pipeline
-    contention = hardware.kernels.contention
+    lost = hardware.kernels.lost
 
     def waited(moving: float, computing: float) -> float:
         # What the first block needs, or the last one gives, has nothing to hide behind.
         hidden = moving * (1 - 1 / layers)
-        return moving / layers + max(0.0, hidden - computing) + contention * min(hidden, computing)
+        return moving / layers + max(0.0, hidden - computing) + lost * min(hidden, computing)
 
     gathered = gather if run.gathers_first else waited(gather, layers * block.forward)
     return gathered, waited(reduce, layers * block.backward)

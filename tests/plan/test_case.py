@@ -7,13 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.simulate import timeline
 from paceline.core.strategy import Strategy
 from paceline.models.presets import PRESETS
-from paceline.plan import case as module
 from paceline.plan import profiles
 from paceline.plan.case import Case, split
-from paceline.plan.costs import step_costs
 from paceline.plan.estimate import Setting
 from paceline.plan.least import Least
 from paceline.plan.subject import of_module, transformer
@@ -58,13 +55,8 @@ def test_the_parts_of_a_step_are_the_step(chosen: tuple[Case, Setting]) -> None:
     """Whatever is simulated, and however many micro-batches are only counted: not more than few are."""
     case, setting = chosen
     estimate = case.estimate(setting)
-    strategy = setting.strategy
-    schedule = replace(case.schedule(strategy), strategy=strategy)
-    work = case.subject.work(setting.samples, strategy.precision)
-    contention = case.hardware.kernels.contention
-    costs = step_costs(work, case.hardware, schedule)
-    ops = case.ops(strategy, setting.micro_batches)
-    line = timeline(ops, costs, setting.micro_batches, module.STEPS, contention, case._links(strategy))
+    ops = case.ops(setting.strategy, setting.micro_batches)
+    line, _ = case._timeline(setting, setting.micro_batches)
     assert sum(split(line).values()) == pytest.approx(line.last_step, rel=1e-9)
     assert estimate.seconds - estimate.bubble == pytest.approx(line.last_step, rel=0.01)
     assert estimate.sent == sum(op.sent for op in ops)
