@@ -6,7 +6,6 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,8 +17,8 @@ from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.launch.pool import RanksFailed
-from paceline.measuring.cases import ADAMW, GROUPS, Case, Precision, System, Training
-from paceline.measuring.loops import loop, one_process, parallel
+from paceline.measuring.cases import GROUPS, Case, Precision, System, Training
+from paceline.measuring.loops import one_process, parallel
 from paceline.measuring.meters import watching_memory
 from paceline.measuring.results import half_spread, write_json
 from paceline.models.flops import flops_per_token, peak_flops
@@ -143,10 +142,10 @@ def systems() -> list[System]:
     stages = [Strategy(zero=stage, precision=PRECISION) for stage in (0, 1, 2, 3)]
     return [
         System("PyTorch", "plain, autocast", one_process, GROUPS),
-        System("PyTorch", "compiled, autocast", _compiled, GROUPS),
+        System("PyTorch", "compiled, autocast", partial(one_process, compiled=True), GROUPS),
         *(System("paceline", f"zero {strategy.stage}", partial(parallel, strategy), GROUPS) for strategy in stages),
         *(
-            System("paceline", f"zero {strategy.stage}, compiled", partial(_compiled_parallel, strategy), GROUPS)
+            System("paceline", f"zero {strategy.stage}, compiled", partial(parallel, strategy, compiled=True), GROUPS)
             for strategy in (stages[0], stages[3])
         ),
         System("paceline", "zero 0, recording events", partial(_recording, stages[0]), GROUPS),
@@ -157,20 +156,6 @@ def _case(name: str) -> Case:
     config = preset(name)
     context, batch = SHAPES.get(name, (config.context, 1))
     return _Case(name, replace(config, context=context), batch)
-
-
-def _compiled(case: Case, world: pl.World, precision: Precision) -> Training:
-    model = case.build().to(world.device)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    quick: Any = torch.compile(model)
-    return Training(model, loop(quick, optimizer, case, world, autocast=True))
-
-
-def _compiled_parallel(strategy: Strategy, case: Case, world: pl.World, precision: Precision) -> Training:
-    model = pl.parallelize(case.build(), strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    quick: Any = torch.compile(model)
-    return Training(model, loop(quick, optimizer, case, world, autocast=False), pl.engine_of(model).settle)
 
 
 def _recording(strategy: Strategy, case: Case, world: pl.World, precision: Precision) -> Training:

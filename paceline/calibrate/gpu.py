@@ -52,7 +52,6 @@ _ROUNDS, _STRETCH = 5, 0.03
 class Measured(NamedTuple):
     """What a GPU was seen to do; rates are per second."""
 
-    memory: int
     ceiling: dict[str, float]
     bandwidth: float
     attention: float
@@ -91,9 +90,9 @@ def _by_name(device: torch.device | None = None) -> Hardware | None:
     return None if short is None else profiles.hardware(short)
 
 
-def measured(sheet: Hardware, found: Measured) -> Hardware:
-    """A datasheet's hardware with what was measured in the place of what it promises."""
-    device = replace(sheet.device, memory=found.memory, bandwidth=found.bandwidth, ceiling=found.ceiling)
+def measured(sheet: Hardware, memory: int, found: Measured) -> Hardware:
+    """A datasheet's hardware with what was measured, and the bytes there are, in the place of what it promises."""
+    device = replace(sheet.device, memory=memory, bandwidth=found.bandwidth, ceiling=found.ceiling)
     kernels = replace(
         sheet.kernels,
         launch=found.launch,
@@ -106,9 +105,7 @@ def measured(sheet: Hardware, found: Measured) -> Hardware:
 def measure(device: str = "cuda") -> Measured:
     """Measures as a job of one rank."""
     world = pl.init(device=device)
-    memory = torch.cuda.get_device_properties(world.device).total_memory if device == "cuda" else 10**9
     found = Measured(
-        memory,
         {dtype: _ceiling(getattr(torch, dtype), world.device) for dtype in DTYPES},
         _bandwidth(world.device),
         _attention(world.device),
@@ -125,7 +122,7 @@ def _measured_and_kept(sheet: Hardware, path: Path, report: Callable[[str], obje
             (found,) = pool.run(measure, limit=LIMIT)
     except RanksFailed as failed:
         raise UserError(f"measuring this machine's GPU failed: {failed.summary}") from None
-    hardware = measured(sheet, found)
+    hardware = measured(sheet, torch.cuda.get_device_properties().total_memory, found)
     keep(path, hardware, report)
     return hardware
 

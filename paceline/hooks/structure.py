@@ -71,7 +71,7 @@ class Structure:
         for registry, name, member, path in self._registered:
             if registry.get(name) is not member:
                 self._look_again(path)
-                return
+                break
         for registry, known, path in self._members:
             if len(registry) <= len(known):
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,11 @@ def loop(
     return step
 
 
-def one_process(case: Case, world: pl.World, precision: Precision) -> Training:
+def one_process(case: Case, world: pl.World, precision: Precision, compiled: bool = False) -> Training:
     """Trains without communication, each rank for itself: what nothing can beat."""
     model = case.build().to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return Training(model, loop(model, optimizer, case, world, precision == "bfloat16"))
+    return Training(model, loop(_called(model, compiled), optimizer, case, world, precision == "bfloat16"))
 
 
 def meeting(case: Case, world: pl.World, precision: Precision) -> Training:
@@ -52,9 +53,15 @@ def meeting(case: Case, world: pl.World, precision: Precision) -> Training:
     return Training(model, loop(model, optimizer, case, world, precision == "bfloat16"))
 
 
-def parallel(strategy: Strategy, case: Case, world: pl.World, _: Precision) -> Training:
+def parallel(strategy: Strategy, case: Case, world: pl.World, _: Precision, compiled: bool = False) -> Training:
     """Trains with a strategy, which says in what precision."""
     model = pl.parallelize(case.build(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    step = loop(model, optimizer, case, world, autocast=False)
+    step = loop(_called(model, compiled), optimizer, case, world, autocast=False)
     return Training(model, step, pl.engine_of(model).settle)
+
+
+def _called(model: nn.Module, compiled: bool) -> nn.Module:
+    """What a loop calls in a model's place."""
+    quick: Any = torch.compile(model) if compiled else model
+    return quick  # type: ignore[no-any-return]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -18,11 +18,11 @@ from paceline.plan.kernels import seconds, total
 from paceline.plan.profiles import hardware
 from paceline.plan.work import Operation
 
-FOUND = Measured(10**11, {"float32": 5e13, "bfloat16": 7e14, "float16": 7e14}, 4e12, 3.5e14, 2e-5)
+FOUND = Measured({"float32": 5e13, "bfloat16": 7e14, "float16": 7e14}, 4e12, 3.5e14, 2e-5)
 
 
 @pytest.fixture
-def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A machine with an H200 that finds FOUND; how often it was measured."""
     asked: list[int] = []
 
@@ -40,14 +40,16 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gpu, "RankPool", Pool)
-    with patch.object(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200"):
-        yield asked
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=10**11))
+    return asked
 
 
 def test_what_was_measured_takes_the_datasheets_place_and_links_stay(h200: list[int]) -> None:
     sheet, told = hardware("h200"), list[str]()
     found = gpu.here(report=told.append)
     assert "measuring this machine's GPU" in told[0]
+    assert found.device.memory == 10**11
     assert (found.within, found.between, found.device.peak) == (sheet.within, sheet.between, sheet.device.peak)
     product = Operation("matmul", 1e15, 0.0, "bfloat16")
     assert seconds(product, found) == pytest.approx(1e15 / 7e14)

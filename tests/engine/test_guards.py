@@ -109,6 +109,9 @@ def changed_after(strategy: Strategy, kind: str) -> str:
 def change(model: nn.Module, kind: str) -> None:
     if kind == "unfrozen":
         model.inner.requires_grad_(True)
+    elif kind == "unfrozen and wrapped":
+        model.inner.requires_grad_(True)
+        model.head = nn.Sequential(model.head)
     elif kind == "replaced":
         model.head = nn.Linear(6, 2).double()
     elif kind == "added module":
@@ -127,7 +130,16 @@ def change(model: nn.Module, kind: str) -> None:
             torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-KINDS = ["unfrozen", "replaced", "added module", "added parameter", "assigned", "reshaped", "swapped"]
+KINDS = [
+    "unfrozen",
+    "unfrozen and wrapped",
+    "replaced",
+    "added module",
+    "added parameter",
+    "assigned",
+    "reshaped",
+    "swapped",
+]
 
 
 @pytest.mark.parametrize(("strategy", "kind"), diagonal(STAGES, KINDS))

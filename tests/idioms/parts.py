@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state
 
@@ -86,5 +87,28 @@ def an_auxiliary_head_deleted(side: Side) -> Found:
     net, optimizer = side.parallel(model), torch.optim.AdamW(model.parameters(), 0.01)
     fit(side, net, optimizer, 2)
     del model.aux
+    fit(side, net, optimizer, 3)
+    return state(model)
+
+
+SHARDED = (("zero 3", "outside of forward"),)
+
+
+@idiom(refused=SHARDED)
+def weights_pruned_half_way(side: Side) -> Found:
+    model, net, optimizer = begun(side)
+    prune.random_unstructured(model[1][0], "weight", 0.0)
+    prune.custom_from_mask(model[2][0], "weight", torch.eye(WIDTH, dtype=side.dtype))
+    fit(side, net, optimizer, 3)
+    return state(model)
+
+
+# Torch writes to the weight as it registers the norm.
+@idiom(refused=(("shared parameters", "was edited"), *SHARDED), low=False)
+def spectral_norm_half_way(side: Side) -> Found:
+    """Under DDP, which takes the parameter for unused from then on, its gradients are each rank's own."""
+    model, net, optimizer = begun(side)
+    torch.manual_seed(1)
+    parametrizations.spectral_norm(model[2][0])
     fit(side, net, optimizer, 3)
     return state(model)
