@@ -81,6 +81,15 @@ class Fsdp2:
         return each * self.tokens * self.config.vocabulary / self.tensor / self._split
 
     @property
+    def accumulated(self) -> float:
+        """Bytes of whole gradients in fp32 that a stage's micro-batches add up to, reduced after the last one alone.
+
+        torch's pipelines run each backward without reducing (`backward_maybe_with_nosync` in `pipelining/stage.py`),
+        where FSDP2 keeps `unsharded_accumulated_grad` in what it reduces in (`_fsdp_param.py`).
+        """
+        return 4 * self.parameters if self.pipeline > 1 else 0.0
+
+    @property
     def reserved(self) -> float:
         """Bytes that the allocator reserves at most: the pools of computing, gathering and reducing."""
         block = block_parameters(self.config) / self.tensor
@@ -99,4 +108,5 @@ class Fsdp2:
         in_block = self.activations + (again if self.kept != "all" else 0) + passing + 2 * block + 2 * 4 * block
         # The output layer's gradient in bf16, in fp32, and that of the logits.
         in_head = self.activations + 6 * head + 2 * self.tokens * self.config.vocabulary / self.tensor / self._split
-        return states + whole + max(at_loss, in_block, in_head) + gathering + 4 * self.parameters / self.shards
+        reserved = states + whole + max(at_loss, in_block, in_head) + gathering + 4 * self.parameters / self.shards
+        return reserved + self.accumulated

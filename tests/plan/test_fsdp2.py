@@ -35,3 +35,12 @@ def test_tensor_ranks_and_stages_hold_less() -> None:
     # Of as many micro-batches as stages the first stage holds all.
     all_held = replace(LLAMA, pipeline=4, samples=8, micro_batches=4)
     assert all_held.activations == pytest.approx(2 * LLAMA.activations)
+
+
+def test_stages_add_whole_gradients_up_in_fp32_until_the_last_micro_batch() -> None:
+    stages = replace(LLAMA, pipeline=4, samples=8, micro_batches=8)
+    assert LLAMA.accumulated == 0
+    assert stages.accumulated == 4 * stages.parameters
+    # Of states and sums the former alone are divided among more ranks.
+    many = replace(stages, shards=10**9)
+    assert many.reserved > stages.accumulated + 2 * stages.parameters
