@@ -240,25 +240,30 @@ def _replicated(run: Run, block: _Block, hardware: Hardware) -> tuple[float, flo
     parameters = _parameters(run)
     count = max(1, math.ceil(parameters / run.bucket)) if run.bucket else 1
 
-    def reduced(collective: str, size: float, group: network.Spread) -> float:
-        return count * network.seconds(collective, size / count, group, hardware)
+    def moved(over: Hardware) -> tuple[float, float]:
+        def reduced(collective: str, size: float, group: network.Spread) -> float:
+            return count * network.seconds(collective, size / count, group, over)
 
-    gather = network.seconds("all_gather", parameters * run.gathered, shards, hardware) if run.zero else 0.0
-    if run.zero and not run.reduces_whole:
-        reduce = reduced("reduce_scatter", parameters * run.reduced, shards)
-        reduce += reduced("all_reduce", parameters * run.reduced / shards.ranks, replicas)
-    else:
+        gather = network.seconds("all_gather", parameters * run.gathered, shards, over) if run.zero else 0.0
+        if run.zero and not run.reduces_whole:
+            scattered = reduced("reduce_scatter", parameters * run.reduced, shards)
+            return gather, scattered + reduced("all_reduce", parameters * run.reduced / shards.ranks, replicas)
         everywhere = network.spread(run.copies, hardware.devices_per_host, run.tensor)
-        reduce = reduced("all_reduce", parameters * run.reduced, everywhere)
+        return gather, reduced("all_reduce", parameters * run.reduced, everywhere)
+
+    gather, reduce = moved(hardware)
     if not run.overlap:
         return gather, reduce
     layers = run.config.layers / run.pipeline
     lost = hardware.kernels.lost
 
-    def waited(moving: float, computing: float) -> float:
+    gather_passes, reduce_passes = moved(network.unhindered(hardware))
+
+    def waited(moving: float, passes: float, computing: float) -> float:
         # What the first block needs, or the last one gives, has nothing to hide behind.
         hidden = moving * (1 - 1 / layers)
-        return moving / layers + max(0.0, hidden - computing) + lost * min(hidden, computing)
+        beside = min(1.0, computing / hidden) if hidden else 0.0
+        return moving / layers + max(computing + lost * beside * passes * (1 - 1 / layers), hidden) - computing
 
-    gathered = gather if run.gathers_first else waited(gather, layers * block.forward)
-    return gathered, waited(reduce, layers * block.backward)
+    gathered = gather if run.gathers_first else waited(gather, gather_passes, layers * block.forward)
+    return gathered, waited(reduce, reduce_passes, layers * block.backward)

@@ -79,6 +79,16 @@ def test_what_hides_behind_computing_costs_no_more_over_slow_wires() -> None:
     assert 0 < slow.total - fast.total < 0.25 * moved < 0.1 * fast.total
 
 
+def test_what_hides_is_in_computing_s_way_by_its_bytes_alone_where_each_step_moves_them_once() -> None:
+    run = Run(replace(GPT, context=32768), 128, 1, 4, tensor=8, zero=1)
+    fast, slow = (
+        step_time(run, replace(A100, between=replace(A100.between, bandwidth=bandwidth))) for bandwidth in (1e11, 2e10)
+    )
+    # One rank a host: the gradients, in 32 bits, and the parameters, in 16, of which the ends alone wait for wires.
+    moved = parameter_count(run.config) / 8 * (4 + 2) * (1 / 2e10 - 1 / 1e11)
+    assert 0 < slow.total - fast.total < 0.25 * moved
+
+
 def test_ranks_that_share_a_sequence_share_states_and_reduce_its_gradients() -> None:
     run = Run(replace(GPT, position="rotary"), 16, 1, zero=3)
     longer = replace(run, config=replace(run.config, context=8 * 2048), context_ranks=8)
