@@ -208,7 +208,7 @@ def _devices(row: Row, cut: int, per_host: int) -> int:
     if devices is None and hosts is not None:
         devices = hosts * per_host
     data = row.whole("dp")
-    if data is None and row.text("dp_shard").isdecimal():
+    if data is None and row.text("dp_shard").isdecimal() and row.number("dp_shard"):
         data = (row.whole("dp_shard") or 1) * (row.whole("dp_replicate") or 1)
     if devices is None and data is not None:
         devices = data * cut

@@ -34,7 +34,8 @@ def sharding(row: Row, stack: str, devices: int, per_host: int) -> tuple[int, in
     text = " ".join((row.text("sharding"), row.text("parallelism")))
     replicas = row.whole("dp_replicate") or 1
     degree = row.text("dp_shard")
-    shard = row.whole("dp_shard") or 0 if degree.isdecimal() else 0
+    # NeMo's tables write FSDP 0 for none, and how many ranks share parameters where they do.
+    shard = row.whole("dp_shard") or 0 if degree.isdecimal() and row.number("dp_shard") else 0
     text += f" {degree}"
     if row.text("sharding") in _OFF or "no_shard" in text or re.search(r"\bddp\b", text):
         return 0, 0
@@ -43,6 +44,8 @@ def sharding(row: Row, stack: str, devices: int, per_host: int) -> tuple[int, in
     if "grad_op" in text or re.search(r"zero[ _-]?2|\b2\b", row.text("sharding")):
         return 2, shard
     if "full_shard" in text or "fsdp" in text or re.search(r"zero[ _-]?3|\b3\b", row.text("sharding")):
+        return 3, shard
+    if shard > 1 and stack == "nemo":
         return 3, shard
     if re.search(r"zero[ _-]?1|\b1\b", row.text("sharding")) or row.flag("dist_opt"):
         return 1, shard
@@ -70,7 +73,7 @@ def recompute(row: Row, stack: str, config: ModelConfig) -> tuple[Recompute, flo
     if fraction:
         share = float(fraction[3]) if fraction[3] else int(fraction[1]) / int(fraction[2])
         return "unit", min(1.0, share), ""
-    if "selective" in text or text in ("op", "sac"):
+    if re.search(r"selective|\bsac\b|\bop\b", text):
         every = re.search(r"(?:layer|every)[ _-]*(\d+)|(\d+)[ _-]*layer|selective[ _,-]*(\d+)", text)
         if every:
             return "unit", 1 / int(every[1] or every[2] or every[3]), ""

@@ -143,9 +143,9 @@ def shape(row: Row) -> tuple[ModelConfig, str]:
     Raises:
         UserError: Neither does.
     """
-    if row.text("experts") not in ("", "0", "1", "false", "none", "dense") or re.search(
-        r"mixtral|moe|\d+x\d+b|deepseek-?v[23]|-a\d+b", row.text("model")
-    ):
+    of_experts = r"mixtral|moe|\d+x\d+b|deepseek[ _-]?v[2-9]|gpt[ _-]?oss|[ _-]a\d+b"
+    dense = ("", "0", "1", "false", "none", "dense")
+    if any(row.text(name) not in dense for name in ("experts", "ep")) or re.search(of_experts, row.text("model")):
         raise UserError("a model of experts: only dense Transformers are predicted")
     if other := re.search(
         r"(?<![a-z])(t5|bert|vit|clip|diffusion|dit|neva|llava|whisper|mamba|retro|flux)", row.text("model")

@@ -118,8 +118,16 @@ def test_words_that_are_not_known_are_told_and_others_mean_what_they_say(tmp_pat
     assert of(sharding="thirds") == ("bfloat16", 3, "none", True)
     assert of(activation_checkpointing="perhaps") == ("bfloat16", 3, "unit", True)
     assert of(sharding="none", precision="32-true", mp_mode="DEFAULT") == ("float32", 0, "none", False)
+    assert of(activation_checkpointing="per-op SAC") == ("bfloat16", 3, "attention", False)
     assert of(sharding="ZeRO-2", precision="16-mixed") == ("float16", 2, "none", False)
     assert of(precision="bf16-mixed", activation_checkpointing="True") == ("bfloat16", 3, "unit", False)
+
+
+@pytest.mark.parametrize(("degree", "zero"), [(0, 1), (16, 3)])
+def test_nemo_s_column_fsdp_is_0_for_none(tmp_path: Path, degree: int, zero: int) -> None:
+    cells = {**MPT, "source": "NeMo", "model": "LLAMA3_8B", "fsdp": degree}
+    run = describe(row(tmp_path, **cells, microbatch_size=6, global_batch=192)).run
+    assert (run.zero, run.devices) == (zero, 16)
 
 
 def test_groups_of_tensor_and_pipeline_ranks_are_marked(tmp_path: Path) -> None:
@@ -157,6 +165,9 @@ def test_throughputs_utilisation_and_flops_tell_the_same_step(tmp_path: Path) ->
         ({"dp": 4}, "expected dp = n_gpus"),
         ({"model": "Mixtral 8x7b"}, "only dense Transformers"),
         ({"experts": 8}, "only dense Transformers"),
+        ({"ep": 8}, "only dense Transformers"),
+        ({"model": "Qwen3_30B_a3B"}, "only dense Transformers"),
+        ({"model": "GPT OSS 120B"}, "only dense Transformers"),
         ({"model": "mystery", "source": ""}, "model 'mystery' is not known"),
         ({"n_heads": 7}, "multiple of heads"),
         ({"precision": "fp4"}, "8 bits or more"),
