@@ -11,6 +11,7 @@ from paceline.buffers.edits import CopyEdits, Edits, refuse_edit
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import Tensors, parameter_in, placeholder
 from paceline.buffers.unsharded import Unsharded
+from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
 from paceline.hooks.parameters import follow_accumulators
@@ -243,6 +244,25 @@ class Parameters:
                 parameter, whole = self.all[index], self.flat.views[index]
                 if parameter.data_ptr() != whole.data_ptr():
                     whole.copy_(parameter)
+
+    def take_updated(self) -> None:
+        """Takes what an optimizer put in the place of this rank's shards, by `p.data = ...`, to where they lie.
+
+        Raises:
+            EngineError: It is of another shape.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for index in self.flat.managed:
+                spec, parameter, shard = self.flat.layout.slots[index].spec, self.all[index], self.flat.local[index]
+                if parameter.data_ptr() == shard.data_ptr() or not spec.trainable:
+                    continue
+                if parameter.shape != shard.shape:
+                    whole, part = list(parameter.shape), list(shard.shape)
+                    raise EngineError(
+                        f"{spec.name}: the optimizer put data of shape {whole} in the place of this rank's shard, of "
+                        f"shape {part}: make it of what the parameter is inside the step, or write in place"
+                    )
+                shard.copy_(parameter)
 
     def updated(self) -> None:
         """The masters have changed: what was gathered is stale, and what is computed with follows them."""

@@ -93,9 +93,12 @@ class Update:
     def suspend(self) -> None:
         """A closure runs, or a forward inside the step: parameters are what they are outside of it."""
         self._give_shards_back()
+        parameters = self._program.parameters
+        if self.under_way:
+            parameters.take_updated()
         self._is_suspended = True
-        if self._program.parameters.flat.managed:
-            self._program.parameters.rest()
+        if parameters.flat.managed:
+            parameters.rest()
         self.under_way = False
 
     def resume(self) -> None:
@@ -155,6 +158,8 @@ class Update:
         if self._is_suspended:
             self.require_reduced("optimizer.step() with a closure")
         self._give_shards_back()
+        if self.under_way:
+            parameters.take_updated()
         mark_states(optimizer, parameters.flat)
         self.under_way = self._is_suspended = False
         executor.end()

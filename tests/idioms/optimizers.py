@@ -310,3 +310,23 @@ def an_optimizer_that_lists_its_states(side: Side) -> Found:
     net = side.parallel(model)
     fit(side, net, Listing(model.parameters()))
     return state(model)
+
+
+@pl.elementwise
+class Replacing(Unasking):
+    """Puts new data in a parameter's place, twice in a step, and does not write to it."""
+
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p.data))
+            self.state[p]["mean"] = 0.7 * mean + 0.3 * p.grad.data
+            p.data = p.data - 0.05 * self.state[p]["mean"]
+            p.data = 0.99 * p.data
+
+
+@idiom(off=1e-2)
+def an_optimizer_that_puts_new_data_in_place_of_the_old(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    fit(side, net, Replacing(model.parameters()))
+    return state(model)
