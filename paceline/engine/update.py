@@ -92,13 +92,16 @@ class Update:
 
     def suspend(self) -> None:
         """A closure runs, or a forward inside the step: parameters are what they are outside of it."""
-        self._give_shards_back()
-        parameters = self._program.parameters
         if self.under_way:
-            parameters.take_updated()
+            self._program.parameters.take_updated()
+        self._rest()
         self._is_suspended = True
-        if parameters.flat.managed:
-            parameters.rest()
+
+    def _rest(self) -> None:
+        """Parameters and gradients are what they are outside of the step."""
+        self._give_shards_back()
+        if self._program.parameters.flat.managed:
+            self._program.parameters.rest()
         self.under_way = False
 
     def resume(self) -> None:
@@ -138,9 +141,9 @@ class Update:
             self.begin(optimizer)
 
     def abandon(self) -> None:
-        """Ends a step that raised, if there is one: parameters are what they are outside of it, as far as it got."""
+        """Ends a step that raised, if there is one: what it wrote in place stays, and nothing else is taken over."""
         if self.under_way:
-            self.suspend()
+            self._rest()
         self._is_suspended, self._closures = False, 0
 
     def _give_shards_back(self) -> None:
