@@ -111,7 +111,7 @@ _Known = tuple[Any, float, tuple[int, int, int, int], int]
 def _matmul(name: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> _Known | None:
     if name in ("mm", "bmm", "_grouped_mm"):
         left, right = args[0], args[1]
-    elif name in ("addmm", "baddbmm", "addmv", "addbmm"):
+    elif name.removesuffix("_") in ("addmm", "baddbmm", "addmv", "addbmm"):
         left, right = args[1], args[2]
     elif name in ("mv", "dot", "vdot"):
         left, right = args[0], args[1]

@@ -45,6 +45,12 @@ def test_products_count_as_in_torchs_own_counter(compute: Any) -> None:
     assert sum(each.flops * each.count for each in counted(compute)) == torchs.get_total_flops() > 0
 
 
+def test_a_product_that_is_added_in_place_counts() -> None:
+    found = counted(lambda: weight(3, 7).detach().addmm_(weight(3, 6).detach(), weight(6, 7).detach()))
+    products = [(each.flops, each.shape) for each in found if each.kind == "matmul"]
+    assert products == [(2.0 * 3 * 6 * 7, (1, 3, 6, 7))]
+
+
 def test_a_grouped_convolution_multiplies_within_groups() -> None:
     given, kernel = weight(2, 6, 8), weight(6, 2, 3)
     (forward, backward) = [

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.calibrate.timed_pass import timed_pass
 from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
+from paceline.models.presets import PRESETS
 from paceline.models.transformer import Transformer
 from paceline.plan import progress
 from paceline.plan.models import meta_model
@@ -50,6 +52,17 @@ def test_a_transformers_operations_are_those_of_the_formula(name: str, device: A
             assert flops(traced, kind, backward) == flops(formula, kind, backward)
     assert {unit.unit for unit in formula.units} <= {unit.unit for unit in traced.units}
     assert (traced.source, traced.warnings, traced.tokens) == ("trace", (), formula.tokens)
+
+
+def test_products_of_an_odd_vocabulary_are_counted() -> None:
+    with torch.device("meta"):
+        model = Transformer(replace(PRESETS["nano"], vocabulary=1001))
+    traced = trace(model, 2, precision="bfloat16", device="cuda")
+    assert traced.warnings == ()
+    for backward in (False, True):
+        # The output layer pads rows of logits, by 7 at most.
+        expected = flops(transformer_work(model.config, 2, dtype="bfloat16"), "matmul", backward)
+        assert expected <= flops(traced, "matmul", backward) <= expected * (1 + 7 / 1001)
 
 
 class Convolutions(nn.Module):
