@@ -30,6 +30,8 @@ class Software:
             residuals and copies, beyond what matmuls do.
         head_bytes: Bytes moved for each logit, forward and backward, beyond what the matmuls move.
         compiled: Whether neighbouring elementwise operations are one kernel.
+        complex_rotary: Whether queries and keys are turned as complex numbers, for which torch.compile makes no kernels
+            (pytorch/torchtitan issue 15): they are turned as without it.
         cast_bytes: Bytes moved for each number that is cast to 8 bits: read to find the largest, read again and
             written; 4 where the largest is that of steps before, and a transposed copy is written.
     """
@@ -39,6 +41,7 @@ class Software:
     elementwise_passes: float = 12.0
     head_bytes: float = 28.0
     compiled: bool = False
+    complex_rotary: bool = False
     cast_bytes: float = 5.0
 
 
@@ -210,7 +213,8 @@ def _block(sizes: _Sizes) -> UnitWork:
     rotary = 0.0
     if config.position == "rotary":
         turned = (config.heads + config.key_value_heads) * config.head_width / sizes.tensor
-        rotary = (2 if software.compiled else _ROTARY_PASSES) * sizes.tokens * turned * sizes.item
+        fused = software.compiled and not software.complex_rotary
+        rotary = (2 if fused else _ROTARY_PASSES) * sizes.tokens * turned * sizes.item
     between = [
         memory(sizes.stream * passes / 4, dtype, count=4),
         memory(sizes.inner * activation, dtype),

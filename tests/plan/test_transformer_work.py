@@ -37,3 +37,18 @@ def test_rmsnorm_of_single_operations_passes_over_the_stream_more_often_than_one
 
     assert moved("rmsnorm", False) - moved("layernorm", False) == 2 * 16 * 512 * 1024 * 2
     assert moved("rmsnorm", True) == moved("layernorm", True)
+
+
+def test_complex_numbers_are_turned_alike_compiled_or_not() -> None:
+    def turning(compiled: bool, complex_rotary: bool) -> float:
+        how = Software(compiled=compiled, complex_rotary=complex_rotary)
+        moved = []
+        for position in ("rotary", "learned"):
+            shape = ModelConfig(layers=1, width=1024, heads=8, kv_heads=2, context=512, position=position)  # type: ignore[arg-type]
+            block = transformer_work(shape, 1, software=how).units[1]
+            moved.append(sum(op.bytes * op.count for op in block.forward if op.kind == "memory"))
+        return moved[0] - moved[1]
+
+    turned = 512 * (8 + 2) * 128 * 2
+    assert turning(True, False) == 2 * turned
+    assert turning(True, True) == turning(False, True) == turning(False, False) == 10 * turned

@@ -21,6 +21,7 @@ class Stack:
     Attributes:
         name: As readers know it.
         compiled: Whether it runs norms, residuals and activations as few fused kernels.
+        complex_rotary: As `Software.complex_rotary`.
         attention: Its fused attention kernel; None where scores are written and read.
         own_launch: Whether it is slower to launch than PyTorch's operations alone, by what was fitted.
         cast_bytes: As `Software.cast_bytes`; Transformer Engine scales by steps before.
@@ -30,6 +31,7 @@ class Stack:
 
     name: str
     compiled: bool = False
+    complex_rotary: bool = False
     attention: AttentionKernel | None = "flash2"
     own_launch: bool = False
     cast_bytes: float = 5.0
@@ -60,7 +62,7 @@ STACKS: dict[str, Stack] = {
     "composer": Stack("LLM-Foundry (Composer, FSDP1)", attention="triton", cast_bytes=4.0),
     "fsdp": Stack("PyTorch FSDP"),
     "fms": Stack("IBM fms-fsdp (FSDP1, torch.compile)", compiled=True),
-    "torchtitan": Stack("torchtitan (FSDP2)"),
+    "torchtitan": Stack("torchtitan (FSDP2)", complex_rotary=True),
     "nanotron": Stack("nanotron", compiled=True, network=_PLAYBOOK),
     "megatron": Stack("Megatron-LM", compiled=True, attention="flash3", cast_bytes=4.0),
     "nemo": Stack("NeMo", compiled=True, attention="flash3", cast_bytes=4.0),
@@ -77,5 +79,6 @@ def software(stack: Stack, eager_passes: float, fused_passes: float, scores_pass
         scores_passes=scores_passes,
         elementwise_passes=fused_passes if stack.compiled else eager_passes,
         compiled=stack.compiled,
+        complex_rotary=stack.complex_rotary,
         cast_bytes=stack.cast_bytes,
     )
