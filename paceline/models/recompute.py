@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from paceline.models.as_before import AsBefore, ChangedBuffers, is_cache
 
 _ATTENTION = [
     getattr(torch.ops.aten, name).default
@@ -31,7 +32,7 @@ class _Recomputed:
     """
 
     def __init__(self, module: nn.Module, how: Literal["unit", "keep_attention"]) -> None:
-        self.module, self.how = module, how
+        self.module, self.how, self.buffers = module, how, ChangedBuffers(module)
         # One that the user gave the instance, such as a compiled one.
         self.own = module.__dict__.get("forward")
 
@@ -40,55 +41,21 @@ class _Recomputed:
         forward = self.own if self.own is not None else partial(type(self.module).forward, self.module)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if any(map(_is_cache, (*args, *kwargs.values()))):
-            forward = _FromTheSameCache(forward, args, kwargs)
+        # What compiles the whole model computes again what it has captured, in which nothing is written to.
+        if not torch.compiler.is_compiling() or any(map(is_cache, (*args, *kwargs.values()))):
+            forward = AsBefore(forward, self.buffers, args, kwargs)
         if self.how == "unit":
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         contexts = partial(create_selective_checkpoint_contexts, _ATTENTION)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def remove(self) -> None:
-        """Gives the module its own forward back."""
+        """Gives the module its own forward back, unless the loop has given it another meanwhile."""
+        if self.module.__dict__.get("forward") is not self:
+            return
         del self.module.forward
         if self.own is not None:
             self.module.forward = self.own
-
-
-class _FromTheSameCache:
-    """A forward that adds to a cache of keys and values: computed again, it is given the cache as it was before."""
-
-    def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.forward = forward
-        self.before = [_copied(each) if _is_cache(each) else None for each in (*args, *kwargs.values())]
-        self.is_first = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_first:
-            self.is_first = False
-            return self.forward(*args, **kwargs)
-        given = [
-            each if before is None else _copied(before)
-            for each, before in zip((*args, *kwargs.values()), self.before, strict=True)
-        ]
-        return self.forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether a module is given what it adds its keys and values to, as those of `transformers` are."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
-def _copied(value: Any) -> Any:
-    """A copy of an object and of those that it is made of, with the same tensors."""
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_copied(each) for each in value]
-    if isinstance(value, (Tensor, nn.Module, type)) or not hasattr(value, "__dict__"):
-        return value
-    twin = copy.copy(value)
-    twin.__dict__.update({name: _copied(each) for name, each in value.__dict__.items()})
-    return twin
 
 
 def recompute(modules: Sequence[nn.Module], how: Literal["unit", "keep_attention"], every: int) -> list[_Recomputed]:

@@ -1,0 +1,127 @@
+"""A forward that is computed again from what it was given and read the first time, though that has changed since."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import EngineError
+
+Place = tuple[nn.Module, str]
+
+
+class ChangedBuffers:
+    """Submodules whose buffers a module's forwards change: statistics of norms, vectors of a power iteration.
+
+    They are those of the first forward in each mode, training or not, as copies of all would take memory for nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._owners: dict[bool, set[nn.Module]] = {}
+
+    def before(self) -> dict[Place, Tensor]:
+        """Copies of what a forward may change: of all buffers before the first one."""
+        owners = self._owners.get(self._module.training)
+        return {
+            (owner, name): each.detach().clone()
+            for (owner, name), each in self._now().items()
+            if owners is None or owner in owners
+        }
+
+    def watch(self, forward: Callable[[], Any], before: dict[Place, Tensor]) -> Any:
+        """Runs a forward that `before` was made for; the first one leaves in it what is worth its memory.
+
+        Raises:
+            EngineError: It wrote to a buffer that forwards had left alone, of which there is no copy.
+        """
+        training, found = self._module.training, self._now()
+        if not found:
+            return forward()
+        versions = {place: each._version for place, each in found.items()}
+        answer = forward()
+        now = self._now()
+        written = {place for place, each in found.items() if each._version != versions[place]}
+        replaced = {place for place, each in found.items() if now.get(place) is not each}
+        if missing := written - set(before):
+            name = min(name for _, name in missing)
+            raise EngineError(
+                f"{type(self._module).__name__}: its forward wrote to the buffer {name}, which the first forward had "
+                "not, so that recompute has no copy of what it was: leave this block out of recompute"
+            )
+        if training not in self._owners:
+            # Kernels of batch norm write to statistics without a new version.
+            other = {place for place, each in before.items() if place in now and not torch.equal(each, now[place])}
+            self._owners[training] = owners = {owner for owner, _ in written | replaced | other}
+            for place in [place for place in before if place[0] not in owners]:
+                del before[place]
+        before.update({place: found[place] for place in replaced - set(before)})
+        return answer
+
+    def _now(self) -> dict[Place, Tensor]:
+        return {
+            (owner, name): buffer
+            for owner in self._module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        }
+
+
+class AsBefore:
+    """One forward of a module: computed again, it finds caches, lists, dictionaries and buffers as they were before."""
+
+    def __init__(
+        self, forward: Callable[..., Any], buffers: ChangedBuffers, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self._forward, self._buffers = forward, buffers
+        self._given = [_copied(each) if _may_grow(each) else None for each in (*args, *kwargs.values())]
+        self._before = buffers.before()
+        self._is_first = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, the first time and each time again."""
+        if self._is_first:
+            self._is_first = False
+            return self._buffers.watch(lambda: self._forward(*args, **kwargs), self._before)
+        given = [
+            each if before is None else _copied(before)
+            for each, before in zip((*args, *kwargs.values()), self._given, strict=True)
+        ]
+        after = {(owner, name): owner._buffers.get(name) for owner, name in self._before}
+        try:
+            for (owner, name), buffer in self._before.items():
+                owner._buffers[name] = buffer.clone()
+            return self._forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+        finally:
+            # However it ends: checkpoint stops as soon as it has what it needs.
+            for (owner, name), was in after.items():
+                owner._buffers[name] = was
+
+
+def _may_grow(value: Any) -> bool:
+    """Whether a module may add to what it is given: a list, a dictionary or a cache."""
+    return type(value) in (list, dict) or is_cache(value)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is what modules add their keys and values to, as those of `transformers` are."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _copied(value: Any, in_cache: bool = False) -> Any:
+    """A copy of lists and dictionaries, and of a cache and the objects that it is made of, with the same tensors."""
+    if type(value) is dict:
+        return {key: _copied(each, in_cache) for key, each in value.items()}
+    if type(value) is list:
+        return [_copied(each, in_cache) for each in value]
+    if isinstance(value, (Tensor, nn.Module, type)) or not hasattr(value, "__dict__"):
+        return value
+    if not in_cache and not is_cache(value):
+        return value
+    twin = copy.copy(value)
+    twin.__dict__.update({name: _copied(each, True) for name, each in value.__dict__.items()})
+    return twin

@@ -1,0 +1,174 @@
+"""What is computed again finds lists, dictionaries and buffers as they were, and leaves them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import paceline as pl
+from paceline.core.errors import EngineError
+from paceline.core.strategy import Strategy
+from paceline.models.recompute import recompute
+from tests.engine.models import snapshot
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.map(x))
+
+
+class Averages(nn.Module):
+    """Replaces a buffer in each forward, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return torch.tanh(self.map(x - self.mean))
+
+
+class InDictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, found: dict[str, Any]) -> dict[str, Any]:
+        found["x"] = self.map(found["x"]).tanh() * found.get("times", 1)
+        found["times"] = found.get("times", 1) + 1
+        return found
+
+
+class InList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, found: list[Tensor]) -> list[Tensor]:
+        found.append(self.map(found[-1]).tanh() + len(found) * found[0])
+        return found
+
+
+class Chain(nn.Module):
+    """Blocks one after the other, or each given what all before have found."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = type(self.blocks[0])
+        given: Any = {"x": x} if kind is InDictionary else [x] if kind is InList else x
+        for block in self.blocks:
+            given = block(given)
+        if isinstance(given, dict):
+            return given["x"] * given["times"]
+        return given[-1] if isinstance(given, list) else given
+
+
+BLOCKS = [Normed, Spectral, Averages, InDictionary, InList]
+
+
+def trained(model: nn.Module, rank: int = 0) -> dict[str, Tensor]:
+    """Weights and buffers after steps of two micro-batches whose forwards come before their backwards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses = [model(torch.randn(4, 8, generator=generator, dtype=torch.float64)).square().mean() for _ in range(2)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return snapshot(model) | buffers
+
+
+def build(block: Callable[[], nn.Module]) -> Chain:
+    torch.manual_seed(0)
+    return Chain(block).double()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_training_is_the_same(block: Callable[[], nn.Module]) -> None:
+    plain, again = build(block), build(block)
+    recompute(list(again.blocks), "unit", 1)
+    expected, found = trained(plain), trained(again)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def with_strategy(block: Callable[[], nn.Module], strategy: Strategy) -> dict[str, Tensor]:
+    world = pl.init()
+    model = pl.parallelize(build(block), strategy=strategy)
+    values = trained(model, world.rank)
+    values = {name: value.clone() for name, value in model.state_dict().items()} if strategy.zero == 3 else values
+    pl.release(model)
+    return values
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("block", [Normed, Spectral])
+def test_so_it_is_among_ranks(ranks: Any, block: Callable[[], nn.Module], zero: Any) -> None:
+    plain, again = (ranks(2, with_strategy, block, Strategy(zero=zero, recompute=how)) for how in ("none", "unit"))
+    for expected, found in zip(plain, again, strict=True):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-14)
+
+
+class Count(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.seen: Tensor
+
+
+class Late(nn.Module):
+    """Writes to another submodule's buffer in its second forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.first, self.second = nn.Linear(8, 8), Count(), Count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.seen += 1
+        if self.first.seen > 1:
+            self.second.seen += 1
+        y: Tensor = self.map(x) + self.second.seen
+        return y
+
+
+def test_a_buffer_that_is_written_to_late_is_refused_by_its_name() -> None:
+    model = build(Late)
+    recompute(list(model.blocks), "unit", 1)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    model(x).sum().backward()
+    with pytest.raises(EngineError, match="Late: its forward wrote to the buffer seen"):
+        model(x)
+
+
+def test_a_forward_that_the_loop_gave_a_block_meanwhile_stays() -> None:
+    model = build(Normed)
+    first, second, third = model.blocks
+    handles = recompute([first, second, third], "unit", 1)
+    own = first.forward = lambda x: x  # type: ignore[method-assign]
+    del second.forward
+    for handle in handles:
+        handle.remove()
+    assert first.forward is own and "forward" not in second.__dict__ and "forward" not in third.__dict__
