@@ -12,54 +12,59 @@ from torch import Tensor, nn
 from paceline.core.errors import EngineError
 
 Place = tuple[nn.Module, str]
+_SMALL = 65_536
+"""Elements of a buffer whose copy costs nothing worth telling: all that statistics of norms are."""
 
 
 class ChangedBuffers:
-    """Submodules whose buffers a module's forwards change: statistics of norms, vectors of a power iteration.
+    """What a module's forwards may change of its buffers: statistics of norms, vectors of a power iteration.
 
-    They are those of the first forward in each mode, training or not, as copies of all would take memory for nothing.
+    Large ones, such as masks and tables of positions, are left out once a forward has left them alone.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._owners: dict[bool, set[nn.Module]] = {}
+        self._idle: set[tuple[Place, bool]] = set()
+        """Large ones that forwards leave alone, where their submodule is training, or is not."""
 
     def before(self) -> dict[Place, Tensor]:
-        """Copies of what a forward may change: of all buffers before the first one."""
-        owners = self._owners.get(self._module.training)
-        return {
-            (owner, name): each.detach().clone()
-            for (owner, name), each in self._now().items()
-            if owners is None or owner in owners
-        }
+        """Copies of what a forward may change."""
+        return _copies(
+            {
+                place: each
+                for place, each in self._now().items()
+                if each.numel() <= _SMALL or (place, place[0].training) not in self._idle
+            }
+        )
 
     def watch(self, forward: Callable[[], Any], before: dict[Place, Tensor]) -> Any:
-        """Runs a forward that `before` was made for; the first one leaves in it what is worth its memory.
+        """Runs a forward that `before` was made for, and drops the large copies from it that were not needed.
 
         Raises:
-            EngineError: It wrote to a buffer that forwards had left alone, of which there is no copy.
+            EngineError: It wrote to a large buffer that forwards had left alone, of which there is no copy.
         """
-        training, found = self._module.training, self._now()
+        found = self._now()
         if not found:
             return forward()
         versions = {place: each._version for place, each in found.items()}
+        modes = {owner: owner.training for owner, _ in found}
         answer = forward()
         now = self._now()
-        written = {place for place, each in found.items() if each._version != versions[place]}
-        replaced = {place for place, each in found.items() if now.get(place) is not each}
-        if missing := written - set(before):
-            name = min(name for _, name in missing)
-            raise EngineError(
-                f"{type(self._module).__name__}: its forward wrote to the buffer {name}, which the first forward had "
-                "not, so that recompute has no copy of what it was: leave this block out of recompute"
-            )
-        if training not in self._owners:
-            # Kernels of batch norm write to statistics without a new version.
-            other = {place for place, each in before.items() if place in now and not torch.equal(each, now[place])}
-            self._owners[training] = owners = {owner for owner, _ in written | replaced | other}
-            for place in [place for place in before if place[0] not in owners]:
-                del before[place]
-        before.update({place: found[place] for place in replaced - set(before)})
+        for place, each in found.items():
+            is_written, is_there = each._version != versions[place], now.get(place) is each
+            if place in before:
+                # Kernels of batch norm write to statistics without a new version.
+                if each.numel() > _SMALL and not is_written and is_there and torch.equal(each, before[place]):
+                    del before[place]
+                    self._idle.add((place, modes[place[0]]))
+            elif is_written:
+                raise EngineError(
+                    f"{type(self._module).__name__}: its forward wrote to the buffer {place[1]}, which the first "
+                    "forward had not, so that recompute has no copy of what it was: leave this block out of recompute"
+                )
+            elif not is_there:
+                before[place] = each
+        self._idle = {(place, mode) for place, mode in self._idle if place in found}
         return answer
 
     def _now(self) -> dict[Place, Tensor]:
@@ -69,6 +74,12 @@ class ChangedBuffers:
             for name, buffer in owner._buffers.items()
             if buffer is not None
         }
+
+
+def _copies(tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
+    """A copy of each; one that lies in several places is one."""
+    copies = {id(each): each.detach().clone() for each in tensors.values()}
+    return {place: copies[id(each)] for place, each in tensors.items()}
 
 
 class AsBefore:
@@ -93,8 +104,8 @@ class AsBefore:
         ]
         after = {(owner, name): owner._buffers.get(name) for owner, name in self._before}
         try:
-            for (owner, name), buffer in self._before.items():
-                owner._buffers[name] = buffer.clone()
+            for (owner, name), buffer in _copies(self._before).items():
+                owner._buffers[name] = buffer
             return self._forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         finally:
             # However it ends: checkpoint stops as soon as it has what it needs.

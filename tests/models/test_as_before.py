@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 import paceline as pl
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
+from paceline.models.as_before import ChangedBuffers
 from paceline.models.recompute import recompute
 from tests.engine.models import snapshot
 
@@ -132,35 +133,95 @@ def test_so_it_is_among_ranks(ranks: Any, block: Callable[[], nn.Module], zero: 
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-14)
 
 
-class Count(nn.Module):
+def trained_with(change: Callable[[Chain], object], again: bool) -> dict[str, Tensor]:
+    """As `trained`, of blocks with batch norm; `change` is called after the first step."""
+    model = build(Normed)
+    if again:
+        recompute(list(model.blocks), "unit", 1)
+    first = model.blocks[0]
+    first[1].eval()
+    trained(model)
+    change(model)
+    return trained(model)
+
+
+def train_all(model: Chain) -> None:
+    model.train()
+
+
+def renew(model: Chain) -> None:
+    model.blocks[0][1] = nn.BatchNorm1d(8).double()  # type: ignore[index]
+
+
+def add_one(model: Chain) -> None:
+    model.blocks[0][1].register_buffer("extra", torch.zeros(1))  # type: ignore[index,union-attr]
+
+
+@pytest.mark.parametrize("change", [train_all, renew, add_one])
+def test_what_changes_its_buffers_only_later_is_right_too(change: Callable[[Chain], None]) -> None:
+    expected, found = (trained_with(change, again) for again in (False, True))
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+class Shares(nn.Module):
+    """One submodule writes to a buffer that another computes with."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
-        self.seen: Tensor
+        self.map, self.writes, self.reads = nn.Linear(8, 8), nn.Module(), nn.Module()
+        self.writes.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
+        self.reads.register_buffer("seen", self.writes.seen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.writes.seen.add_(x.detach().mean(0))  # type: ignore[operator,union-attr]
+        return torch.tanh(self.map(x) + self.reads.seen)
+
+
+def test_a_buffer_in_two_places_stays_one() -> None:
+    plain, again = build(Shares), build(Shares)
+    recompute(list(again.blocks), "unit", 1)
+    expected, found = trained(plain), trained(again)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 class Late(nn.Module):
-    """Writes to another submodule's buffer in its second forward only."""
+    """Has two large buffers, of which it writes to one in each forward and to the other from the second on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.map, self.first, self.second = nn.Linear(8, 8), Count(), Count()
+        self.map = nn.Linear(8, 8)
+        self.register_buffer("always", torch.zeros(300, 300))
+        self.register_buffer("late", torch.zeros(300, 300))
+        self.always: Tensor
+        self.late: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        self.first.seen += 1
-        if self.first.seen > 1:
-            self.second.seen += 1
-        y: Tensor = self.map(x) + self.second.seen
+        if self.always[0, 0] > 0:
+            self.late += 1
+        self.always += 1
+        y: Tensor = self.map(x) + self.late[0, 0]
         return y
 
 
-def test_a_buffer_that_is_written_to_late_is_refused_by_its_name() -> None:
+def test_a_large_buffer_that_is_written_to_late_is_refused_by_its_name() -> None:
     model = build(Late)
     recompute(list(model.blocks), "unit", 1)
     x = torch.randn(4, 8, dtype=torch.float64)
     model(x).sum().backward()
-    with pytest.raises(EngineError, match="Late: its forward wrote to the buffer seen"):
+    with pytest.raises(EngineError, match="Late: its forward wrote to the buffer late"):
         model(x)
+
+
+def test_large_buffers_that_forwards_leave_alone_are_copied_once() -> None:
+    block = nn.Linear(2, 2)
+    block.register_buffer("mask", torch.ones(300, 300))
+    buffers = ChangedBuffers(block)
+    before = buffers.before()
+    assert len(before) == 1
+    buffers.watch(lambda: block(torch.ones(2)), before)
+    assert not before and not buffers.before()
 
 
 def test_a_forward_that_the_loop_gave_a_block_meanwhile_stays() -> None:
