@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
@@ -241,3 +242,28 @@ def evaluated_after_sharing() -> tuple[bool, str]:
 def test_what_is_evaluated_once_it_was_shared_has_its_updates(ranks) -> None:
     for right, said in ranks(2, evaluated_after_sharing):
         assert right or "as model.share_memory() does" in said
+
+
+@pl.elementwise
+class Grows(torch.optim.Optimizer):
+    """Puts one element more in the place of what it is given."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = torch.zeros(parameter.numel() + 1)
+
+
+def put_in_place(zero: int) -> tuple[int, str]:
+    """In which step data of another shape is refused, and what is said then."""
+    model = pl.parallelize(nn.Sequential(nn.Linear(4, 2)), Strategy(zero=zero))  # type: ignore[arg-type]
+    return trained(model, Grows(model.parameters()), lambda: model(torch.ones(3, 4)).square().mean())
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_data_of_another_shape_in_the_place_of_a_shard_is_refused(ranks, zero: int) -> None:
+    for step, said in ranks(2, put_in_place, zero):
+        assert step == 0 and re.search(r"0\.(weight|bias): the optimizer put data of shape \[\d+\] in the place", said)
