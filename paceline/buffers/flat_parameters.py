@@ -231,21 +231,6 @@ class FlatParameters:
         """
         return bool(self.former) or self._uses() > self._own_uses
 
-    def require_dtypes(self) -> None:
-        """Refuses parameters that were converted since they were laid out.
-
-        Raises:
-            EngineError: One is of another dtype.
-        """
-        for index in self.managed:
-            dtype = self.all[index].dtype
-            if dtype != self.views[index].dtype:
-                raise EngineError(
-                    f"{self.layout.slots[index].spec.name} is {str(dtype).removeprefix('torch.')} since "
-                    "pl.parallelize: call pl.release(model), change it, pl.parallelize(model) again, and make a new "
-                    "optimizer; for mixed precision leave the model as it is and set strategy.precision"
-                )
-
     def require_in_place(self) -> None:
         """Refuses to go on where parameters were moved out of the buffers that are updated and sent.
 

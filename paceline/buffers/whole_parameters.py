@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from paceline.buffers.conversions import refuse_conversion
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import parameter_in
 from paceline.core.buffers import has_master
@@ -72,8 +73,15 @@ class WholeParameters:
             self._flat.all[index].data = view.copy_(data) if edits else view
 
     def keep(self) -> None:
-        """Writes what the user's parameters have become to the flat buffers, also where they were given other data."""
+        """Writes what the user's parameters have become to the flat buffers, also where they were given other data.
+
+        Raises:
+            EngineError: One was converted to another dtype.
+        """
         flat = self._flat
+        for index in flat.managed:
+            if flat.all[index].dtype != self._view(index).dtype:
+                refuse_conversion(index, flat)
         with torch.no_grad():
             for index in flat.managed:
                 view = self._view(index)

@@ -145,6 +145,7 @@ class BackwardPass:
     def _begin(self) -> None:
         program, state = self.program, self.state
         program.structure.require_unchanged()
+        program.parameters.conversions.require_none()
         reduced = state.gradients == "reduced"
         state.begin_backward()
         if state.micro_batch == 0:

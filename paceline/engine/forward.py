@@ -15,6 +15,9 @@ from paceline.engine.program import Program
 from paceline.executor.idle_ranks import IdleRanks
 from paceline.hooks.modules import in_backward, in_forward_mode, in_transform
 
+_CONVERSIONS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})
+"""What modules call of each parameter to make their own of another dtype."""
+
 
 class ForwardPass:
     """Follows forward passes, of training or not, and unshards parameters there and in backward.
@@ -53,6 +56,8 @@ class ForwardPass:
             if not self._program.schedule.order:
                 self._begin_unit(ROOT)
         elif not in_backward():
+            if self._state.phase == "idle":
+                self._program.parameters.narrow()
             if self._program.schedule.shards_parameters:
                 # Another walk over the units, which gathers them all.
                 self._load_extra()
@@ -226,10 +231,11 @@ class ForwardPass:
         bucket = parameters.flat.bucket_of.get(index)
         under_way = self._depth or self._state.phase != "idle" or in_backward()
         if bucket is None or not under_way:
+            converts = ", or convert it after pl.release(model)" if function in _CONVERSIONS else ""
             raise EngineError(
                 f"{function} of {slot.spec.name} outside of forward and backward: with zero=3 this rank keeps only its "
                 "shard of it. Use it after the step's forward has begun and before its backward has ended, or read it "
-                "inside `with pl.full_parameters(model):`, on every rank"
+                f"inside `with pl.full_parameters(model):`, on every rank{converts}"
             )
 
         self.idle_ranks.require_none(f"{slot.spec.name} is used outside of its unit")

@@ -102,8 +102,14 @@ class FullParameters:
     def open_states(self, edits: bool) -> None:
         """Enters `full`, until `close_state`, where parameters are not whole as they are."""
         self._program.module_buffers.adopt()
-        call = "model.load_state_dict()" if edits else _STATE_DICT
-        managed = self._program.parameters.flat.managed
+        parameters, call = self._program.parameters, "model.load_state_dict()" if edits else _STATE_DICT
+        if parameters.flat.managed and not edits and not parameters.loses_edits:
+            # Also where the loop has made them of another dtype, to save them.
+            self._wait_for_updates()
+            parameters.flat.require_in_place()
+            parameters.flat.former.require_unedited()
+            parameters.take_given()
+        managed = parameters.flat.managed and (edits or parameters.loses_edits)
         self._states.append(self.full(call, edits, is_state=True) if managed else nullcontext())
         self._states[-1].__enter__()
 
@@ -141,11 +147,13 @@ def full(
         yield shown
     finally:
         whole.narrow(edits)
-        if edits:
-            whole.keep()
-            if flat.is_sharded or flat.has_masters:
-                parameters.updated()
-        parameters.rest()
+        try:
+            if edits:
+                whole.keep()
+                if flat.is_sharded or flat.has_masters:
+                    parameters.updated()
+        finally:
+            parameters.rest()
 
 
 def leave(parameters: Parameters, gather: Gather | None) -> None:

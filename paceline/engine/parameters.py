@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.buffers.conversions import Conversions
 from paceline.buffers.edits import CopyEdits, Edits, refuse_edit
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import Tensors, parameter_in, placeholder
@@ -30,6 +31,7 @@ class Parameters:
         all: In the order of the layout's slots.
         unsharded: Which sharded units lie gathered where.
         waiting: Names of the buckets whose update is still on its way from the ranks that made it.
+        conversions: Which parameters are of another dtype than they are laid out in.
         are_touched: Whether a loop has ever used parameters between steps: it may have their memory, as `p.data`.
         pinned: Sharded parameters, by index, that were used outside their unit: whole until the next forward or update.
     """
@@ -67,7 +69,7 @@ class Parameters:
         # Where edits of what is computed with would not reach what is updated, or would reach other ranks.
         lost = flat.managed if self.loses_edits and not flat.is_sharded else []
         self._edits = Edits(self.all, {index: flat.own_part(index) for index in lost})
-        self._copy_edits = CopyEdits(flat)
+        self._copy_edits, self.conversions = CopyEdits(flat), Conversions(flat)
         for index in flat.managed:
             own(self.all[index], owner, index)
         if flat.is_sharded:
@@ -221,11 +223,9 @@ class Parameters:
         """Lets parameters be this rank's shards as they are updated, for an optimizer.
 
         Raises:
-            EngineError: A parameter was edited where that would be lost, or converted to another dtype.
+            EngineError: A parameter was edited where that would be lost.
         """
         self.unpin()
-        if not self.loses_edits:
-            self.flat.require_dtypes()
         self.take_given()
         for index in self.flat.managed:
             parameter = self.all[index]
@@ -277,8 +277,10 @@ class Parameters:
             wholly: Whether all elements are looked at, and not a few, of rounded masters that were touched.
 
         Raises:
-            EngineError: A parameter was edited since `rest`.
+            EngineError: A parameter was edited since `rest`, or converted to another dtype.
         """
+        self.conversions.require_none()
+        self.narrow()
         self.flat.require_in_place()
         self.flat.former.require_unedited()
         edited = self._edited_while_open() if self.flat.is_sharded else self._edits.found()
@@ -289,6 +291,11 @@ class Parameters:
                 edited = self._copy_edits.in_rounded()
         if edited is not None:
             refuse_edit(edited, self.flat)
+
+    def narrow(self) -> None:
+        """Parameters that were made as wide as they are updated outside of that are computed with as ever."""
+        if self.conversions.undo():
+            follow_accumulators(self.all)
 
     def _edited_while_open(self) -> int | None:
         """The index of a gathered parameter that no longer is what its shards are; None where there is none."""

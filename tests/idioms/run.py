@@ -15,6 +15,7 @@ from tests.idioms import (
     averages,
     buffers,
     closures,
+    conversions,
     frozen,
     gradients,
     layouts,
@@ -31,7 +32,7 @@ from tests.idioms.side import IDIOMS, Ddp, Found, Paceline, Side
 from tests.ranks import RankError, RankPool
 
 WRITTEN_IN = (
-    *(averages, buffers, closures, frozen, gradients, layouts, loops),
+    *(averages, buffers, closures, conversions, frozen, gradients, layouts, loops),
     *(losses, modules, optimizers, parts, several, tables, weights),
 )
 """Importing them registers the idioms."""
