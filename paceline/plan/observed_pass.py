@@ -70,6 +70,7 @@ class ObservedPass(TorchDispatchMode):
         self._gradients: set[int] = set()
         self._parts: set[int] = set()
         self._alive_between: set[int] = set()
+        self._of_forward = 0
         self._inputs: dict[str, set[int]] = defaultdict(set)
         self._attention: dict[str, set[int]] = defaultdict(set)
 
@@ -113,7 +114,8 @@ class ObservedPass(TorchDispatchMode):
         outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         for tensor in outputs:
             serial = self._register(tensor)
-            if serial is not None and self.phase == "backward" and tuple(tensor.shape) in self._shared:
+            made = serial is not None and self.phase == "backward" and serial >= self._of_forward
+            if serial is not None and made and self._is_part(func, args, tensor):
                 self._gradients.add(serial)
                 self._parts.add(serial)
             if serial is not None and func._schema.name.startswith(f"aten::{ATTENTION}") and self.phase == "forward":
@@ -122,6 +124,23 @@ class ObservedPass(TorchDispatchMode):
             written = next((each for each in args if isinstance(each, Tensor)), None)
             if written is not None and self._serials.get(_key(written), -1) < self._first_of_unit:
                 self.changed = True
+
+    def _is_part(self, func: Any, args: Sequence[Any], result: Tensor) -> bool:
+        """Whether what backward makes is a share of a shared parameter's gradient, or a sum of such shares.
+
+        Activations may be of a parameter's shape, too, as logits of as many tokens as the model is wide: these come
+        of others of their size, or of a product with a parameter.
+        """
+        shape, name = tuple(result.shape), func._schema.name.partition("::")[2]
+        if shape not in self._shared:
+            return False
+        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        if "mm" in name:
+            return all(_key(each) not in self._permanent for each in tensors)
+        if name == "embedding_dense_backward":
+            return True
+        alike = (each for each in tensors if each.numel() == result.numel())
+        return all(self._serials.get(_key(each)) in self._parts for each in alike)
 
     # ---- storages
 
@@ -135,7 +154,7 @@ class ObservedPass(TorchDispatchMode):
         serial = len(self._sizes)
         self._serials[key] = serial
         self._sizes.append(storage.nbytes())
-        self._columns.append(tensor.shape[-1] if tensor.dim() else 0)
+        self._columns.append(tensor.shape[-1] if tensor.dim() > 1 else 0)
         self._makers.append(self.unit)
         self._changes.append((self.phase, self.unit, serial, storage.nbytes()))
         self._watches[serial] = weakref.ref(storage, lambda _: self._freed(key, serial))
@@ -189,7 +208,7 @@ class ObservedPass(TorchDispatchMode):
 
     def turn(self) -> None:
         """The forward pass is over."""
-        self.phase, self._alive_between = "backward", set(self._watches)
+        self.phase, self._alive_between, self._of_forward = "backward", set(self._watches), len(self._sizes)
 
     # ---- what units keep
 
@@ -209,29 +228,30 @@ class ObservedPass(TorchDispatchMode):
         """Bytes kept for backward of storages that are `columns` elements wide, as the output layer's results are."""
         return sum(self._sizes[serial] for serial in self._alive_between if self._columns[serial] == columns)
 
-    def peaks(self) -> dict[tuple[str, str], int]:
-        """Bytes that are there at most, gradients of parameters apart, by phase and unit."""
-        alive, found = 0, dict[tuple[str, str], int]()
+    def held(self) -> dict[tuple[str, str], list[int]]:
+        """Bytes that are there after each change, gradients of parameters apart, by phase and unit."""
+        alive, found = 0, defaultdict[tuple[str, str], list[int]](list)
         for phase, unit, serial, change in self._changes:
             if serial not in self._gradients:
                 # A unit that allocates nothing has at least what is there as it begins.
                 alive += change
-                found[phase, unit] = max(found.get((phase, unit), 0), alive)
+                found[phase, unit].append(alive)
         return found
 
-    def peaks_with_gradients(self) -> dict[str, int]:
-        """Bytes that are there at most in each unit's backward, with its own parameters' gradients as they come.
+    def held_with_gradients(self) -> dict[str, list[int]]:
+        """Bytes that are there after each change of a unit's backward, with its own parameters' gradients as they come.
 
         Gradients of parameters that several units use are apart.
         """
-        alive, found, own = 0, dict[str, int](), defaultdict[str, int](int)
+        alive, own = 0, defaultdict[str, int](int)
+        found = defaultdict[str, list[int]](list)
         for phase, unit, serial, change in self._changes:
             if serial in self._gradients:
                 own[unit] += 0 if serial in self._parts else change
             else:
                 alive += change
             if phase == "backward":
-                found[unit] = max(found.get(unit, 0), alive + own[unit])
+                found[unit].append(alive + own[unit])
         return found
 
     def _sums(self, owners: Mapping[int, str]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -96,8 +97,8 @@ def of_module(
 
     def work(samples: int, dtype: str) -> Work:
         if samples <= 2:
-            return traced(samples, dtype)
-        return extended(traced(1, dtype), traced(2, dtype), samples) or traced(samples, dtype)
+            return grouped(traced(samples, dtype))
+        return grouped(extended(traced(1, dtype), traced(2, dtype), samples) or traced(samples, dtype))
 
     length = context if context and inputs is None else traced(1, "bfloat16").tokens
     return Subject(
@@ -112,11 +113,18 @@ def of_module(
 def extended(one: Work, two: Work, samples: int) -> Work | None:
     """The work of many samples from that of one and of two: every size is a constant and a part for each sample.
 
+    What a pass holds at its fullest is the most of such sizes: with more samples another moment may be the fullest.
     None where the two do not compute alike, operation by operation.
+
+    Args:
+        one: As `trace` gives it, each operation by itself: some are alike with one number of samples alone.
+        two: The same.
+        samples: How many.
     """
     if [unit.unit for unit in one.units] != [unit.unit for unit in two.units]:
         return None
     made: dict[tuple[int, int], tuple[Operation, ...]] = {}
+    moments: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
 
     def line(first: float, second: float) -> float:
         return first + (samples - 1) * (second - first)
@@ -149,6 +157,18 @@ def extended(one: Work, two: Work, samples: int) -> Work | None:
         pairs = ((a.forward, b.forward), (a.backward, b.backward), (a.again or (), b.again or ()))
         if any(_kinds(first) != _kinds(second) for first, second in pairs):
             return None
+        if [*map(len, a.held)] != [*map(len, b.held)]:
+            return None
+        if (id(a.held), id(b.held)) not in moments:
+            moments[id(a.held), id(b.held)] = tuple(
+                tuple(map(sizes, first, second)) for first, second in zip(a.held, b.held, strict=True)
+            )
+        held = moments[id(a.held), id(b.held)]
+        most = [max((0, *own)) for own in held] or [
+            sizes(a.forward_peak, b.forward_peak),
+            sizes(a.backward_peak, b.backward_peak),
+            sizes(a.backward_whole, b.backward_whole),
+        ]
         units.append(
             UnitWork(
                 a.unit,
@@ -157,10 +177,11 @@ def extended(one: Work, two: Work, samples: int) -> Work | None:
                 sizes(a.kept, b.kept),
                 sizes(a.kept_input, b.kept_input),
                 sizes(a.kept_attention, b.kept_attention),
-                sizes(a.forward_peak, b.forward_peak),
-                sizes(a.backward_peak, b.backward_peak),
-                sizes(a.backward_whole, b.backward_whole),
+                most[0],
+                most[1],
+                most[2],
                 None if a.again is None or b.again is None else operations(a.again, b.again),
+                held,
             )
         )
     return replace(
@@ -174,3 +195,27 @@ def extended(one: Work, two: Work, samples: int) -> Work | None:
 
 def _kinds(operations: tuple[Operation, ...]) -> list[tuple[str, str, int]]:
     return [(each.kind, each.dtype, each.count) for each in operations]
+
+
+def grouped(work: Work) -> Work:
+    """The same with operations that are alike as one with their count. Blocks alike go on sharing theirs."""
+    made: dict[int, tuple[Operation, ...]] = {}
+
+    def together(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+        if id(operations) not in made:
+            counts = Counter[Operation]()
+            for each in operations:
+                counts[replace(each, count=1)] += each.count
+            made[id(operations)] = tuple(replace(each, count=count) for each, count in counts.items())
+        return made[id(operations)]
+
+    units = (
+        replace(
+            each,
+            forward=together(each.forward),
+            backward=together(each.backward),
+            again=None if each.again is None else together(each.again),
+        )
+        for each in work.units
+    )
+    return replace(work, units=tuple(units))

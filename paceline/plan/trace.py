@@ -29,7 +29,7 @@ from paceline.plan.packed import unpacked
 from paceline.plan.progress import told_while_slow
 from paceline.plan.stand_in import Result, result_of, stand_in
 from paceline.plan.without_memory import cast, fake, without_memory
-from paceline.plan.work import Operation, UnitWork, Work
+from paceline.plan.work import UnitWork, Work
 
 _TRACED = 2
 """So many of the blocks that are alike run, and the last: the first alone saves what all of them share."""
@@ -173,23 +173,27 @@ class _Trace:
             ):
                 raise _Unalike
         kept, inputs, attention = seen.kept(), seen.kept_where_recomputed(False), seen.kept_where_recomputed(True)
-        peaks, whole, before = seen.peaks(), seen.peaks_with_gradients(), 0
+        held, whole, before = seen.held(), seen.held_with_gradients(), 0
         found: dict[str, UnitWork] = {}
         for name in (*seen.order, ""):
             if name in self.skipped:
                 continue
             before += kept.get(name, 0)
+            moments = held["forward", name], held["backward", name], whole[name]
+            beyond = tuple(tuple(each - before for each in own) for own in moments)
+            most = [max((0, *own)) for own in beyond]
             found[name] = UnitWork(
                 name,
-                _grouped(seen.forward[name]),
-                _grouped(seen.backward[name]),
+                tuple(seen.forward[name]),
+                tuple(seen.backward[name]),
                 kept.get(name, 0),
                 inputs.get(name, 0),
                 attention.get(name, 0),
-                max(0, peaks.get(("forward", name), 0) - before),
-                max(0, peaks.get(("backward", name), 0) - before),
-                max(0, whole.get(name, 0) - before),
-                _grouped(seen.forward[name][: seen.again[name]]),
+                most[0],
+                most[1],
+                most[2],
+                tuple(seen.forward[name][: seen.again[name]]),
+                beyond,
             )
         for name, key in self.skipped.items():
             found[name] = replace(found[self.ran[key][1]], unit=name)
@@ -203,13 +207,6 @@ class _Trace:
             seen.wide(self.given.vocabulary) if self.given.vocabulary else 0,
             warnings,
         )
-
-
-def _grouped(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    counts: dict[Operation, int] = defaultdict(int)
-    for each in operations:
-        counts[replace(each, count=1)] += each.count
-    return tuple(replace(each, count=count) for each, count in counts.items())
 
 
 def _tensors(tree: Any) -> list[Tensor]:

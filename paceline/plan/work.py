@@ -72,6 +72,8 @@ class UnitWork:
         backward_peak: Bytes that the backward holds at its fullest beyond what was kept, gradients of parameters
             apart.
         backward_whole: The same with the gradients of the unit's own parameters, as they come; 0: not known.
+        held: Where it was traced what the last three are the most of: bytes at each change of what is held, in its
+            forward, its backward, and its backward with those gradients.
     """
 
     unit: str
@@ -84,6 +86,7 @@ class UnitWork:
     backward_peak: int = 0
     backward_whole: int = 0
     again: tuple[Operation, ...] | None = None
+    held: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def flops(self) -> float:

@@ -9,21 +9,21 @@ from paceline.models.flops import flops_per_token
 from paceline.models.on_meta import on_meta
 from paceline.models.presets import PRESETS
 from paceline.models.transformer import Transformer
-from paceline.plan.subject import extended, of_module, transformer
+from paceline.plan.subject import Kernels, extended, grouped, of_module, transformer
+from paceline.plan.trace import trace
 
 
-def test_the_work_of_many_samples_is_that_of_a_trace_of_them() -> None:
-    subject = transformer("tiny", PRESETS["tiny"])
-    from paceline.plan.trace import trace
-
-    model = on_meta(lambda: Transformer(PRESETS["tiny"]))
-    made, traced = subject.work(8, "bfloat16"), trace(model, 8, precision="bfloat16")
-    assert (made.samples, made.tokens, made.logits) == (traced.samples, traced.tokens, traced.logits)
-    assert made.flops == pytest.approx(traced.flops)
-    for one, other in zip(made.units, traced.units, strict=True):
-        assert (one.unit, one.kept, one.kept_input) == (other.unit, other.kept, other.kept_input)
-        assert [op.shape for op in one.forward] == [op.shape for op in other.forward]
-        assert [op.bytes for op in one.backward] == pytest.approx([op.bytes for op in other.backward])
+@pytest.mark.parametrize("kernels", ["cuda", "cpu"])
+@pytest.mark.parametrize(("preset", "context"), [("tiny", 0), ("small", 128), ("gpt2-124m", 128), ("llama-1b", 128)])
+def test_the_work_of_many_samples_is_that_of_a_trace_of_them(preset: str, context: int, kernels: Kernels) -> None:
+    config = PRESETS[preset]
+    subject = transformer(preset, config, context, kernels)
+    model = on_meta(lambda: Transformer(config))
+    one, two = (trace(model, each, length=context, precision="bfloat16", device=kernels) for each in (1, 2))
+    # More samples than parameters' gradients are large: another moment is the fullest.
+    traced = trace(model, 16, length=context, precision="bfloat16", device=kernels)
+    assert extended(one, two, 16) == traced
+    assert subject.work(16, "bfloat16") == grouped(traced)
 
 
 def test_a_model_of_ones_own_is_planned_by_what_it_is_called_with() -> None:
