@@ -29,6 +29,7 @@ from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
 from paceline.executor.gradient_norms import GradientNorms
 from paceline.hooks.casting import cast_inputs, cast_singular_vectors
+from paceline.hooks.given_weights import round_given_weights
 from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, require_hooks
 from paceline.hooks.parameters import watch_parameters
 from paceline.hooks.wrappers import refuse_ddp_around, require_unwrapped
@@ -102,6 +103,8 @@ class Engine:
         if strategy.low:
             low = getattr(torch, strategy.precision)
             cast_singular_vectors(module, low)
+            rounded = (module, *(unit for unit in self.units.values() if unit is not module))
+            self._handles += round_given_weights(rounded, low, lambda: not self.forward.whole.is_full)
             self._handles += cast_inputs(module, self.units.values(), low, lambda: not self.forward.whole.is_full)
         self._handles += open_for_states(module, self.forward.whole.open_states, self.forward.whole.close_state)
 

@@ -292,3 +292,22 @@ def a_target_network_is_loaded_now_and_then(side: Side) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return state(model)
+
+
+@idiom()
+def averaged_weights_are_evaluated_in_the_models_place(side: Side) -> Found:
+    model = mlp(side)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    answers = []
+    for _ in range(2):
+        fit(side, net, optimizer, 1)
+        for name, value in model.state_dict().items():
+            average[name].lerp_(value.to(side.dtype), 0.3)
+        kept = dict(average)
+        for given in (average, {"1.0.bias": average["1.0.bias"], "3.weight": average["3.weight"]}):
+            with torch.no_grad():
+                answers.append(side.mean(torch.func.functional_call(model, given, (side.batch(9)[0],)).square().mean()))
+        assert all(average[name] is value for name, value in kept.items())
+    return {**state(model), "answers": torch.stack(answers)}

@@ -47,6 +47,24 @@ def a_block_taken_out(side: Side) -> Found:
     return state(model)
 
 
+@idiom(refused=tuple((place, "replaced in the model") for place in (*(f"zero {zero}" for zero in range(4)), "low")))
+def a_head_is_replaced(side: Side) -> Found:
+    """Under DDP its gradients are each rank's own."""
+    model, net, optimizer = begun(side)
+    model[4] = nn.Linear(WIDTH, 2).to(side.dtype)
+    fit(side, net, optimizer, 1)
+    return state(model)
+
+
+@idiom(refused=STAY, unused=True)
+def a_frozen_head_takes_the_place_of_the_trained_one(side: Side) -> Found:
+    model, net, optimizer = begun(side)
+    torch.manual_seed(1)
+    model[4] = nn.Linear(WIDTH, 2).to(side.dtype).requires_grad_(False)
+    fit(side, net, optimizer, 3)
+    return state(model)
+
+
 @idiom(refused=STAY)
 def a_block_wrapped(side: Side) -> Found:
     class Scaled(nn.Module):
