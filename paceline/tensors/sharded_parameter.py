@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.tensors.assigned_gradient import ReducedGradParameter, gradient_of
+from paceline.tensors.assigned_gradient import ReducedGradParameter
 from paceline.tensors.calls import name_of, tensors_of, writes
 from paceline.tensors.gradient_shard import GradientShard
 from paceline.tensors.state_shard import StateShard
@@ -162,11 +162,10 @@ def unguard(parameter: nn.Parameter) -> None:
 
 
 def show(parameters: Iterable[nn.Parameter]) -> None:
-    """Lets parameters be computed with: plain but for a gradient that one has, which compilers must not look at."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for parameter in parameters:
-            if type(parameter) in _OURS:
-                parameter.__class__ = nn.Parameter if gradient_of(parameter) is None else ReducedGradParameter
+    """Lets parameters be computed with, whose gradient a loop may set again to the shard of one that it has kept."""
+    for parameter in parameters:
+        if type(parameter) in _OURS:
+            parameter.__class__ = ReducedGradParameter
 
 
 def _describes(func: Callable[..., Any], name: str) -> bool:

@@ -262,3 +262,25 @@ def gradients_added_up_in_a_dictionary(side: Side) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return state(model)
+
+
+@idiom()
+def gradients_kept_over_a_step_are_put_back(side: Side) -> Found:
+    """Before and after a forward of evaluation, in which parameters are there to compute with."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        x, y = side.batch(2 * step)
+        (net(x) - y).square().mean().backward()
+        kept = [p.grad for p in model.parameters()]
+        optimizer.zero_grad()
+        fit(side, net, optimizer, 1)
+        if step:
+            with torch.no_grad():
+                net(x)
+        for p, gradient in zip(model.parameters(), kept, strict=True):
+            p.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
