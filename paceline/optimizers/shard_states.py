@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from paceline.buffers.flat_parameters import FlatParameters
-from paceline.core.errors import UserError
+from paceline.core.errors import EngineError, UserError
 from paceline.core.strategy import Strategy
 from paceline.tensors.state_shard import StateShard, become_state_shard
 
@@ -53,6 +54,8 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
         UserError: The optimizer would compute something else from a shard than from the whole.
     """
     own, shards = flat.number
+    if getattr(optimizer.state, "default_factory", None) is NoStates:
+        optimizer.state.default_factory = dict
     if isinstance(optimizer, torch.optim.LBFGS) and flat.has_masters:
         raise UserError("LBFGS keeps gradients of all parameters in one vector: set strategy.precision to float32")
     has_begun = any(SHARD in group for group in optimizer.param_groups)
@@ -83,16 +86,46 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
             _cut_states(type(optimizer).__name__, states, flat, index)
 
 
+class MissingStateError(EngineError, KeyError):
+    """A state was asked for of a parameter of which this rank has no part. Also what a dictionary raises."""
+
+    __str__ = Exception.__str__
+
+
+class NoStates(dict[str, Any]):
+    """What an optimizer holds for a parameter of which this rank has no part, as a loop finds it between steps."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        """Says why there is nothing.
+
+        Raises:
+            MissingStateError: Always.
+        """
+        raise MissingStateError(
+            f"the optimizer's {name} of a parameter of which this rank's shard has no element: its states are on the "
+            "ranks that update it. Go over optimizer.state.items(), ask `if optimizer.state[p]:` first, or set "
+            "strategy.zero to 0"
+        )
+
+    def __reduce__(self) -> Any:
+        """A file has a plain dictionary."""
+        return (OrderedDict, (list(self.items()),))
+
+
 def mark_states(optimizer: Optimizer, flat: FlatParameters) -> None:
     """An optimizer has stepped on shards: until it does again, its states say so to who takes them for whole ones."""
     if flat.shards == 1:
         return
+    if getattr(optimizer.state, "default_factory", None) is dict:
+        optimizer.state.default_factory = NoStates
     for parameter, states in optimizer.state.items():
         index = flat.index_of.get(id(parameter), -1)
         local = flat.local.get(index)
         if local is None:
             continue
         shape = local.shape
+        if not states:
+            optimizer.state[parameter] = NoStates()
         for name, state in states.items():
             if type(state) is Tensor and state.shape == shape:
                 become_state_shard(state, f"{name} of {flat.layout.slots[index].spec.name}")

@@ -149,6 +149,26 @@ def the_norm_of_moments_is_noted(side: Side) -> Found:
     return {**state(model), "norm": torch.stack(squares).sum().sqrt()}
 
 
+@idiom(refused=tuple((f"zero {zero}", "this rank's shard has no element") for zero in (1, 2, 3)), off=0.1)
+def the_moments_of_each_parameter_are_scaled(side: Side) -> Found:
+    """Not each rank has some of each."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
+    fit(side, net, optimizer, 2)
+    for p in model.parameters():
+        if optimizer.state[p]:
+            optimizer.state[p]["exp_avg"].mul_(0.5)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file))
+    fit(side, net, optimizer, 1)
+    for p in model.parameters():
+        optimizer.state[p]["exp_avg"].mul_(0.5)
+    return state(model)
+
+
 @idiom(off=0.1)
 def moments_are_scaled_copied_and_saved(side: Side) -> Found:
     """A restart: moments shrink, and what was saved before comes back later."""

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 import paceline as pl
+from paceline.core.errors import EngineError
 from tests.idioms import (
     averages,
     buffers,
@@ -70,7 +71,8 @@ def on_rank(name: str, strategy: pl.Strategy | None, dtype: torch.dtype, micro: 
             pl.release(model)
         return "", "", found
     except Exception as error:
-        told = (type(error).__name__, f"{error}\n{traceback.format_exc(limit=-6)}", {})
+        kind = "EngineError" if isinstance(error, EngineError) else type(error).__name__
+        told = (kind, f"{error}\n{traceback.format_exc(limit=-6)}", {})
         with contextlib.suppress(Exception):
             pl.shutdown()
         return told
