@@ -32,7 +32,8 @@ class UnitOrder:
         """Whether `adopt` has something to do that ranks do together."""
         program = self._program
         known = self._known or program.schedule.shards_parameters
-        return not known or program.gradients is None or self.slots_changed
+        allocates = program.gradients is None and program.schedule.copies_gradients
+        return not known or allocates or self.slots_changed
 
     def adopt(self) -> None:
         """A step's first backward begins: gradients lie as the order has it from now on. Collective the first time."""
