@@ -17,7 +17,7 @@ from types import FrameType
 
 from paceline.core.errors import UserError
 from paceline.launch.screen import show
-from paceline.launch.worker import run_worker
+from paceline.launch.worker import FORKS, run_worker
 
 HELP = """\
 paceline trains PyTorch models data-parallel and shows where the time went.
@@ -59,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     _open_closed_streams()
     _show_what_has_no_code()
+    if FORKS in os.environ:
+        from paceline.launch.forking import become_worker
+
+        become_worker()
     try:
         status = run_worker(lambda: _run(given))
         sys.stdout.flush()
@@ -151,6 +155,7 @@ def _run(arguments: list[str]) -> int:
 def _train(arguments: list[str]) -> int:
     from paceline.comm.environment import job_in_environment
     from paceline.launch.imports import kept_for_good
+    from paceline.launch.process import Command
     from paceline.launch.seat import Seat
     from paceline.launch.workers import launch
     from paceline.train.command_line import parse_train_arguments
@@ -168,7 +173,10 @@ def _train(arguments: list[str]) -> int:
 
         return train_in_places(config, seat)
     job = job_in_environment(os.environ)
-    command = [*_this_program(), "train", *arguments]
+    # What the first checkpointed unit imports takes as long as torch itself.
+    late = ("torch._dynamo",) if config.strategy.recompute != "none" else ()
+    trains = "paceline.train.successive_jobs" if config.replaces else "paceline.train.loop"
+    command = Command([*_this_program(), "train", *arguments], (trains, *late))
     if config.replaces:
         from paceline.train.replacing_job import start
 

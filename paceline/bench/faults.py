@@ -24,6 +24,7 @@ from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
 from paceline.launch.seat import SEAT
 from paceline.launch.temporary_folder import TemporaryFolder
+from paceline.launch.worker import told
 from paceline.measuring.results import half_spread, write_json
 from paceline.train.interruption import PARTS
 from paceline.train.run_folder import METRICS
@@ -254,10 +255,9 @@ class _Training:
         found = []
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if folder.name.isdigit() and f"{_MARK}={self._mark}".encode() in (folder / "environ").read_bytes():
-                    told = (folder / "environ").read_bytes().split(b"\0")
-                    if any(variable.startswith((f"{SEAT}=".encode(), b"LOCAL_RANK=")) for variable in told):
-                        found.append(int(folder.name))
+                environment = told(int(folder.name)) if folder.name.isdigit() else {}
+                if environment.get(_MARK) == self._mark and environment.keys() & {SEAT, "LOCAL_RANK", "RANK"}:
+                    found.append(int(folder.name))
         return found
 
 

@@ -20,6 +20,7 @@ from paceline.checkpoint.folder import CHECKPOINTS
 from paceline.comm.environment import OF_A_RANK
 from paceline.faults.outcome import Curve, curve, jobs, wrong_with_checkpoints, wrong_with_curve
 from paceline.launch.seat import SEAT
+from paceline.launch.worker import told
 
 MARK = "PACELINE_FAULTS_MARK"
 PATIENCE = 300.0
@@ -122,10 +123,10 @@ class Training:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
-                    items = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                    environment = told(int(entry.name))
                     state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                    if f"{MARK}={self._mark}" in items and state != "Z":
-                        found[int(entry.name)] = dict(item.split("=", 1) for item in items if "=" in item)
+                    if environment.get(MARK) == self._mark and state != "Z":
+                        found[int(entry.name)] = environment
         return found
 
     def ranks(self) -> dict[int, int]:

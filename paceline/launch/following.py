@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from paceline.core.errors import UserError
 from paceline.launch.failure import read_failure
 from paceline.launch.host_line import HostLine
 from paceline.launch.host_meeting import JOINING_SECONDS, PATIENT_SECONDS, HostMeeting, reach_leader
+from paceline.launch.process import Command
 from paceline.launch.screen import show
 from paceline.launch.seated import SeatedJob
 from paceline.launch.temporary_folder import TemporaryFolder
@@ -23,7 +23,7 @@ _LONGEST = 1 << 14
 """Characters of a failure's report that are handed on."""
 
 
-def follow(meeting: HostMeeting, command: Sequence[str], workers: int, spares: int, threads: int) -> int:
+def follow(meeting: HostMeeting, command: Command, workers: int, spares: int, threads: int) -> int:
     """Looks after this host's workers until the job is over; returns its exit status.
 
     Where the leading launcher is gone, or not heard of for `FENCED_SECONDS`, the workers here are ended, as others will
@@ -47,7 +47,7 @@ class _FollowingJob(SeatedJob):
     """The workers of this host, whose numbers at the leading launcher are others than here."""
 
     def __init__(
-        self, folder: Path, command: Sequence[str], workers: int, threads: int, spares: int, meeting: HostMeeting
+        self, folder: Path, command: Command, workers: int, threads: int, spares: int, meeting: HostMeeting
     ) -> None:
         super().__init__(folder, command, workers, threads)
         self._spares, self._meeting = spares, meeting

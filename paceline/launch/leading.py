@@ -6,7 +6,7 @@ import contextlib
 import functools
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from paceline.launch.failure import Failure, write_failure
 from paceline.launch.host_line import HostLine
 from paceline.launch.host_meeting import JOINING_SECONDS, PATIENT_SECONDS, HostMeeting, LeadingEnd
 from paceline.launch.members import Members
+from paceline.launch.process import Command
 from paceline.launch.remote import RemoteProcess, RemoteSeat
 from paceline.launch.replacing import ReplacingJob
 from paceline.launch.screen import show
@@ -28,7 +29,7 @@ from paceline.launch.workers import POLL_SECONDS, threads_each
 
 def lead(
     meeting: HostMeeting,
-    command: Sequence[str],
+    command: Command,
     workers: int,
     least: int,
     spares: int,
@@ -82,7 +83,7 @@ class _LeadingJob(ReplacingJob):
     def __init__(
         self,
         folder: Path,
-        command: Sequence[str],
+        command: Command,
         workers: int,
         threads: int,
         least: int,

@@ -6,8 +6,22 @@ import contextlib
 import os
 import signal
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
+
+
+@dataclass(frozen=True)
+class Command:
+    """What workers are started with.
+
+    Attributes:
+        words: Program and arguments.
+        imports: Modules that every worker needs. With any, the program calls `become_worker` first.
+    """
+
+    words: list[str]
+    imports: tuple[str, ...] = ()
 
 
 class Process(Protocol):
@@ -37,8 +51,10 @@ class Process(Protocol):
         """Whether it was stopped, as by SIGSTOP."""
 
 
-class LocalProcess(subprocess.Popen[bytes]):
-    """A process on this host, in a group of its own."""
+class OnThisHost:
+    """What is asked of a process on this host, in a group of its own, by its number."""
+
+    pid: int
 
     def end_group(self) -> None:
         """See `Process`."""
@@ -58,3 +74,7 @@ class LocalProcess(subprocess.Popen[bytes]):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
         except OSError:
             return False
+
+
+class LocalProcess(OnThisHost, subprocess.Popen[bytes]):
+    """One that was started as a program."""

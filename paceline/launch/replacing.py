@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.launch.failure import read_failure
 from paceline.launch.members import Members
+from paceline.launch.process import Command
 from paceline.launch.screen import show
 from paceline.launch.seat import Place, place_message
 from paceline.launch.seated import SeatedJob
@@ -29,7 +30,7 @@ MEMORY, ROOM = Path("/dev/shm"), 1 << 30
 
 
 def launch_replacing(
-    command: Sequence[str],
+    command: Command,
     workers: int,
     least: int,
     spares: int,
@@ -44,7 +45,7 @@ def launch_replacing(
     more. A worker that raises an exception is not lost: that ends the job, as its successor would raise it again.
 
     Args:
-        command: Program and arguments of every worker, which has a `Seat`.
+        command: Of every worker, which has a `Seat`.
         workers: Ranks of the job.
         least: Ranks with which it goes on at least.
         spares: Processes that wait to take the place of a lost one.
@@ -70,7 +71,7 @@ class ReplacingJob(SeatedJob):
     def __init__(
         self,
         folder: Path,
-        command: Sequence[str],
+        command: Command,
         workers: int,
         threads: int,
         members: Members,

@@ -7,11 +7,11 @@ import os
 import socket
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.seat import SEAT, SeatLine, ToWorker
+from paceline.launch.process import Command
+from paceline.launch.seat import SeatLine, ToWorker
 from paceline.launch.workers import Job
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -21,7 +21,7 @@ _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE":
 class SeatedJob(Job):
     """Workers with a `Seat` each, by number."""
 
-    def __init__(self, folder: Path, command: Sequence[str], workers: int, threads: int) -> None:
+    def __init__(self, folder: Path, command: Command, workers: int, threads: int) -> None:
         """Starts nothing yet; see `Job`."""
         super().__init__(folder, command, workers, threads)
         self._seats: dict[int, ToWorker] = {}
@@ -41,8 +41,7 @@ class SeatedJob(Job):
         screen = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
         lines = [theirs.fileno(), *screen]
         try:
-            environment = {SEAT: ",".join(map(str, lines)), **_ALONE}
-            number = self._start_worker(environment, has_screen=False, lines=lines)
+            number = self._start_worker(_ALONE, has_screen=False, lines=lines)
         finally:
             theirs.close()
             for descriptor in screen:

@@ -11,13 +11,20 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline.core.errors import UserError
 from paceline.launch.failure import Failure, write_failure
 from paceline.launch.screen import OutputClosed
+from paceline.launch.seat import SEAT
 
+FAILURE_FILE = "PACELINE_FAILURE_FILE"
+"""Names the file that a worker leaves a report of its failure in."""
+LAUNCHER = "PACELINE_LAUNCHER"
+"""The launcher's process number."""
+FORKS = "PACELINE_FORKS"
+"""In the process that workers are forked from: the descriptor by which the launcher asks, and what to import first."""
 _PR_SET_PDEATHSIG = 1
 _PEER_LOST = re.compile(
     r"is gone|rank \d+ gave up: |did not answer|connection (was )?(closed|reset|refused|aborted)|broken pipe"
@@ -33,10 +40,11 @@ def run_worker(work: Callable[[], int]) -> int:
         The exit status that `work` returned; a process that the launcher started ends here instead.
     """
     # Taken out of the environment: what this process starts in turn is no worker.
-    report, launcher = os.environ.pop("PACELINE_FAILURE_FILE", None), os.environ.pop("PACELINE_LAUNCHER", None)
+    report, launcher = os.environ.pop(FAILURE_FILE, None), os.environ.pop(LAUNCHER, None)
     if report is None or launcher is None:
         return work()
-    _die_with(int(launcher))
+    die_with(int(launcher))
+    _take_name(os.environ)
     faulthandler.enable()
     try:
         status = work()
@@ -81,8 +89,35 @@ def lost_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-def _die_with(parent: int) -> None:
-    """Lets the kernel kill this process when its parent is gone, however that ended."""
+def told(number: int) -> dict[str, str]:
+    """The environment that a process was started with. A worker's has RANK, or SEAT where its rank may change.
+
+    Args:
+        number: Of the process.
+
+    Raises:
+        OSError: There is none, or it is another user's.
+    """
+    process = Path(f"/proc/{number}")
+    items = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+    environment = dict(item.split("=", 1) for item in items if "=" in item)
+    # Of a worker that was forked, it is that of what it was forked from.
+    kind, _, rank = (process / "comm").read_text().strip().partition(" ")
+    return environment | ({SEAT: ""} if kind == "seat" else {"RANK": rank} if kind == "rank" else {})
+
+
+def _take_name(environment: Mapping[str, str]) -> None:
+    # As `top` shows it, and `told` reads it.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text("seat" if SEAT in environment else f"rank {environment.get('RANK', 0)}")
+
+
+def die_with(parent: int) -> None:
+    """Lets the kernel kill this process when its parent is gone, however that ended.
+
+    Args:
+        parent: Its number.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The parent may have gone before the request was made.

@@ -20,11 +20,14 @@ from typing import IO
 from paceline.core.errors import UserError
 from paceline.launch.cores import available_cores, threads_per_rank
 from paceline.launch.failure import first_failure, memory_kills, read_failure
-from paceline.launch.process import LocalProcess, Process
+from paceline.launch.forking import ForkedProcess, Forks
+from paceline.launch.process import Command, LocalProcess, Process
 from paceline.launch.screen import show
+from paceline.launch.seat import SEAT
 from paceline.launch.status_line import clear_line
 from paceline.launch.stop import STOPPABLE, STOPPING, Requests, handled_by
 from paceline.launch.temporary_folder import TemporaryFolder
+from paceline.launch.worker import FAILURE_FILE, LAUNCHER
 from paceline.launch.worker_output import WorkerOutput
 
 GRACE_SECONDS = 3.0
@@ -34,7 +37,7 @@ START_GRACE_SECONDS = 1.0
 POLL_SECONDS = 0.05
 
 
-def launch(command: Sequence[str], workers: int, threads: int = 0) -> int:
+def launch(command: Command, workers: int, threads: int = 0) -> int:
     """Runs `command` in `workers` processes that form one job, and waits for them.
 
     Rank 0 has the screen; what other ranks write to stderr is shown behind `[rank k]`. If one fails, all are down
@@ -43,7 +46,7 @@ def launch(command: Sequence[str], workers: int, threads: int = 0) -> int:
     within a second. A second such signal kills them.
 
     Args:
-        command: Program and arguments of every worker.
+        command: Of every worker.
         workers: Number of processes, at least 1.
         threads: Threads per worker; 0: as OMP_NUM_THREADS says, else the cores shared out.
 
@@ -77,7 +80,7 @@ def threads_each(workers: int, threads: int) -> int:
 class Job:
     """The workers of one launch, by number: their ranks, where none is replaced."""
 
-    def __init__(self, folder: Path, command: Sequence[str], workers: int, threads: int) -> None:
+    def __init__(self, folder: Path, command: Command, workers: int, threads: int) -> None:
         """Starts nothing yet.
 
         Args:
@@ -88,6 +91,8 @@ class Job:
         """
         self._folder, self._command, self._workers, self._threads = folder, command, workers, threads
         self._processes: list[Process] = []
+        self._forks: Forks | None = None
+        """What workers are forked from, once there is one, where they can be."""
         self._ended: dict[int, float] = {}
         self._ended_by_us: set[int] = set()
         self._requests = Requests()
@@ -123,6 +128,8 @@ class Job:
                 },
                 has_screen=rank == 0,
             )
+        if self._forks is not None:
+            self._forks.close()
 
     def _start_worker(self, environment: Mapping[str, str], has_screen: bool, lines: Sequence[int] = ()) -> int:
         """Starts the next worker; returns its number.
@@ -130,19 +137,19 @@ class Job:
         Args:
             environment: What it is told besides this process's own.
             has_screen: Whether it writes to this process's stdout and stderr.
-            lines: Descriptors that it gets.
+            lines: Descriptors that it gets, if any, for its `Seat`.
         """
         number = len(self._processes)
+        environment = {
+            FAILURE_FILE: str(self._failure_file(number)),
+            LAUNCHER: str(os.getpid()),
+            STOPPABLE: str(self._stoppable_file(number)),
+            **environment,
+        }
         try:
-            process = LocalProcess(
-                self._command,
-                env={
-                    **os.environ,
-                    "PACELINE_FAILURE_FILE": str(self._failure_file(number)),
-                    "PACELINE_LAUNCHER": str(os.getpid()),
-                    STOPPABLE: str(self._stoppable_file(number)),
-                    **environment,
-                },
+            process = self._forked(environment, has_screen, lines) or LocalProcess(
+                self._command.words,
+                env={**os.environ, **environment, **({SEAT: ",".join(map(str, lines))} if lines else {})},
                 stdin=subprocess.DEVNULL,
                 stdout=None if has_screen else subprocess.DEVNULL,
                 stderr=None if has_screen else subprocess.PIPE,
@@ -158,6 +165,16 @@ class Job:
         if process.stderr is not None:
             self._listen(process.stderr, WorkerOutput(process.stderr, lambda: self._name(number)).forward)
         return number
+
+    def _forked(self, environment: Mapping[str, str], has_screen: bool, lines: Sequence[int]) -> ForkedProcess | None:
+        """The next worker; None where it is to be started as a program."""
+        if self._forks is None and self._command.imports and Forks.can_be():
+            # Libraries look for how many threads there are when they are loaded.
+            self._forks = Forks(self._command, {"OMP_NUM_THREADS": str(self._threads)})
+        if self._forks is None:
+            return None
+        # A stop is heard of by what still imports only if that is a process of its own.
+        return self._forks.start(environment, has_screen, lines, unless=lambda: self._requests.first is not None)
 
     def _listen(self, line: IO[bytes] | socket.socket | int, take: Callable[[], object]) -> None:
         """Calls `take` when something arrives, until it returns nothing that is true."""
@@ -198,6 +215,8 @@ class Job:
 
     def kill(self) -> None:
         """Ends every worker that still runs at once, even one that ignores signals."""
+        if self._forks is not None:
+            self._forks.close()
         self._send(signal.SIGKILL)
         for process in self._processes:
             process.wait()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from paceline.core.errors import UserError
+from paceline.launch.process import Command
 from paceline.train.config import TrainConfig, check_ranks
 from paceline.train.run_folder import check_run_folder
 
 
-def start(config: TrainConfig, command: Sequence[str], hosts: int) -> int:
+def start(config: TrainConfig, command: Command, hosts: int) -> int:
     """Starts the workers of this host, or of all, and waits for the end of the job; returns its exit status.
 
     Args:

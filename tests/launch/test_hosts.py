@@ -21,11 +21,12 @@ from tests.train.processes import PATIENCE, Program, program
 LAUNCHER = """
 import os, sys
 from paceline.launch import following, host_line, host_meeting, leading
+from paceline.launch.process import Command
 workers, least, spares, cut_off = map(int, sys.argv[1:])
 host_meeting.CUT_OFF_SECONDS, host_meeting.FENCED_SECONDS = cut_off, 0.6 * cut_off
 following.PATIENT_SECONDS = 0.5
 meeting = host_meeting.HostMeeting(os.environ)
-command = [sys.executable, "worker.py"]
+command = Command([sys.executable, "worker.py"])
 if meeting.host:
     sys.exit(following.follow(meeting, command, workers, spares, 1))
 sys.exit(leading.lead(meeting, command, workers, least, spares, 1, lambda ranks: True, print))

@@ -54,11 +54,13 @@ sys.exit(run_worker(work))
 LAUNCHER = """
 import sys
 from paceline.launch import replacing
+from paceline.launch.process import Command
 replacing.SILENT_SECONDS = 30.0
 workers, least, spares = map(int, sys.argv[1:])
 strategy = {"groups": 1}
 fits = lambda ranks: ranks % strategy["groups"] == 0
-sys.exit(replacing.launch_replacing([sys.executable, "worker.py"], workers, least, spares, 0, fits, strategy.update))
+command = Command([sys.executable, "worker.py"])
+sys.exit(replacing.launch_replacing(command, workers, least, spares, 0, fits, strategy.update))
 """
 
 

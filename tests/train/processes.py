@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 from paceline.cli import main
 from paceline.comm.environment import OF_A_RANK
+from paceline.launch.worker import told
 from tests.ranks import RankPool
 
 _PR_SET_PDEATHSIG = 1
@@ -30,11 +31,18 @@ PATIENCE = 150.0
 
 
 def new_in_shared_memory(before: set[str]) -> set[str]:
-    """Names in /dev/shm that were not there, and that no process uses: other programs of this machine have theirs."""
+    """Names in /dev/shm that were not there, and that no process uses: other programs of this machine have theirs.
+
+    Nor those of Python's semaphores, which lose their names as they are made: any that is there is being made.
+    """
     deadline = time.monotonic() + 20
-    while (found := set(os.listdir("/dev/shm")) - before - _used_shared_memory()) and time.monotonic() < deadline:
+    while (found := _named_in_shared_memory() - before - _used_shared_memory()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return found
+
+
+def _named_in_shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def _used_shared_memory() -> set[str]:
@@ -78,10 +86,10 @@ class Program:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
-                    data = (entry / "environ").read_bytes().decode(errors="replace")
+                    environment = told(int(entry.name))
                     state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                    if f"{MARK}={self.mark}" in data.split("\0") and state != "Z":
-                        found[int(entry.name)] = dict(item.split("=", 1) for item in data.split("\0") if "=" in item)
+                    if environment.get(MARK) == self.mark and state != "Z":
+                        found[int(entry.name)] = environment
         return found
 
     def rank(self, number: int) -> int:
