@@ -108,12 +108,12 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
         if _records():
             _on_gradients(tensors_in(output), "any", lambda: listener.pre_backward(None, generation))
 
-    handles.append(model.register_forward_pre_hook(ModuleHook(_untraced(root_pre_forward)), prepend=True))
-    handles.append(model.register_forward_hook(ModuleHook(_untraced(root_post_forward))))
+    handles.append(model.register_forward_pre_hook(ModuleHook(untraced(root_pre_forward)), prepend=True))
+    handles.append(model.register_forward_hook(ModuleHook(untraced(root_post_forward))))
     return handles
 
 
-def _untraced(method: Callable[P, T]) -> Callable[P, T]:
+def untraced(method: Callable[P, T]) -> Callable[P, T]:
     """A hook into which torch.compile does not look: its bookkeeping is no part of a model."""
     hidden: list[Callable[P, T]] = []
 
@@ -241,8 +241,8 @@ def _listen(unit: nn.Module, name: str, listener: Listener) -> list[RemovableHan
         return None if kept is output else kept
 
     # First of all hooks: others, such as weight normalisation's, compute with the parameters.
-    before = unit.register_forward_pre_hook(ModuleHook(_untraced(pre_forward)), prepend=True, with_kwargs=True)
-    return [before, unit.register_forward_hook(ModuleHook(_untraced(post_forward)))]
+    before = unit.register_forward_pre_hook(ModuleHook(untraced(pre_forward)), prepend=True, with_kwargs=True)
+    return [before, unit.register_forward_hook(ModuleHook(untraced(post_forward)))]
 
 
 def _on_gradients(
@@ -255,11 +255,11 @@ def _on_gradients(
     # A parameter that is itself an output has nothing before it, and hooks on it would stay for good.
     tensors = [tensor for tensor in outputs if tensor.grad_fn is not None]
     # They may be called in the middle of what is being compiled, too.
-    action = _untraced(action)
+    action = untraced(action)
     if len(tensors) == 1:
         tensors[0].register_hook(lambda gradient: action())
     elif tensors:
         if at_first is not None:
-            first = _untraced(at_first)
+            first = untraced(at_first)
             register_multi_grad_hook(tensors, lambda gradient: first(), mode="any")
         register_multi_grad_hook(tensors, lambda gradients: action(), mode=mode)  # type: ignore[arg-type]

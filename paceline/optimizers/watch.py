@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.core.errors import EngineError
+from paceline.hooks.modules import untraced
 from paceline.optimizers.shard_states import SHARD, require_states_of
 
 
@@ -66,7 +67,7 @@ def leave_optimizers(watcher: Watcher) -> None:
 @cache
 def _hook_optimizers() -> None:
     # Once for all: torch goes through its hooks while a watcher may be collected, which must not take one out.
-    register_optimizer_step_pre_hook(_hook_innermost)
+    register_optimizer_step_pre_hook(untraced(_hook_innermost))
 
 
 _OWN = -1
@@ -80,16 +81,16 @@ def _hook_innermost(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     not the shards that the optimizer itself is shown.
     """
     if any(_holds(watcher, optimizer) for watcher in _alive()):
-        _require_no_hooks_inside(optimizer, sys._getframe(1))
+        _require_no_hooks_inside(optimizer)
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        before[_OWN], after[_OWN] = _before, _after
+        before[_OWN], after[_OWN] = _UNTRACED
         before.move_to_end(_OWN)  # type: ignore[attr-defined]
         after.move_to_end(_OWN, last=False)  # type: ignore[attr-defined]
     else:
         require_states_of(optimizer)
 
 
-def _require_no_hooks_inside(optimizer: Optimizer, step: FrameType) -> None:
+def _require_no_hooks_inside(optimizer: Optimizer) -> None:
     """Refuses hooks of an optimizer that steps inside another's step, or its own: they would find shards.
 
     Raises:
@@ -97,7 +98,7 @@ def _require_no_hooks_inside(optimizer: Optimizer, step: FrameType) -> None:
     """
     if not {*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks} - {_OWN}:
         return
-    for outer in _steps_around(step):
+    for outer in _steps_around():
         if any(group.get(SHARD, (0, 1))[1] > 1 for group in outer.param_groups):
             raise EngineError(
                 f"{type(outer).__name__}.step() calls {type(optimizer).__name__}'s, whose hooks before or after a step "
@@ -107,7 +108,7 @@ def _require_no_hooks_inside(optimizer: Optimizer, step: FrameType) -> None:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    watching = _watching(optimizer, sys._getframe(1))
+    watching = _watching(optimizer)
     for watcher in watching:
         watcher.update_begins(optimizer)
     if not watching:
@@ -133,19 +134,22 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for watcher in _watching(optimizer, sys._getframe(1)):
+    for watcher in _watching(optimizer):
         watcher.update_ends(optimizer)
 
 
-def _watching(optimizer: Optimizer, step: FrameType) -> list[Watcher]:
+_UNTRACED = untraced(_before), untraced(_after)
+"""What torch.compile of `optimizer.step` does not look into."""
+
+
+def _watching(optimizer: Optimizer) -> list[Watcher]:
     """The watchers of an optimizer's parameters, but for those that are in a step already, of which this one is a part.
 
     Args:
         optimizer: Is about to step, or has stepped.
-        step: Torch's frame around its `step`, which calls the hooks.
     """
     watching = [watcher for watcher in _alive() if _holds(watcher, optimizer)]
-    outer = list(_steps_around(step)) if watching else []
+    outer = list(_steps_around()) if watching else []
     return [watcher for watcher in watching if not any(_holds(watcher, other) for other in outer)]
 
 
@@ -157,13 +161,21 @@ def _holds(watcher: Watcher, optimizer: Optimizer) -> bool:
     return any(watcher.holds_parameter(id(p)) for group in optimizer.param_groups for p in group["params"])
 
 
-def _steps_around(step: FrameType) -> Iterator[Optimizer]:
-    """Optimizers in whose step this one is, such as the one that calls `super().step()`.
+_TORCHS = Optimizer.profile_hook_step.__code__.co_filename
+
+
+def _steps_around() -> Iterator[Optimizer]:
+    """Optimizers in whose step the one is that a hook is called for, such as the one that calls `super().step()`.
 
     They are read off the stack: no hook of torch's tells of a step that raised, so that counting would go wrong.
     """
-    frame = step.f_back
+    frame: FrameType | None = sys._getframe(1)
+    is_outer = False
     while frame is not None:
-        if frame.f_code is step.f_code:
-            yield frame.f_locals["self"]
+        code = frame.f_code
+        # Torch's frame around a `step`, which calls the hooks; what torch.compile makes of it has that in its name.
+        if code.co_filename == _TORCHS and "wrapper" in code.co_name:
+            if is_outer:
+                yield frame.f_locals["self"]
+            is_outer = True
         frame = frame.f_back

@@ -248,3 +248,23 @@ def looked_at(zero: int) -> list[Tensor]:
 def test_a_compiled_function_of_the_loop_sees_gradients(ranks: RankPool, zero: int) -> None:
     for found in ranks(2, looked_at, zero):
         assert found and all(value == 0 for value in found)
+
+
+def steps_compiled(strategy: Strategy | None) -> dict[str, Tensor]:
+    model = parallel(build(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        rows = x if strategy is None else x.chunk(pl.init().world_size)[pl.init().rank]
+        model(rows).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+    return snapshot(model if strategy is None else pl.release(model))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("zero", [2, full(0), full(1), full(3)])
+def test_a_compiled_step_is_that_of_one_process(ranks: RankPool, zero: int) -> None:
+    for found in ranks(2, steps_compiled, Strategy(zero=zero)):
+        assert_same(found, steps_compiled(None), atol=1e-12)
