@@ -83,6 +83,10 @@ class Least:
 
     def bytes(self, setting: Setting) -> int:
         """No peak is lower: states and buffers of the schedule, and what the forward leaves for the backward."""
+        return self.states(setting) + self._activations(setting)
+
+    def states(self, setting: Setting) -> int:
+        """What is held whatever the model computes, which asks for no trace of it."""
         strategy = setting.strategy
         schedule = self._case.schedule(strategy)
         held = (schedule.strategy, min(setting.micro_batches, 2))
@@ -90,7 +94,7 @@ class Least:
             self._held[held] = memory(schedule, held[1])
         states = self._held[held]
         own = 0 if schedule.copies_gradients else states.gradients
-        return states.total - own + self._case.hardware.framework + self._activations(setting)
+        return states.total - own + self._case.hardware.framework
 
     def _activations(self, setting: Setting) -> int:
         strategy = setting.strategy

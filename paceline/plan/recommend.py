@@ -11,7 +11,7 @@ from paceline.plan import profiles, quantities
 from paceline.plan.case import Case
 from paceline.plan.choice import ALIKE
 from paceline.plan.estimate import Estimate
-from paceline.plan.search import Found, search
+from paceline.plan.search import Found, fits
 from paceline.plan.subject import Subject
 
 _WHAT = {
@@ -97,23 +97,23 @@ def would_fit(case: Case, samples: int, precision: str) -> list[str]:
 
 
 def _changes(case: Case, samples: int, precision: str) -> Iterator[str]:
-    def fits(changed: Case, share: int) -> bool:
+    def would(changed: Case, share: int) -> bool:
         stage = Strategy(zero=3 if changed.devices > 1 else 0, precision=precision)  # type: ignore[arg-type]
-        return search(changed, share, strategies=[stage]).recommended is not None
+        return fits(changed, stage, share)
 
     for times in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
-        if fits(replace(case, devices=case.devices * times), max(1, samples // times)):
+        if would(replace(case, devices=case.devices * times), max(1, samples // times)):
             yield f"{case.devices * times:,} devices"
             break
     larger = [profiles.hardware(each) for each in profiles.names()]
     larger = [each for each in larger if each.device.memory > case.hardware.device.memory]
     for hardware in sorted(larger, key=lambda each: each.device.memory):
-        if precision in hardware.device.ceiling and fits(replace(case, hardware=hardware), samples):
+        if precision in hardware.device.ceiling and would(replace(case, hardware=hardware), samples):
             yield f"--hardware {hardware.device.name}"
             break
     for context in (case.subject.context // 2, case.subject.context // 4, case.subject.context // 8):
         shorter = _with_context(case.subject, context)
-        if shorter is not None and fits(replace(case, subject=shorter), samples):
+        if shorter is not None and would(replace(case, subject=shorter), samples):
             yield f"--context {context}"
             break
 

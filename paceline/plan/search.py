@@ -96,6 +96,19 @@ def search(
     return Found(tuple(best), looked_at, simulated)
 
 
+def fits(case: Case, family: Strategy, samples: int) -> bool:
+    """Whether any setting of a strategy fits, which takes no simulation.
+
+    Args:
+        case: Model, machines, devices.
+        family: Stage, groups and precision.
+        samples: Of a step on one device.
+    """
+    least, room = Least(case), case.capacity
+    possible = [each for each in _settings(case, family, samples) if least.states(each) <= room]
+    return any(case.footprint(each).peak <= room for each in sorted(possible, key=least.bytes))
+
+
 def families(case: Case, precision: str) -> list[Strategy]:
     """Every stage over all ranks, and in groups of a host's devices and of some hosts."""
     chosen: dict[str, Any] = {"precision": precision}

@@ -9,7 +9,7 @@ from paceline.models.presets import PRESETS
 from paceline.plan import profiles
 from paceline.plan.case import Case
 from paceline.plan.recommend import in_words, reason, would_fit
-from paceline.plan.search import _settings, families, micro_batches, search
+from paceline.plan.search import _settings, families, fits, micro_batches, search
 from paceline.plan.subject import transformer
 
 SMALL = transformer("small", PRESETS["small"])
@@ -53,14 +53,26 @@ def test_where_all_fits_nothing_is_recomputed_and_stages_differ_by_little() -> N
     assert max(each.seconds for each in found.best) < 1.05 * min(each.seconds for each in found.best)
 
 
-def test_nothing_fits_and_what_would() -> None:
+def test_nothing_fits_and_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(LLAMA, H100, 2)
     found = search(case, 1)
     assert found.recommended is None and reason(found) == ""
     assert found.best[0].setting.strategy == Strategy(zero=3, precision="bfloat16", recompute="unit")
+    monkeypatch.setattr(Case, "estimate", lambda *_: pytest.fail("what would fit needs no simulation"))
     changes = would_fit(case, 1, "bfloat16")
+    monkeypatch.undo()
     assert changes[0] == "4 devices" and changes[1].startswith("--hardware ")
     assert search(replace(case, devices=4), 1).recommended is not None
+    larger = profiles.hardware(changes[1].removeprefix("--hardware "))
+    assert search(replace(case, hardware=larger), 1).recommended is not None
+
+
+def test_a_strategy_fits_where_a_search_finds_a_setting_of_it() -> None:
+    for gib, devices in ((2, 16), (2.2, 16), (3, 2), (1, 1), (1.4, 64)):
+        case = Case(SMALL, replace(H100, device=replace(H100.device, memory=int(gib * 2**30))), devices)
+        for family in families(case, "bfloat16"):
+            found = search(case, 16, strategies=[replace(family, shard=0)])
+            assert fits(case, replace(family, shard=0), 16) == (found.recommended is not None)
 
 
 def test_one_device_has_one_strategy() -> None:
