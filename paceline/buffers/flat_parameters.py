@@ -27,10 +27,11 @@ class FlatParameters:
         buckets: By name.
         bucket_of: The bucket that a parameter is in, by index; none for those that are neither updated nor sharded.
         contents: Which parameters a bucket holds, in words, by its name.
-        managed: Indices of those whose data changes: sharded, or updated in another dtype.
+        managed: Indices of those whose data changes: sharded, updated in another dtype, or by another rank.
         is_sharded: Whether a rank keeps only shards to compute with, as at zero 3.
         shares_memory: Whether ranks compute with the same parameters in shared memory.
         has_masters: Whether some are updated in another dtype than they are computed with in.
+        has_server: Whether some ranks keep parameters that only others update.
         shards: How many shards a bucket has.
         shard_index: Which of them is this rank's.
         views: Each parameter whole, to compute with, where that is gathered.
@@ -58,6 +59,7 @@ class FlatParameters:
         self._buffers: Buffers = schedule.buffers()
         self.shards, self.shard_index = schedule.shards, schedule.shard_index
         self.is_sharded, self.shares_memory = schedule.shards_parameters, schedule.shares_memory
+        self.has_server = schedule.has_server
         self._wholes: dict[str, Tensor] = {}
         self._own_shards: dict[str, Tensor] = {}
         self._dtypes: list[torch.dtype] = [getattr(torch, flat.dtype) for flat in layout.flats]
@@ -101,7 +103,7 @@ class FlatParameters:
 
     def _is_managed(self, index: int) -> bool:
         flat = self.layout.flats[self.layout.slots[index].flat]
-        return self.shards > 1 or has_master(flat)
+        return self.shards > 1 or has_master(flat) or self.has_server
 
     def whole(self, bucket: Bucket) -> Tensor:
         """All parameters of a bucket, flat, to compute with."""

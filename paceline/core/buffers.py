@@ -20,7 +20,7 @@ that share in the dtype that is updated, where it is reduced in another. statist
 USER_SUMS = 16
 """How many sums of a training loop's own the statistics hold at most."""
 
-CHECKS = 2
+CHECKS = 3
 """How many numbers in the statistics must be the same on every rank, each with its square."""
 
 

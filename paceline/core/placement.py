@@ -62,6 +62,11 @@ class Placement:
         """Ranks that hold each element of the reduced gradients, and update it."""
         return self.replicas
 
+    @property
+    def has_server(self) -> bool:
+        """Whether some ranks keep whole parameters that only others update."""
+        return self.holders < self.replicas
+
     @cached_property
     def shard_index(self) -> int:
         """Which shard is this rank's."""
@@ -112,7 +117,7 @@ class Placement:
     @property
     def replaces_earlier_gradients(self) -> bool:
         """Whether what `p.grad` holds must be made another tensor before autograd adds to it."""
-        is_scaled = self.holders < self.replicas or self.strategy.gradients == "sum"
+        is_scaled = self.has_server or self.strategy.gradients == "sum"
         return self.shards > 1 or self.strategy.low or self.strategy.reduces_every_micro_batch or is_scaled
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
+from paceline.buffers.weights_hash import weights_hash
 from paceline.core.layout import ROOT
 from paceline.core.ops import GRADIENTS, STATISTICS, Key
 from paceline.core.step_state import StepState
@@ -262,7 +263,8 @@ class BackwardPass:
             key = Key("statistics", STATISTICS, micro_batch, "backward")
             executor.begin(key)
             squares = gradients.square_sum() if program.schedule.shards > 1 else None
-            checks = (micro_batch, executor.launched.take())
+            weights = weights_hash(program.parameters.all) if program.schedule.has_server else 0
+            checks = (micro_batch, executor.launched.take(), weights)
             statistics.fill(used, slow, squares, gradients.carries, checks, buffers.unknown())
             executor.end()
             executor.done(key)

@@ -139,9 +139,15 @@ class Parameters:
         return self.all[index]._version != self._version or self._is_moved(index)
 
     def _is_moved(self, index: int) -> bool:
-        """Whether a parameter was given other data: a module that casts its own, as some routers do, has a copy."""
+        """Whether a parameter was given other values elsewhere.
+
+        A module that casts its own, as some routers do, has a copy; so has one that was given another memory format.
+        """
         parameter, whole = self.all[index], self.flat.views[index]
-        return parameter.data_ptr() != whole.data_ptr() and parameter.dtype == whole.dtype
+        if parameter.data_ptr() == whole.data_ptr() or parameter.dtype != whole.dtype:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return not torch.equal(parameter, whole)
 
     def _set_versions(self, parameters: Collection[Tensor], version: int) -> None:
         if parameters and self.flat.is_sharded:

@@ -69,7 +69,8 @@ class Statistics:
             late: Those whose gradient was not complete when their unit's backward was over.
             squares: Sum of squares of the reduced gradients that this rank alone holds, fp64, 0-dim.
             carries: Whether more will be added to the gradients.
-            checks: The number of the micro-batch, and a hash of the collectives launched: alike on all ranks.
+            checks: The number of the micro-batch, a hash of the collectives launched and one of the weights where
+                another rank updates these: alike on all ranks.
             buffers: How many buffers were changed that ranks have not agreed to send.
         """
         wanted = (frozenset(used), frozenset(late))
@@ -123,6 +124,10 @@ class Statistics:
             "sizes: give every rank as many, or let pl.accumulate(model, batches, uneven=True) count them over ranks",
             "ranks ran units or collectives in different orders in this step, so buffers of one size would be mixed: "
             "let every rank run the same units in the same order",
+            "ranks computed this step with different weights: with collective=parameter_server rank 0 alone has "
+            "gradients and optimizer states, so what a loop makes of these (weights swapped for their average, a step "
+            "by hand) happens on rank 0 alone. Set strategy.collective to all_reduce, or change weights alike on every "
+            "rank",
         )
         for place, cause in enumerate(causes):
             total, squares = sums[2 * place : 2 * place + 2]

@@ -58,6 +58,11 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
         optimizer.state.default_factory = dict
     if isinstance(optimizer, torch.optim.LBFGS) and flat.has_masters:
         raise UserError("LBFGS keeps gradients of all parameters in one vector: set strategy.precision to float32")
+    if isinstance(optimizer, torch.optim.LBFGS) and flat.has_server:
+        raise UserError(
+            "LBFGS decides by gradients whether it goes on, and with collective=parameter_server rank 0 alone has any: "
+            "set strategy.collective to all_reduce"
+        )
     has_begun = any(SHARD in group for group in optimizer.param_groups)
     if not _is_of_torch(optimizer) and not has_begun and (shards > 1 or flat.has_masters):
         _require_states_in_state(optimizer, flat)

@@ -66,7 +66,12 @@ def two_optimizers_on_parts(side: Side) -> Found:
 
 
 @idiom(
-    refused=(("zero 1", "zero to 0"), ("zero 2", "zero to 0"), ("zero 3", "zero to 0"), ("low", "float32")), low=False
+    refused=(
+        *((f"zero {zero}", "zero to 0") for zero in (1, 2, 3)),
+        ("low", "float32"),
+        ("parameter server", "all_reduce"),
+    ),
+    low=False,
 )
 def second_order_steps(side: Side) -> Found:
     """LBFGS."""
@@ -191,7 +196,7 @@ def moments_are_scaled_copied_and_saved(side: Side) -> Found:
     return state(model)
 
 
-@idiom(refused=tuple((place, ".") for place in ("zero 1", "zero 2", "zero 3", "low")))
+@idiom(refused=tuple((place, ".") for place in ("zero 1", "zero 2", "zero 3", "low", "parameter server")))
 def one_search_over_two_models(side: Side) -> Found:
     models = [mlp(side, seed=seed, blocks=1) for seed in range(2)]
     nets = [side.parallel(model) for model in models]

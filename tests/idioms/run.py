@@ -51,10 +51,25 @@ PLACES: dict[str, tuple[pl.Strategy, int]] = {
         for zero, name in enumerate(_STAGES)
         if zero
     },
+    "zero 0, parameter server": (pl.SYSTEMS["parameter server"], 1),
     "zero 3, hold": (pl.Strategy(zero=3, bucket_mb=1e-4, accumulation="hold"), 2),
     "zero 3, defer": (pl.Strategy(zero=3, bucket_mb=1e-4, accumulation="defer"), 2),
 }
 """Strategies, and how many micro-batches a step has."""
+OF_ALL_RANKS = frozenset(
+    {
+        "an optimizer that asks for no missing gradient",
+        "an optimizer that puts new data in place of the old",
+        "clipping by value",
+        "dead neurons begin anew",
+        "descent by hand",
+        "gradients added up in a dictionary",
+        "gradients averaged from a copy",
+        "sharpness aware by hand",
+        "the norm of moments is noted",
+    }
+)
+"""Take each rank to have gradients and states, which with a parameter server rank 0 has alone."""
 LIMIT = 10.0
 
 
@@ -104,11 +119,18 @@ def _own(found: Found) -> Found:
     return {name: value.clone() for name, value in found.items()}
 
 
+def is_for(name: str, place: str) -> bool:
+    """Whether an idiom is run somewhere."""
+    strategy, _ = PLACES[place]
+    has_server = strategy.collective == "parameter_server"
+    return (IDIOMS[name].low or not strategy.low) and not (has_server and name in OF_ALL_RANKS)
+
+
 def held(name: str, place: str, pool: RankPool) -> tuple[str, str]:
     """What became of an idiom somewhere, and why."""
     idiom, (strategy, micro) = IDIOMS[name], PLACES[place]
     low = strategy.low
-    if low and not idiom.low:
+    if not is_for(name, place):
         return "left out", ""
     try:
         wanted = expected(name, micro, pool)
@@ -123,6 +145,7 @@ def held(name: str, place: str, pool: RankPool) -> tuple[str, str]:
         f"zero {strategy.zero}",
         *(["low"] if low else []),
         *(["shared parameters"] if strategy.share_parameters else []),
+        *(["parameter server"] if strategy.collective == "parameter_server" else []),
     }
     words = idiom.refusal(places)
     if strategy.share_parameters and words is None:

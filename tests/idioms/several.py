@@ -117,3 +117,18 @@ def total_variation_of_two_fits(side: Side) -> Found:
             optimizer.zero_grad()
     fit(side, first, optimizers[0], 1)
     return {**state(a), **state(b, "b ")}
+
+
+@idiom(refused=(*((f"zero {zero}", ".") for zero in (1, 2, 3)), ("low", "."), ("parameter server", ".")))
+def two_models_share_a_weight(side: Side) -> Found:
+    """Each is parallel by itself."""
+    first, second = mlp(side), mlp(side, seed=1)
+    second[0].weight = first[0].weight
+    one, other = side.parallel(first), side.parallel(second)
+    optimizer = torch.optim.SGD({id(p): p for p in (*first.parameters(), *second.parameters())}.values(), 0.1)
+    for step in range(3):
+        x, y = side.batch(step)
+        ((one(x) - y).square().mean() + (other(x) + y).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**state(first), **state(second, "second ")}

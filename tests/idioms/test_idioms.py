@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.idioms.run import IDIOMS, PLACES, held
+from tests.idioms.run import IDIOMS, PLACES, held, is_for
 from tests.quick import pairwise
 from tests.ranks import RankPool
 
 SLOW = {"a compiled block"}
 
-NEAR = {name: [place for place in PLACES if idiom.low or not place.endswith("low")] for name, idiom in IDIOMS.items()}
+NEAR = {name: [place for place in PLACES if is_for(name, place)] for name in IDIOMS}
 QUICK = {name: near[index % len(near)] for index, (name, near) in enumerate(NEAR.items())}
 """A plain `pytest` runs each idiom in one place, another one in turn."""
 
