@@ -88,7 +88,7 @@ def a_model_is_widened_to_what_it_is(side: Side) -> Found:
     return state(model)
 
 
-@idiom(refused=tuple((place, SAID) for place in ("low", "zero 1", "zero 2", "zero 3")))
+@idiom(refused=tuple((place, SAID) for place in ("low", "zero 1", "zero 2", "zero 3", "parameter server")))
 def a_model_is_narrowed_while_it_is_whole(side: Side) -> Found:
     model = mlp(side)
     net = side.parallel(model)

@@ -65,7 +65,9 @@ OF_ALL_RANKS = frozenset(
         "descent by hand",
         "gradients added up in a dictionary",
         "gradients averaged from a copy",
+        "gradients kept over a step are put back",
         "sharpness aware by hand",
+        "the moments of each parameter are scaled",
         "the norm of moments is noted",
     }
 )
