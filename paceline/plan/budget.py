@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.command_line import quantities as said
 from paceline.plan.estimate import Estimate
 from paceline.plan.quantities import duration, short
 
@@ -18,17 +19,19 @@ class Budget:
         seconds: How long it takes.
         kilowatt_hours: What devices draw at most meanwhile, hosts and cooling apart; 0: not known.
         cost: Of devices and energy, in the currency of the prices; 0: no prices given.
+        useful: Share of the seconds that computes what stays: less than 1 where failures count.
     """
 
     tokens: int
     seconds: float
     kilowatt_hours: float
     cost: float
+    useful: float = 1.0
 
     @property
     def in_words(self) -> str:
         """The budget in words, such as "1.00T tokens: 17.2 days, 18.5k kWh, costs 66.0k"."""
-        parts = [duration(self.seconds)]
+        parts = [f"{duration(self.seconds)} {f'({said.share(self.useful)} useful)' if self.useful < 1 else ''}".strip()]
         if self.kilowatt_hours:
             parts.append(f"{short(self.kilowatt_hours)} kWh of the devices at most")
         if self.cost:
@@ -43,10 +46,13 @@ class Budget:
             "days": self.seconds / 86400,
             "kilowatt_hours": self.kilowatt_hours,
             "cost": self.cost,
+            "useful": self.useful,
         }
 
 
-def budget(estimate: Estimate, tokens: int, watts: float, price: float = 0.0, power_price: float = 0.0) -> Budget:
+def budget(
+    estimate: Estimate, tokens: int, watts: float, price: float = 0.0, power_price: float = 0.0, useful: float = 1.0
+) -> Budget:
     """What so many tokens take with a setting.
 
     Args:
@@ -55,8 +61,9 @@ def budget(estimate: Estimate, tokens: int, watts: float, price: float = 0.0, po
         watts: That a device draws at most.
         price: Of a device for an hour.
         power_price: Of a kilowatt-hour.
+        useful: Share of the time that computes what stays, above 0.
     """
-    seconds = tokens / estimate.tokens_per_second
+    seconds = tokens / estimate.tokens_per_second / useful
     hours = seconds / 3600
     energy = hours * estimate.devices * watts / 1000
-    return Budget(tokens, seconds, energy, hours * estimate.devices * price + energy * power_price)
+    return Budget(tokens, seconds, energy, hours * estimate.devices * price + energy * power_price, useful)

@@ -86,6 +86,10 @@ _GO_WITH = {
 """Options that say more of what another asks for."""
 
 
+_MOST = 1e9
+"""Of any price, time or length: more is a slip."""
+
+
 def _given(options: PlanArguments, name: str) -> bool:
     return bool(getattr(options, name) != getattr(PlanArguments, name))
 
@@ -111,5 +115,6 @@ def _check(options: PlanArguments) -> None:
 
 def _range(options: PlanArguments, name: str, least: float, expected: str) -> None:
     value = getattr(options, name)
-    if not least <= value < math.inf:
-        raise UserError(f"{_flag(name)}: expected {expected}, got {value}")
+    if not least <= value <= _MOST:
+        wanted = f"{_MOST:,.0f} or less" if value > _MOST else expected
+        raise UserError(f"{_flag(name)}: expected {wanted}, got {value}")

@@ -60,14 +60,16 @@ def _about(
     """Shows what there is to say of the recommended setting, and gives its numbers."""
     case, numbers = asked.case, dict[str, Any]()
     budgeted = broken = None
-    if tokens:
-        budgeted = budget(best, tokens, case.hardware.device.watts, options.price, options.power_price)
-        numbers["budget"] = budgeted.to_dict()
     if options.failures:
         hosts = math.ceil(case.devices / case.hardware.devices_per_host)
         saving = options.save_seconds or failing.saving_seconds(case.subject.shapes.numel, hosts)
         broken = failing.failures(3600 * options.failures, saving, options.restart_seconds)
         numbers["failures"] = broken.to_dict()
+    useful = broken.goodput if broken else 1.0
+    # Where nothing is ever done between two failures, no time is enough.
+    if tokens and useful:
+        budgeted = budget(best, tokens, case.hardware.device.watts, options.price, options.power_price, useful)
+        numbers["budget"] = budgeted.to_dict()
     if shows:
         table.show_recommended(found, best, budgeted, broken)
     if options.explain:

@@ -86,6 +86,11 @@ def _hugging_face(path: Path) -> nn.Module:
         # The class that the file names; where it names none, a language model.
         named = [getattr(transformers, name, None) for name in config.architectures or ()]
         kind = next((each for each in named if each is not None), None)
+        if named and kind is None:
+            raise ValueError(
+                f"architectures names {config.architectures[0]}, which transformers {transformers.__version__} has "
+                "not: leave it out to plan what AutoModelForCausalLM makes of the rest"
+            )
         if kind is None:
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         else:

@@ -92,6 +92,7 @@ def test_nothing_fits_says_by_how_much_and_what_would(capsys: pytest.CaptureFixt
         (["--devices", "8", "--save-seconds", "9"], "--save-seconds: plays no part without --failures"),
         (["--devices", "8", "--micro-batches", "4"], "--micro-batches: is of the exact bytes, .* --batch-tokens"),
         (["--devices", "8", "--shard", "4"], "--shard: is of the exact bytes"),
+        (["--devices", "8", "--price", "1e300"], "--price: expected 1,000,000,000 or less, got 1e.300"),
         (["--devices", "8", "--price", "-1"], "--price: expected 0 or more, got -1"),
         (["--devices", "8", "--network", "0"], "--network: expected a factor above 0"),
         (["--devices", "8", "--slow-rank", "0.5"], "--slow-rank: expected 1"),
@@ -145,13 +146,25 @@ def test_a_hugging_face_model_takes_as_many_tokens_as_its_configuration_tells(
 
 def test_what_may_be_asked_beside_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "gpt2-124m", "--hardware", "a100", "--devices", "16", "--batch-tokens", "512k"]
-    extra = ["--what-if", "--failures", "6", "--explain", "--all", "--json", str(tmp_path / "plan.json")]
+    extra = [
+        "--what-if",
+        "--failures",
+        "6",
+        "--explain",
+        "--all",
+        "--json",
+        str(tmp_path / "plan.json"),
+        "--tokens",
+        "1T",
+    ]
     assert main([*arguments, *extra]) == 0
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines()) <= 120
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert "half the network between hosts" in shown and len(plan["what_if"]) == 4
     assert "save every" in shown and 0.9 < plan["failures"]["goodput"] < 1
+    useful = 1e12 / plan["recommended"]["tokens_per_second"]
+    assert plan["budget"]["seconds"] == pytest.approx(useful / plan["failures"]["goodput"])
     over_time = [held for _, held in plan["memory_over_time"]]
     memory = plan["recommended"]["memory"]
     assert over_time[-1] == memory["steady"] < max(over_time) <= 1.01 * memory["peak"]

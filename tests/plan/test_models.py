@@ -89,6 +89,7 @@ def test_a_file_may_name_a_class_that_is_no_causal_language_model(
         ("{}", "model_type"),
         ("no json", "not a valid JSON"),
         (json.dumps({"model_type": "vit"}), "ViTConfig"),
+        (json.dumps({"model_type": "gpt2", "architectures": ["MyOwnModel"]}), "names MyOwnModel, which transformers"),
         (json.dumps({"model_type": "gpt2", "n_embd": "wide"}), "n_embd"),
     ],
 )

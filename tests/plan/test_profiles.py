@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from paceline.core.errors import UserError
@@ -28,6 +31,12 @@ def test_every_profile_holds_what_a_machine_can_have() -> None:
         assert all(device.ceiling[dtype] < peak for dtype, peak in device.peak.items())
         assert found.within.bandwidth > found.between.bandwidth > 1e9
         assert name.split("-")[0] in found.source.lower()
+
+
+def test_the_guide_names_every_profile() -> None:
+    guide = (Path(__file__).parents[2] / "docs/planning.md").read_text()
+    told = re.search(r"is a datasheet's: (.+?), with", guide, re.DOTALL)
+    assert told and re.split(r",\s+|\s+or\s+", told[1]) == profiles.names()
 
 
 @pytest.mark.parametrize(

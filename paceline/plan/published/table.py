@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,7 @@ def read(path: str | Path) -> Table:
     """Reads a CSV whose first line names its columns.
 
     Raises:
-        UserError: There is no such file, it is no text, or it has no lines.
+        UserError: There is no such file, it is no text, it has no lines, or a column twice.
     """
     path = Path(path)
     try:
@@ -118,6 +119,8 @@ def read(path: str | Path) -> Table:
             raise UserError(f"{path}: expected a first line that names the columns, got an empty one")
         if len(header) == 1 and (other := next((each for each in ";\t|" if each in header[0]), "")):
             raise UserError(f"{path}: expected commas between columns, or tabs in a .tsv file, got {other!r}")
+        if twice := [name for name, count in Counter(map(str.strip, header)).items() if name and count > 1]:
+            raise UserError(f"{path}: expected each column once, got {twice[0]!r} twice")
         columns = [resolve(cell) for cell in header]
         rows = [_row(lines.line_num, header, columns, cells) for cells in lines if any(map(str.strip, cells))]
     except csv.Error as error:

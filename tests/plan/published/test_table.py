@@ -65,6 +65,7 @@ def test_a_line_ends_where_the_file_s_lines_end_and_nowhere_else(tmp_path: Path,
         ("gpu;n_gpus\nh100;8\n", "expected commas between columns, .* got ';'"),
         ('gpu\n"a', "got what is none"),
         (" , \n1,2\n", "names the col"),
+        ("gpu,step_time_s, step_time_s\nh100,9.5,1\n", "'step_time_s' twice"),
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
