@@ -117,6 +117,9 @@ class OptimizerStates:
             ]
             states: dict[str, dict[str, Any]] = {}
             for index, held in self._states(optimizer):
+                if not self._updates(optimizer, index):
+                    # Some make states of all parameters when they are built: here no step was counted since.
+                    continue
                 name = self._ranges.names[index]
                 for key, state in held.items():
                     if not isinstance(key, str) or "/" in key:
@@ -197,9 +200,13 @@ class OptimizerStates:
                     states = self._of_all(group, index, saved["states"], reader)
                     states |= self._of_own_elements(number, index, reader)
                     # Torch's optimizers make the states of a parameter when it has none.
-                    has_part = not self._ranges.is_cut(index) or self._ranges.local(index).numel() > 0
-                    if states and (has_part or takes_empty_parts(optimizer)):
+                    if states and self._updates(optimizer, index):
                         optimizer.state[parameter] = states
+
+    def _updates(self, optimizer: Optimizer, index: int) -> bool:
+        """Whether steps on this rank take in a parameter: it has a part of that, or none is asked for."""
+        has_part = not self._ranges.is_cut(index) or self._ranges.local(index).numel() > 0
+        return has_part or takes_empty_parts(optimizer)
 
     def _of_all(self, group: dict[str, Any], index: int, saved: dict[str, Any], reader: Reader) -> dict[str, Any]:
         """States of a parameter that are no numbers of its elements."""

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import paceline as pl
 from paceline.checkpoint.command import main
-from tests.quick import diagonal
+from tests.quick import diagonal, full
 
 
 def model_of(dtype: torch.dtype = torch.float32, zero: int = 0) -> nn.Module:
@@ -77,6 +77,24 @@ def test_what_is_held_for_no_parameter_in_particular_goes_on(ranks, tmp_path: Pa
     assert ranks(3, shared, tmp_path, 0, False) == [{"d": 0.25, "count": torch.tensor(3)}] * 3
     main(["export", str(tmp_path / "at 2"), "--format", "torch", "--out", str(tmp_path / "all.pt")])
     assert torch.load(tmp_path / "all.pt")["optimizer"]["state"]["estimate"]["d"] == 0.25
+
+
+def counted(path: Path, zero: int, saves: bool) -> list[float]:
+    model = model_of(zero=zero)
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.1, lr_decay=0.1, initial_accumulator_value=0.1)
+    if saves:
+        steps(model, optimizer, 0, 2)
+        pl.save(path / "at 2", model, optimizer, step=2)
+    else:
+        pl.load(path / "at 2", model, optimizer)
+    return [states["step"].item() for states in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("zero", [1, full(3)])
+def test_steps_are_counted_by_ranks_that_have_a_part(ranks, tmp_path: Path, zero: int) -> None:
+    """Adagrad makes its states when it is built, of all parameters, and passes over those without a gradient."""
+    assert 0.0 in ranks(3, counted, tmp_path, zero, True)[0]
+    assert ranks(2, counted, tmp_path, 0, False) == [[2.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize("key", [3, "ema/slow"])
