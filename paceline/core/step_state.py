@@ -198,7 +198,7 @@ class StepState:
         if self._awaits_update(holds):
             raise EngineError(
                 f"{what} between backward and optimizer.step(): the gradients would be forgotten. Call it after "
-                "optimizer.step(), or drop them by optimizer.zero_grad() first"
+                "optimizer.step(), or drop them by optimizer.zero_grad() first, as after a step that a scaler skipped"
             )
 
     def is_in_step(self, holds: bool) -> bool:
