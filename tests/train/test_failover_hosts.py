@@ -16,6 +16,7 @@ import pytest
 
 from paceline.bench.network.hosts import FOLDER, INTERFACE, Hosts, NetworkUnavailable, address
 from paceline.launch.seat import SEAT
+from paceline.launch.worker import FORKS, told
 from tests.ranks import RankPool
 from tests.train.processes import PATIENCE, metrics, paceline, program, trained, wait_for_step
 from tests.train.test_failover import jobs, seated, wait_for_job
@@ -57,18 +58,16 @@ class Launchers:
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                environment = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+                environment = told(int(entry.name)) if entry.name.isdigit() else {}
             except OSError:
                 continue
-            if f"{MARK}={host}".encode() in environment:
-                names = {item.partition(b"=")[0].decode() for item in environment}
-                if not workers or SEAT in names:
-                    found.append(int(entry.name))
+            if environment.get(MARK) == str(host) and (not workers or SEAT in environment):
+                found.append(int(entry.name))
         return found
 
     def interrupt(self, host: int) -> None:
-        """Ctrl-C for the launcher, which is no worker, and not what entered the namespaces for it."""
-        others = set(self.processes(host)) - set(self.processes(host, workers=True))
+        """Ctrl-C for the launcher: no worker nor what these are forked from, nor what entered the namespaces for it."""
+        others = (pid for pid in self.processes(host) if told(pid).keys().isdisjoint({FORKS, SEAT}))
         (launcher,) = (pid for pid in others if "python" in os.readlink(f"/proc/{pid}/exe"))
         os.kill(launcher, signal.SIGINT)
 
