@@ -24,6 +24,7 @@ from tests.idioms import (
     losses,
     modules,
     optimizers,
+    own_optimizers,
     parts,
     several,
     tables,
@@ -34,7 +35,7 @@ from tests.ranks import RankError, RankPool
 
 WRITTEN_IN = (
     *(averages, buffers, closures, conversions, frozen, gradients, layouts, loops),
-    *(losses, modules, optimizers, parts, several, tables, weights),
+    *(losses, modules, optimizers, own_optimizers, parts, several, tables, weights),
 )
 """Importing them registers the idioms."""
 

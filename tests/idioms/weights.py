@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from tests.idioms.side import Found, Side, fit, idiom, mlp, state, trained
@@ -21,46 +19,6 @@ def weights_clamped_in_a_hook_of_their_block(side: Side) -> Found:
 
     model[1].register_forward_pre_hook(clamp)
     return trained(side, model)
-
-
-class Averaging(torch.optim.Optimizer):
-    """Trains one sequence of weights and evaluates their average, as schedule-free descent does."""
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=0.1)
-                self.state[p].setdefault("average", p.clone()).lerp_(p, 0.5)
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        for p in self.param_groups[0]["params"]:
-            if "average" in self.state[p]:
-                kept = p.clone()
-                p.copy_(self.state[p]["average"])
-                self.state[p]["average"].copy_(kept)
-
-
-@idiom(
-    refused=(
-        *((f"zero {zero}", "pl.elementwise") for zero in (1, 2, 3)),
-        ("low", "was edited"),
-        ("parameter server", "different weights"),
-    )
-)
-def weights_swapped_for_their_average(side: Side) -> Found:
-    model = mlp(side)
-    net = side.parallel(model)
-    optimizer = Averaging(model.parameters())
-    for _ in range(2):
-        fit(side, net, optimizer, 2)
-        optimizer.swap()
-    fit(side, net, optimizer, 1)
-    return state(model)
 
 
 @idiom(refused=(("zero 3", "."),))
