@@ -31,7 +31,8 @@ class Budget:
     @property
     def in_words(self) -> str:
         """The budget in words, such as "1.00T tokens: 17.2 days, 18.5k kWh, costs 66.0k"."""
-        parts = [f"{duration(self.seconds)} {f'({said.share(self.useful)} useful)' if self.useful < 1 else ''}".strip()]
+        useful = f" ({said.share(self.useful)} useful)" if self.useful < 1 else ""
+        parts = [duration(self.seconds) + useful]
         if self.kilowatt_hours:
             parts.append(f"{short(self.kilowatt_hours)} kWh of the devices at most")
         if self.cost:
