@@ -168,8 +168,10 @@ class _Rank:
         self._expected = load_tensors(step_file(self._folder, self._recipe, self.recorder.step + 1))
         for index, slot in enumerate(self.engine.layout.slots):
             expected = local_shard(self.engine, index, self._expected["weights"][slot.spec.name])
-            local = self.engine.program.parameters.flat.local.get(index)
-            op = "update" if self._holds_gradients else "broadcast"
+            op, local = "broadcast", None
+            if self._holds_gradients:
+                # What others update is on its way: reading the parameter waits for it.
+                op, local = "update", self.engine.program.parameters.flat.local.get(index)
             self._compare_weight("updated", slot, expected, op=op, actual=local)
 
     def compare_full_parameters(self) -> None:

@@ -26,7 +26,7 @@ quickly_zero_3 = pytest.mark.parametrize(
 )
 def test_a_right_model_is_equal_and_everything_was_compared(compare, strategy: Strategy, micro_batches: int) -> None:
     outcome = compare(spec(), strategy, micro_batches)
-    assert outcome.verdict == "equal"
+    assert outcome.verdict == "equal", outcome
     assert set(outcome.report.largest) == {"weights", "loss", "gradient", "norm", "updated"}
     assert max(outcome.report.largest.values()) < 1e-12
 
