@@ -204,12 +204,20 @@ def straggler(steps: Sequence[Step]) -> Straggler | None:
     if found is None:
         return None
     slow = next(each for each in times if each.rank == found.rank)
-    others = [each for each in times if each is not slow]
     more: dict[Cause, float] = {
-        "computing": slow.computing - statistics.median(each.computing for each in others),
-        "what it does between ops": slow.between - statistics.median(each.between for each in others),
-        "what it does before its first op, such as getting data": slow.before
-        - statistics.median(each.before for each in others),
+        "computing": _longer(met, slow.rank, lambda times: times.computing),
+        "what it does between ops": _longer(met, slow.rank, lambda times: times.between),
+        "what it does before its first op, such as getting data": _longer(met, slow.rank, lambda times: times.before),
     }
     cause = max(more, key=lambda cause: more[cause])
     return Straggler(found.rank, found.steps, slow.last / slow.meetings, found.cost, found.cost / seconds, cause)
+
+
+def _longer(steps: Sequence[Step], rank: int, part: Callable[[RankTimes], float]) -> float:
+    """How much longer a part of a step takes a rank than the others: in the middle of steps, as single ones stall."""
+    found = []
+    for step in steps:
+        times = {each.rank: part(each) for each in step.ranks}
+        if rank in times and len(times) > 1:
+            found.append(times.pop(rank) - statistics.median(times.values()))
+    return statistics.median(found)

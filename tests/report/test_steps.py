@@ -30,6 +30,12 @@ def test_the_slow_rank_is_named_with_what_it_costs_and_why() -> None:
     assert slow.of_step == pytest.approx(2 / 7.5)
 
 
+def test_one_step_that_stalled_is_not_taken_for_the_cause() -> None:
+    late = [moved(event, 100 * (event.rank == 1 and event.kind != "forward")) for event in SLOW]
+    slow = straggler([step(SLOW)] * 4 + [step(late)])
+    assert slow is not None and slow.cause == "computing"
+
+
 def moved(event: Event, by: float) -> Event:
     return replace(event, start=event.start + by, end=event.end + by)
 
