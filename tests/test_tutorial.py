@@ -11,6 +11,7 @@ import pytest
 
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.full
 DOCS = Path(__file__).parent.parent / "docs"
 COURSE = runpy.run_path(str(DOCS / "make_tutorial.py"))
 PAGE = (DOCS / "tutorial.md").read_text()
@@ -66,7 +67,6 @@ def test_the_figures_are_of_the_same_course(course: tuple[Path, list[dict[str, A
             assert kept[name][key][0] == pytest.approx(figures[key], rel=1e-3), f"{name}: run docs/make_tutorial.py"
 
 
-@pytest.mark.full
 def test_one_process_takes_it_too(ranks: RankPool, tmp_path: Path) -> None:
     ((measured),) = ranks(1, take, tmp_path)
     assert all(figures["sent_mib"] == figures["exposed_ms"] == 0 for figures in measured.values())

@@ -89,6 +89,8 @@ def left(strategy: Strategy) -> tuple[int, ...]:
     return tuple(max(0, now - then) for now, then in zip(held(), few, strict=True))
 
 
-@pytest.mark.parametrize(("strategy", "transport"), diagonal(STAGES, ["auto", "tcp"]))
+@pytest.mark.parametrize(
+    ("strategy", "transport"), diagonal(STAGES, ["auto", "tcp"], quick={("zero 3", "auto"), ("zero 0", "tcp")})
+)
 def test_it_leaves_neither_threads_nor_descriptors_nor_memory(ranks, strategy, transport) -> None:
     assert ranks(2, left, strategy, transport=transport) == [(0, 0, 0)] * 2

@@ -144,7 +144,17 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "recompute"), diagonal(POLICIES.keys(), ["none", "unit"]))
+QUICK = {
+    ("zero 0, auto", "none"),
+    ("zero 1, each", "unit"),
+    ("zero 2, auto", "unit"),
+    ("zero 2, defer", "none"),
+    ("zero 3, auto", "none"),
+    ("zero 3, hold", "unit"),
+}
+
+
+@pytest.mark.parametrize(("name", "recompute"), diagonal(POLICIES.keys(), ["none", "unit"], quick=QUICK))
 def test_late_collectives_change_no_number(ranks, name: str, recompute: str) -> None:
     for found in ranks(2, late, replace(POLICIES[name], recompute=recompute)):  # type: ignore[arg-type]
         assert_as_one(found)

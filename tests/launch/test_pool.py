@@ -57,7 +57,8 @@ def test_ranks_form_one_job_and_are_kept(pool: RankPool) -> None:
     assert [pid for _, _, pid, _ in first] == [pid for _, _, pid, _ in second]
 
 
-@pytest.mark.parametrize("name", [full("a" * 90), full("what? is#this\n%41"), "b" * 90 + "?\n#%41"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["a" * 90, "what? is#this\n%41", "b" * 90 + "?\n#%41"])
 def test_a_temporary_folder_with_any_name_is_as_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

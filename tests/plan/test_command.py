@@ -124,6 +124,7 @@ def test_times_need_hardware_and_learned_positions_their_tokens(capsys: pytest.C
     assert "got neither" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_hugging_face_model_takes_as_many_tokens_as_its_configuration_tells(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,12 +11,17 @@ from paceline.models.presets import PRESETS
 from paceline.models.transformer import Transformer
 from paceline.plan.subject import Kernels, extended, grouped, of_module, transformer
 from paceline.plan.trace import trace
+from tests.quick import diagonal
 
 
-@pytest.mark.parametrize("kernels", ["cuda", "cpu"])
-@pytest.mark.parametrize(("preset", "context"), [("tiny", 0), ("small", 128), ("gpt2-124m", 128), ("llama-1b", 128)])
-def test_the_work_of_many_samples_is_that_of_a_trace_of_them(preset: str, context: int, kernels: Kernels) -> None:
-    config = PRESETS[preset]
+@pytest.mark.parametrize(
+    ("preset", "kernels"),
+    diagonal(
+        ["tiny", "small", "gpt2-124m", "llama-1b"], ["cuda", "cpu"], quick={("gpt2-124m", "cuda"), ("tiny", "cpu")}
+    ),
+)
+def test_the_work_of_many_samples_is_that_of_a_trace_of_them(preset: str, kernels: Kernels) -> None:
+    config, context = PRESETS[preset], 0 if preset == "tiny" else 128
     subject = transformer(preset, config, context, kernels)
     model = on_meta(lambda: Transformer(config))
     one, two = (trace(model, each, length=context, precision="bfloat16", device=kernels) for each in (1, 2))

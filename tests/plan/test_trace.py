@@ -23,6 +23,7 @@ from paceline.plan.rough_work import traced_or_rough
 from paceline.plan.trace import trace
 from paceline.plan.transformer_work import transformer_work
 from paceline.plan.work import Work
+from tests.quick import diagonal
 
 GATED = ModelConfig(
     layers=5, width=64, heads=4, kv_heads=2, ff=96, context=32, vocabulary=320,
@@ -39,8 +40,10 @@ def flops(work: Work, kind: str, backward: bool = False) -> float:
     )
 
 
-@pytest.mark.parametrize("name", ["nano", "llama-70b", "gated"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    diagonal(["nano", "llama-70b", "gated"], ["cpu", "cuda"], quick={("nano", "cpu"), ("gated", "cuda")}),
+)
 def test_a_transformers_operations_are_those_of_the_formula(name: str, device: Any) -> None:
     with torch.device("meta"):
         model = Transformer(GATED) if name == "gated" else meta_model(name)
