@@ -26,8 +26,10 @@ def refuse_edit(index: int, flat: FlatParameters) -> NoReturn:
     """Says that a parameter cannot be edited where it is.
 
     Raises:
-        EngineError: Always.
+        EngineError: Always: of its shape if that was changed.
     """
+    with torch._C.DisableTorchFunctionSubclass():
+        flat.layout.slots[index].spec.require_shape(flat.all[index].shape)
     updated = "only its shard of it" if flat.shards > 1 else "its master weights, from which it is rounded"
     raise EngineError(
         f"{flat.layout.slots[index].spec.name} was edited, but this rank updates {updated}: "

@@ -76,10 +76,11 @@ class WholeParameters:
         """Writes what the user's parameters have become to the flat buffers, also where they were given other data.
 
         Raises:
-            EngineError: One was converted to another dtype.
+            EngineError: One was given another shape, or converted to another dtype.
         """
         flat = self._flat
         for index in flat.managed:
+            flat.layout.slots[index].spec.require_shape(flat.all[index].shape)
             if flat.all[index].dtype != self._view(index).dtype:
                 refuse_conversion(index, flat)
         with torch.no_grad():

@@ -7,7 +7,10 @@ of a 70B model on the meta device costs nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from paceline.core.errors import EngineError
 
 ROOT = "(root)"
 """Name of the unit of parameters that no single unit holds: of the model itself, or shared by several units."""
@@ -44,6 +47,18 @@ class ParameterSpec:
     def numel(self) -> int:
         """Number of elements; 1 for a scalar, 0 for an empty parameter."""
         return math.prod(self.shape)
+
+    def require_shape(self, shape: Sequence[int]) -> None:
+        """Refuses another shape than the parameter was laid out with.
+
+        Raises:
+            EngineError: It is another one.
+        """
+        if tuple(shape) != self.shape:
+            raise EngineError(
+                f"{self.name} changed its shape from {self.shape} to {tuple(shape)} after pl.parallelize: call "
+                "pl.release(model), change it, pl.parallelize(model) again, and make a new optimizer"
+            )
 
 
 @dataclass(frozen=True, slots=True)

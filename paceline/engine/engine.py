@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -249,9 +249,9 @@ class Engine:
 
     # ---- what a sharded parameter asks (Owner)
 
-    def parameter_used(self, index: int, function: str, edits: bool) -> None:
+    def parameter_used(self, index: int, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
         """See `Owner`."""
-        self.forward.parameter_used(index, function, edits)
+        self.forward.parameter_used(index, function, edits, shape)
 
     def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
         """See `Owner`."""

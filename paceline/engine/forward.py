@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -212,7 +214,7 @@ class ForwardPass:
             executor.run(schedule.gather_kept_again())
         parameters.unshard({unit: None for bucket in schedule.kept_buckets for unit in bucket.units})
 
-    def parameter_used(self, index: int, function: str, edits: bool) -> None:
+    def parameter_used(self, index: int, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
         """A parameter that is not usable as it is, is about to be used outside of its unit's forward.
 
         Raises:
@@ -220,6 +222,8 @@ class ForwardPass:
         """
         parameters, schedule = self._program.parameters, self._program.schedule
         slot = self._program.layout.slots[index]
+        if shape is not None:
+            slot.spec.require_shape(shape)
         if not schedule.shards_parameters:
             parameters.are_touched = True
             if edits and parameters.loses_edits:

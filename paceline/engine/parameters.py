@@ -242,13 +242,16 @@ class Parameters:
                 parameter.data = self.flat.local[index]
 
     def take_given(self) -> None:
-        """Takes values of parameters that a loop gave other data outside of `full`, where that counts."""
+        """Takes values of parameters that a loop gave other data outside of `full`, where that counts.
+
+        Of another shape it does not: it is refused before all but `pl.release`, which leaves it out.
+        """
         if self.loses_edits:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index in self.flat.managed:
                 parameter, whole = self.all[index], self.flat.views[index]
-                if parameter.data_ptr() != whole.data_ptr():
+                if parameter.data_ptr() != whole.data_ptr() and parameter.shape == whole.shape:
                     whole.copy_(parameter)
 
     def take_updated(self) -> None:
@@ -283,9 +286,10 @@ class Parameters:
             wholly: Whether all elements are looked at, and not a few, of rounded masters that were touched.
 
         Raises:
-            EngineError: A parameter was edited since `rest`, or converted to another dtype.
+            EngineError: A parameter was edited since `rest`, converted to another dtype or given another shape.
         """
         self.conversions.require_none()
+        self._require_shapes()
         self.narrow()
         self.flat.require_in_place()
         self.flat.former.require_unedited()
@@ -297,6 +301,12 @@ class Parameters:
                 edited = self._copy_edits.in_rounded()
         if edited is not None:
             refuse_edit(edited, self.flat)
+
+    def _require_shapes(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, slot in zip(self.all, self.flat.layout.slots, strict=True):
+                if parameter.shape != slot.spec.shape:
+                    slot.spec.require_shape(parameter.shape)
 
     def narrow(self) -> None:
         """Parameters that were made as wide as they are updated outside of that are computed with as ever."""

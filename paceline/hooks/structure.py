@@ -28,7 +28,7 @@ class Structure:
             parts_stay: Whether each part must stay in its place, as the parameters of one are gathered for it there.
         """
         self._module, self._parts_stay = module, parts_stay
-        self._shapes = [(p, slot.spec.shape, slot.spec.name) for p, slot in zip(parameters, layout.slots, strict=True)]
+        self._specs = [(p, slot.spec) for p, slot in zip(parameters, layout.slots, strict=True)]
         self._identities = {id(parameter) for parameter in parameters}
         self._frozen = [
             (slot.spec.name, p) for p, slot in zip(parameters, layout.slots, strict=True) if not slot.spec.trainable
@@ -61,13 +61,10 @@ class Structure:
             EngineError: A module or parameter was replaced or added, or a parameter unfrozen or given another shape,
                 since.
         """
-        for parameter, shape, name in self._shapes:
+        for parameter, spec in self._specs:
             # What is sharded has a shape that only the engine sets.
-            if type(parameter) in _HERE and parameter.shape != shape:
-                raise EngineError(
-                    f"{name} changed its shape from {tuple(shape)} to {tuple(parameter.shape)} "
-                    "after pl.parallelize: call pl.release(model), change it, and pl.parallelize(model) again"
-                )
+            if type(parameter) in _HERE and parameter.shape != spec.shape:
+                spec.require_shape(parameter.shape)
         for registry, name, member, path in self._registered:
             if registry.get(name) is not member:
                 self._look_again(path)

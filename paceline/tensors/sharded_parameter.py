@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,13 +52,14 @@ _QUESTIONS = frozenset(
 class Owner(Protocol):
     """What a sharded parameter asks."""
 
-    def parameter_used(self, index: int, function: str, edits: bool) -> None:
+    def parameter_used(self, index: int, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
         """Makes a parameter whole, or raises.
 
         Args:
             index: Which parameter.
             function: Name of the function that is called with it.
             edits: Whether that function writes to it.
+            shape: That of other data which it is about to be given, if it is.
         """
         ...
 
@@ -95,7 +96,7 @@ class ShardedParameter(ReducedGradParameter):
             given = args[:1] if name == "type_as" else (*args, *kwargs.values())
             written = {id(parameter) for parameter in tensors_of(_written(func, name, args, kwargs), ShardedParameter)}
             for parameter in {id(parameter): parameter for parameter in tensors_of(given, ShardedParameter)}.values():
-                _ask(parameter, name, id(parameter) in written)
+                _ask(parameter, name, id(parameter) in written, _given_shape(name, args))
             # What it is computed with may be a part of something, which goes with no whole parameter.
             for kind in (StateShard, GradientShard):
                 if next(tensors_of((*args, *kwargs.values()), kind), None) is not None:
@@ -119,11 +120,11 @@ _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Whom each parameter of a parallel model asks, and by which index; not kept on it, as it may be copied and pickled."""
 
 
-def _ask(parameter: nn.Parameter, function: str, edits: bool) -> None:
+def _ask(parameter: nn.Parameter, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
     owner, index = _OWNERS.get(parameter, (lambda: None, 0))
     alive: Owner | None = owner()
     if alive is not None:
-        alive.parameter_used(index, function, edits)
+        alive.parameter_used(index, function, edits, shape)
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
@@ -179,6 +180,11 @@ def _written(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
         # Initialisers of torch.nn.init name it.
         written += args[:1] or [kwargs.get("tensor")]
     return written
+
+
+def _given_shape(name: str, args: tuple[Any, ...]) -> Sequence[int] | None:
+    """The shape of what is assigned to a parameter's `data`."""
+    return args[1].shape if name == "data" and len(args) > 1 and isinstance(args[1], Tensor) else None
 
 
 def _edits(func: Callable[..., Any], name: str) -> bool:

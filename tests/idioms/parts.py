@@ -11,6 +11,11 @@ from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state
 STAY = (("zero 3", "after pl.parallelize"),)
 """Where each part's parameters are gathered for it in its place."""
 
+RESHAPED = tuple(
+    (place, r"4.weight changed its shape from \(2, 8\) to \(3, 8\) after pl.parallelize: call pl.release")
+    for place in (*(f"zero {zero}" for zero in range(4)), "low", "shared parameters")
+)
+
 
 def begun(side: Side) -> tuple[nn.Sequential, object, torch.optim.Optimizer]:
     """A model that has trained for two steps."""
@@ -86,6 +91,28 @@ def weights_tied_later(side: Side) -> Found:
     model, net, optimizer = begun(side)
     model[3][0].weight = model[1][0].weight
     fit(side, net, optimizer, 3)
+    return state(model)
+
+
+@idiom(refused=(("zero 3", "data of 4.weight outside of forward"), *RESHAPED))
+def a_head_with_another_row(side: Side) -> Found:
+    """As libraries grow embeddings in place, for new tokens."""
+    model, net, _ = begun(side)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for p in model[4].parameters():
+        p.data = torch.cat([p.data, p.data[:1]])
+    fit(side, net, optimizer, 2, lambda x, y: (net(x)[:, :2] - y).square().mean())
+    return state(model)
+
+
+@idiom(refused=RESHAPED)
+def a_head_with_another_row_given_where_parameters_are_whole(side: Side) -> Found:
+    model, net, _ = begun(side)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with side.whole(model):
+        for p in model[4].parameters():
+            p.data = torch.cat([p.data, p.data[:1]])
+    fit(side, net, optimizer, 2, lambda x, y: (net(x)[:, :2] - y).square().mean())
     return state(model)
 
 

@@ -86,7 +86,7 @@ def test_its_memory_is_seen_without_asking() -> None:
 
 def test_an_owner_may_refuse() -> None:
     class Refuses:
-        def parameter_used(self, index: int, function: str, edits: bool) -> None:
+        def parameter_used(self, index: int, function: str, edits: bool, shape: Any = None) -> None:
             raise ValueError(f"{function} of {index}")
 
     owner, parameter = Refuses(), nn.Parameter(torch.ones(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ class Whole:
     def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
         return computed
 
-    def parameter_used(self, index: int, function: str, edits: bool) -> None:
+    def parameter_used(self, index: int, function: str, edits: bool, shape: Any = None) -> None:
         assert function
         self.asked.append((index, edits))
         if self._opens:
