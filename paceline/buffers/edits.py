@@ -31,10 +31,13 @@ def refuse_edit(index: int, flat: FlatParameters) -> NoReturn:
     with torch._C.DisableTorchFunctionSubclass():
         flat.layout.slots[index].spec.require_shape(flat.all[index].shape)
     updated = "only its shard of it" if flat.shards > 1 else "its master weights, from which it is rounded"
-    raise EngineError(
-        f"{flat.layout.slots[index].spec.name} was edited, but this rank updates {updated}: "
-        "edit parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
-    )
+    remedy = "edit parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
+    if index in flat.renormed:
+        remedy = (
+            "nn.Embedding(max_norm=...) does that in its forward. Leave max_norm out and scale what is looked up, by "
+            "torch.nn.functional.normalize; for edits of the loop, " + remedy
+        )
+    raise EngineError(f"{flat.layout.slots[index].spec.name} was edited, but this rank updates {updated}: {remedy}")
 
 
 class Edits:

@@ -38,6 +38,7 @@ class FlatParameters:
         local: This rank's shard of each managed one, as it is updated.
         cuts: A checksum of which elements of each managed one these are.
         former: Where they lay before, as far as a loop has tensors there.
+        renormed: Indices of those that their own modules write to in forward, for `max_norm`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class FlatParameters:
         self.all = list(parameters)
         self.index_of = {id(parameter): index for index, parameter in enumerate(self.all)}
         self.layout = layout = schedule.layout
+        self.renormed: set[int] = set()
         self.buckets = {bucket.name: bucket for bucket in layout.buckets}
         self.contents = {bucket.name: _contents(bucket, schedule) for bucket in layout.buckets}
         self.bucket_of = {index: bucket for bucket in layout.buckets for index in bucket.slots}

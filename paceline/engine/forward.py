@@ -268,6 +268,12 @@ class ForwardPass:
         self.whole.close_states()
 
     def _refuse_graph(self, records: bool) -> None:
+        if records and in_transform():
+            raise EngineError(
+                "the model runs inside a transform of torch.func inside pl.full_parameters, where no gradient is "
+                "reduced: transform a plain copy, made by copy.deepcopy(model) on every rank, or with strategy.zero up "
+                "to 2 outside of pl.full_parameters"
+            )
         if records:
             raise EngineError(
                 "a forward with gradients inside pl.full_parameters: its backward would not be reduced. Train outside "

@@ -73,10 +73,14 @@ class FullParameters:
             with full(program.parameters, partial(collectives.gather, call) if collectives else None, edits, is_state):
                 try:
                     yield
-                finally:
-                    # What is written on leaving must not reach a rank that has yet to take its copy.
-                    if shared_by is not None:
+                except BaseException:
+                    # Others may have been told of it already, and go no further.
+                    if shared_by is not None and not shared_by.has_given_up:
                         shared_by.barrier(READ)
+                    raise
+                # What is written on leaving must not reach a rank that has yet to take its copy.
+                if shared_by is not None:
+                    shared_by.barrier(READ)
         finally:
             self.is_full = False
             if vectors:

@@ -126,6 +126,9 @@ class Program:
         self._tensors = Tensors(self._transports, self.world.device)
         parameters = [by_name[slot.spec.name] for slot in self.layout.slots]
         self.parameters = Parameters(self.schedule, parameters, self.world.device, self._tensors, self._owner, turns)
+        index_of, embeddings = self.parameters.flat.index_of, (nn.Embedding, nn.EmbeddingBag)
+        renorming = (m for m in self.module.modules() if isinstance(m, embeddings) and m.max_norm is not None)
+        self.parameters.flat.renormed = {index_of[id(m.weight)] for m in renorming if id(m.weight) in index_of}
         self.structure = Structure(self.module, self.layout, parameters, self.parameters.flat.is_sharded)
         self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
 

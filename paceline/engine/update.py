@@ -12,6 +12,7 @@ from paceline.core.ops import GRADIENTS, OPTIMIZER, READ, Key, Op
 from paceline.core.step_state import StepState
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
+from paceline.hooks.modules import in_backward
 from paceline.materialise.freed import return_freed_memory
 from paceline.optimizers.shard_states import mark_states, prepare_optimizer, require_states_of, takes_empty_parts
 from paceline.tensors.assigned_gradient import gradient_of, set_gradient
@@ -215,6 +216,11 @@ class Update:
             EngineError: They are.
         """
         program, state = self._program, self._state
+        if state.phase == "backward" and in_backward():
+            raise EngineError(
+                f"{what} inside backward, as in a hook on gradients: other gradients are still to come, and none is "
+                "reduced yet. Call it after loss.backward() has returned"
+            )
         state.require_whole_backward(what)
         if program.world.world_size == 1 or (state.gradients == "reduced" and not state.is_used):
             return

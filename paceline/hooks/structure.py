@@ -82,7 +82,8 @@ class Structure:
         if unfrozen is not None:
             raise EngineError(
                 f"{unfrozen} was unfrozen after pl.parallelize, so its gradients would not be reduced: call "
-                "pl.release(model) and pl.parallelize(model) again"
+                "pl.release(model), pl.parallelize(model) again, and make a new optimizer. What is to be trained later "
+                "may be frozen after pl.parallelize instead of before: then it can be unfrozen at any time"
             )
 
     def _look_again(self, path: str) -> None:

@@ -228,3 +228,50 @@ def parameters_that_a_model_does_not_list(side: Side) -> Found:
             optimizer.step()
             optimizer.zero_grad()
     return state(model)
+
+
+def half_frozen(side: Side) -> nn.Sequential:
+    model = mlp(side, blocks=3)
+    model[1].requires_grad_(False)
+    return model
+
+
+@idiom(
+    unused=True,
+    refused=tuple(
+        (place, "frozen after pl.parallelize instead of before")
+        for place in (*(f"zero {zero}" for zero in range(4)), "low")
+    ),
+)
+def a_block_unfrozen_half_way(side: Side) -> Found:
+    model = half_frozen(side)
+    net, optimizer = side.parallel(model), torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    fit(side, net, optimizer, 2)
+    model[1].requires_grad_(True)
+    fit(side, net, optimizer, 2)
+    return state(model)
+
+
+@idiom(unused=True)
+def a_block_frozen_once_parallel_and_unfrozen_half_way(side: Side) -> Found:
+    """What the refusal of the other way names: states are kept."""
+    model = mlp(side, blocks=3)
+    net, optimizer = side.parallel(model), torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    model[1].requires_grad_(False)
+    fit(side, net, optimizer, 2)
+    model[1].requires_grad_(True)
+    fit(side, net, optimizer, 2)
+    return state(model)
+
+
+@idiom(unused=True)
+def a_block_unfrozen_between_two_parallel_models(side: Side) -> Found:
+    """What the refusal names, too."""
+    model = half_frozen(side)
+    net, optimizer = side.parallel(model), torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    fit(side, net, optimizer, 2)
+    side.release(model)
+    model[1].requires_grad_(True)
+    net, optimizer = side.parallel(model), torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    fit(side, net, optimizer, 2)
+    return state(model)

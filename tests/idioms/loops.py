@@ -165,3 +165,26 @@ def shared_with_other_processes_half_way(side: Side) -> Found:
     model.share_memory()
     fit(side, net, optimizer, 2)
     return state(model)
+
+
+@idiom(
+    refused=tuple(
+        (place, "optimizer.step\\(\\) inside backward") for place in (*(f"zero {zero}" for zero in range(4)), "low")
+    )
+)
+def an_optimizer_for_each_parameter_that_steps_in_its_hook(side: Side) -> Found:
+    """To hold one gradient at a time; DDP reduces after such hooks."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+
+    def step(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for index in range(3):
+        x, y = side.batch(index)
+        (net(x) - y).square().mean().backward()
+    return state(model)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import cycle
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.idioms.side import WIDTH, Found, Side, descend, idiom, mlp, state
+from tests.idioms.side import WIDTH, Found, Side, descend, fit, idiom, mlp, state
 
 
 @idiom(refused=(("zero 3", "hold"),), off=0.15)
@@ -239,3 +240,40 @@ def weights_of_losses_by_their_gradients(side: Side) -> Found:
 
     descend(side, optimizer, loss_of)
     return state(model)
+
+
+def slopes(model: nn.Module, x: Tensor, y: Tensor) -> Found:
+    """This rank's gradients, by torch.func."""
+
+    def loss(parameters: Found) -> Tensor:
+        return (torch.func.functional_call(model, parameters, (x,)) - y).square().mean()
+
+    found = torch.func.grad(loss)(dict(model.named_parameters()))
+    return {f"slope of {name}": value.detach().double() for name, value in found.items()}
+
+
+@idiom(
+    against="ddp",
+    refused=tuple(
+        (place, r"transform a plain copy, made by copy.deepcopy\(model\)")
+        for place in ("zero 1", "zero 2", "zero 3", "low", "parameter server")
+    ),
+)
+def slopes_by_func_where_parameters_are_whole(side: Side) -> Found:
+    model = mlp(side)
+    net, optimizer = side.parallel(model), torch.optim.SGD(model.parameters(), 0.1)
+    fit(side, net, optimizer, 1)
+    with side.whole(model):
+        found = slopes(model, *side.batch(0))
+    fit(side, net, optimizer, 1)
+    return {**state(model), **found}
+
+
+@idiom(against="ddp")
+def slopes_by_func_of_a_copy(side: Side) -> Found:
+    model = mlp(side)
+    net, optimizer = side.parallel(model), torch.optim.SGD(model.parameters(), 0.1)
+    fit(side, net, optimizer, 1)
+    found = slopes(copy.deepcopy(model), *side.batch(0))
+    fit(side, net, optimizer, 1)
+    return {**state(model), **found}

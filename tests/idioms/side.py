@@ -66,6 +66,9 @@ class Side:
         """Where parameters may be read and edited."""
         return nullcontext()
 
+    def release(self, model: nn.Module) -> None:
+        """The model becomes a plain one."""
+
     def mean(self, value: Tensor) -> Tensor:
         """The mean over ranks."""
         return value.detach().double()
@@ -125,6 +128,9 @@ class Paceline(Ddp):
 
     def whole(self, model: nn.Module) -> AbstractContextManager[Any]:
         return pl.full_parameters(model)
+
+    def release(self, model: nn.Module) -> None:
+        self.models.remove(pl.release(model))
 
     def clip(self, model: nn.Module, largest: float) -> Tensor:
         return pl.clip_grad_norm_(model, largest)

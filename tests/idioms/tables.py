@@ -75,3 +75,21 @@ def a_sparse_table_with_its_optimizer(side: Side) -> Found:
             optimizer.step()
             optimizer.zero_grad()
     return state(model)
+
+
+MAX_NORM = r"0.weight was edited, .*: nn.Embedding\(max_norm=...\) does that in its forward"
+
+
+@idiom(against="ddp", refused=tuple((place, MAX_NORM) for place in ("zero 3", "low", "shared parameters")))
+def a_table_with_a_largest_norm(side: Side) -> Found:
+    """Of which all ranks look up the same rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, WIDTH, max_norm=0.5), nn.Linear(WIDTH, 2)).to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        y = side.batch(step)[1]
+        (net(torch.arange(len(y)) % 4) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
