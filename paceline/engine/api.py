@@ -170,18 +170,25 @@ def accumulate(model: nn.Module, batches: Iterable[T], uneven: bool = False) -> 
     yield current
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
     """Scales the reduced gradients so that their global 2-norm is at most `max_norm`.
 
     Called after a step's last backward. Every rank calls it. `torch.nn.utils.clip_grad_norm_` would see a rank's own
     shards alone.
+
+    Args:
+        model: A parallel model.
+        max_norm: The highest norm.
+        parameters: Those of the model's whose gradients are meant, such as an optimizer's `group["params"]`, the same
+            on every rank; by default all.
 
     Returns:
         The norm before clipping, in a 0-dim tensor, the same on every rank.
 
     Raises:
         EngineError: The gradients are not reduced yet.
-        UserError: `max_norm` is a number below 0, which would turn gradients round, or NaN.
+        UserError: `max_norm` is a number below 0, which would turn gradients round, or NaN; or a parameter is not the
+            model's.
 
     Example:
         >>> model = pl.parallelize(torch.nn.Linear(4, 2), pl.Strategy(zero=3))
@@ -194,13 +201,25 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     if isinstance(max_norm, (int, float)) and not max_norm >= 0:  # a tensor may be on a device that is not waited for
         raise UserError(f"clip_grad_norm_: expected the highest norm as a number from 0 up, got {max_norm!r}")
     engine = engine_of(model)
-    norm = engine.grad_norm()
-    gradients = [p.grad for p in engine.program.parameters.all if p.grad is not None]
+    among = engine.program.parameters.all if parameters is None else _require_parameters(engine, parameters)
+    norm = engine.norm.now(among)
+    gradients = [p.grad for p in among if p.grad is not None]
     with torch._C.DisableTorchFunctionSubclass():
         # The same constant as torch.nn.utils.clip_grad_norm_, so that results are comparable.
         if gradients:
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _require_parameters(engine: Engine, parameters: Any) -> list[nn.Parameter]:
+    """Parameters of a model, each once."""
+    given = {id(each): each for each in ([parameters] if isinstance(parameters, nn.Parameter) else parameters)}
+    if not all(map(engine.holds_parameter, given)):
+        raise UserError(
+            "clip_grad_norm_: expected parameters of the parallel model, such as an optimizer's group['params'], got "
+            "one that is not: call it once for each model"
+        )
+    return list(given.values())
 
 
 def full_parameters(model: nn.Module) -> AbstractContextManager[None]:

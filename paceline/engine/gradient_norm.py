@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.buffers.memory import square_sum
 from paceline.engine.program import Program
@@ -26,17 +26,20 @@ class GradientNorm:
         """
         self._program, self._update, self._settle = program, update, settle
 
-    def now(self) -> Tensor:
-        """The 2-norm of all parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
+    def now(self, among: Collection[nn.Parameter] | None = None) -> Tensor:
+        """The 2-norm of parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
 
         A collective call where not every rank holds all reduced gradients.
+
+        Args:
+            among: Those that are meant, the same on every rank; by default all of the model.
 
         Raises:
             EngineError: The gradients are not reduced yet.
         """
         program, schedule, world = self._program, self._program.schedule, self._program.world
         self._update.require_reduced("the gradient norm")
-        squares = square_sum(self._own_gradients(), world.device)
+        squares = square_sum(self._own_gradients(among), world.device)
         if program.collectives is not None and schedule.holders < world.world_size:
             squares = squares if schedule.updated_buckets else torch.zeros_like(squares)
             self._settle()
@@ -45,10 +48,10 @@ class GradientNorm:
             squares = vector[0] / schedule.holders
         return self._as_norm(squares)
 
-    def _own_gradients(self) -> list[Tensor]:
+    def _own_gradients(self, among: Collection[nn.Parameter] | None) -> list[Tensor]:
         """What of the gradients no other rank adds to the sum: of one that the loop made whole, this rank's shard."""
         flat = self._program.parameters.flat
-        found = ((index, p.grad) for index, p in enumerate(self._program.parameters.all))
+        found = ((flat.index_of[id(p)], p.grad) for p in (flat.all if among is None else among))
         return [
             gradient if flat.shards == 1 or isinstance(gradient, GradientShard) else flat.cut(index, gradient)
             for index, gradient in found

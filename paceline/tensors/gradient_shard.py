@@ -119,7 +119,8 @@ def _require_elementwise(
     if name in _NORMS:
         raise UserError(
             "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's shards of the gradients, another "
-            "one on each rank: call pl.clip_grad_norm_(model, max_norm), and pl.engine_of(model).grad_norm() for a norm"
+            "one on each rank: call pl.clip_grad_norm_(model, max_norm), of some parameters "
+            "pl.clip_grad_norm_(model, max_norm, group['params']), and pl.engine_of(model).grad_norm() for a norm"
         )
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         raise UserError(

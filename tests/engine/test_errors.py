@@ -125,6 +125,20 @@ def test_a_norm_that_would_turn_gradients_round_is_refused(ranks: RankPool, max_
         ranks(1, clipped_to, max_norm)
 
 
+def clipped_of_another_model() -> str:
+    model = pl.parallelize(nn.Linear(2, 2))
+    model(torch.ones(2, 2)).sum().backward()
+    with pytest.raises(pl.UserError) as caught:
+        pl.clip_grad_norm_(model, 1.0, [model.weight, *nn.Linear(2, 2).parameters()])
+    pl.release(model)
+    return str(caught.value)
+
+
+def test_a_norm_of_parameters_that_are_not_the_models_is_refused(ranks: RankPool) -> None:
+    (message,) = ranks(1, clipped_of_another_model)
+    assert "expected parameters of the parallel model, such as an optimizer's group['params']" in message
+
+
 def one_inside_another(inner_first: bool) -> str:
     inner = Stack()
     outer = nn.Sequential(inner, nn.Linear(2, 2))

@@ -40,6 +40,25 @@ def clipping_by_torch(side: Side) -> Found:
     return state(model)
 
 
+@idiom(off=0.1)
+def clipping_by_group(side: Side) -> Found:
+    """Largest norms of their own, the last one's far off; norms are noted."""
+    model = mlp(side)
+    net = side.parallel(model)
+    groups = [{"params": list(part.parameters())} for part in (model[:1], model[1:])]
+    optimizer = torch.optim.SGD(groups, 0.1)
+    norms = {}
+    for step in range(3):
+        for x, y in side.micro_batches(net, step):
+            (net(x) - y).square().mean().div(side.micro).backward()
+        for index, (group, largest) in enumerate(zip(optimizer.param_groups, (0.05, 0.2), strict=True)):
+            norms[f"norm {index} of {step}"] = side.clip(model, largest, group["params"]).detach().double()
+        norms[f"norm of {step}"] = side.clip(model, 1e9).detach().double()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**state(model), **norms}
+
+
 @idiom()
 def gradients_edited_by_hand(side: Side) -> Found:
     model = mlp(side)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -77,9 +77,9 @@ class Side:
         """All ranks' rows, as contrastive losses gather them: a rank's own with their graph."""
         return features
 
-    def clip(self, model: nn.Module, largest: float) -> Tensor:
-        """Clips the norm of gradients."""
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+    def clip(self, model: nn.Module, largest: float, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
+        """Clips the norm of gradients: of all, or of some parameters."""
+        return torch.nn.utils.clip_grad_norm_(model.parameters() if parameters is None else parameters, largest)
 
     def scaler(self, **options: Any) -> Any:
         """A scaler of losses."""
@@ -132,8 +132,8 @@ class Paceline(Ddp):
     def release(self, model: nn.Module) -> None:
         self.models.remove(pl.release(model))
 
-    def clip(self, model: nn.Module, largest: float) -> Tensor:
-        return pl.clip_grad_norm_(model, largest)
+    def clip(self, model: nn.Module, largest: float, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
+        return pl.clip_grad_norm_(model, largest, parameters)
 
     def scaler(self, **options: Any) -> Any:
         return pl.GradScaler(**options)
