@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import EngineError
 
@@ -67,6 +68,23 @@ class ChangedBuffers:
         self._idle = {(place, mode) for place, mode in self._idle if place in found}
         return answer
 
+    def require_unwritten(self, versions: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Refuses a block some of whose inputs are not what they were, so that it cannot be computed again.
+
+        Args:
+            versions: Of `tensors`, before.
+            tensors: Its inputs.
+
+        Raises:
+            EngineError: One was written to.
+        """
+        if any(each._version != version for each, version in zip(tensors, versions, strict=True)):
+            raise EngineError(
+                f"{type(self._module).__name__}: a tensor that its forward is given was written to in place (as by "
+                "x.add_(...)), so that recompute, which keeps no copy of it, would compute with another one: write to "
+                "a copy (x = x + ...), or set strategy.recompute to none"
+            )
+
     def _now(self) -> dict[Place, Tensor]:
         return {
             (owner, name): buffer
@@ -92,12 +110,23 @@ class AsBefore:
         self._given = [_copied(each) if _may_grow(each) else None for each in (*args, *kwargs.values())]
         self._before = buffers.before()
         self._is_first = True
+        self._versions: list[int] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, the first time and each time again."""
+        """The module's forward, the first time and each time again.
+
+        Raises:
+            EngineError: What it is given was written to, of which there is no copy.
+        """
         if self._is_first:
             self._is_first = False
-            return self._buffers.watch(lambda: self._forward(*args, **kwargs), self._before)
+            tensors = _tensors((args, kwargs))
+            versions = [each._version for each in tensors]
+            answer = self._buffers.watch(lambda: self._forward(*args, **kwargs), self._before)
+            self._buffers.require_unwritten(versions, tensors)
+            self._versions = [each._version for each in self._referred(args, kwargs)]
+            return answer
+        self._buffers.require_unwritten(self._versions, self._referred(args, kwargs))
         given = [
             each if before is None else _copied(before)
             for each, before in zip((*args, *kwargs.values()), self._given, strict=True)
@@ -111,6 +140,19 @@ class AsBefore:
             # However it ends: checkpoint stops as soon as it has what it needs.
             for (owner, name), was in after.items():
                 owner._buffers[name] = was
+
+    def _referred(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors that are not arguments themselves, whose versions autograd compares, but named or inside one."""
+        given = [
+            each if before is None else before
+            for each, before in zip((*args, *kwargs.values()), self._given, strict=True)
+        ]
+        return _tensors((*(each for each in given[: len(args)] if not isinstance(each, Tensor)), *given[len(args) :]))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors in nested values whose versions tell when they are written to."""
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor) and not each.is_inference()]
 
 
 def _may_grow(value: Any) -> bool:

@@ -26,6 +26,7 @@ from tests.idioms import (
     optimizers,
     own_optimizers,
     parts,
+    recomputed,
     several,
     tables,
     weights,
@@ -35,7 +36,7 @@ from tests.ranks import RankError, RankPool
 
 WRITTEN_IN = (
     *(averages, buffers, closures, conversions, frozen, gradients, layouts, loops),
-    *(losses, modules, optimizers, own_optimizers, parts, several, tables, weights),
+    *(losses, modules, optimizers, own_optimizers, parts, recomputed, several, tables, weights),
 )
 """Importing them registers the idioms."""
 

@@ -1,0 +1,89 @@
+"""Blocks that paceline computes again in backward, and what these are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from tests.idioms.side import WIDTH, Found, Paceline, Side, idiom, trained
+
+WRITTEN = tuple(
+    (place, "a tensor that its forward is given was written to in place")
+    for place in (*(f"zero {zero}" for zero in range(4)), "low")
+)
+
+
+class Block(nn.Module):
+    def __init__(self, compute: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.linear, self.compute = nn.Linear(WIDTH, WIDTH), compute
+
+    def forward(self, *given, **named):
+        return self.compute(self, *given, **named)
+
+
+class Model(nn.Module):
+    """Blocks one after another, each run with its input and with what is beside that."""
+
+    def __init__(self, compute: Callable[..., Tensor], run: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.head, self.run = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), run
+        self.blocks = nn.ModuleList(Block(compute) for _ in range(3))
+
+    def forward(self, x):
+        x, beside = self.first(x).tanh() + 0, torch.zeros(1, dtype=x.dtype)
+        for block in self.blocks:
+            x = self.run(block, x, beside)
+        return self.head(x)
+
+
+def recomputed(
+    side: Side,
+    compute: Callable[..., Tensor],
+    run: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda block, x, beside: block(x),
+) -> Found:
+    if isinstance(side, Paceline):
+        side.strategy = replace(side.strategy, recompute="unit")
+    torch.manual_seed(0)
+    return trained(side, Model(compute, run))
+
+
+@idiom(refused=WRITTEN)
+def recomputed_blocks_add_to_their_input(side: Side) -> Found:
+    return recomputed(side, lambda block, x: x.mul_(0.5).add_(block.linear(x.clone()).tanh()))
+
+
+@idiom(refused=WRITTEN)
+def recomputed_blocks_count_in_what_they_are_given(side: Side) -> Found:
+    def compute(block: Block, x: Tensor, counts: list[Tensor]) -> Tensor:
+        counts[0].add_(1)
+        return block.linear(x).tanh() * counts[0].exp()
+
+    return recomputed(side, compute, lambda block, x, beside: block(x, [beside]))
+
+
+@idiom(refused=WRITTEN)
+def what_recomputed_blocks_are_given_goes_on(side: Side) -> Found:
+    """The model counts between them."""
+
+    def run(block: nn.Module, x: Tensor, beside: Tensor) -> Tensor:
+        x = block(x, scale=beside)
+        beside.add_(0.5)
+        return x
+
+    return recomputed(side, lambda block, x, scale: block.linear(x).tanh() * scale.exp(), run)
+
+
+@idiom()
+def recomputed_blocks_write_to_their_own(side: Side) -> Found:
+    """Tensors that they make themselves, and the answer of another."""
+
+    def compute(block: Block, x: Tensor) -> Tensor:
+        mine = block.linear(x)
+        mine.mul_(0.5)
+        return mine.add_(x)
+
+    return recomputed(side, compute, lambda block, x, beside: block(x).mul_(0.9))
