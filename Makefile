@@ -3,9 +3,11 @@
 PYTHON ?= $(firstword $(foreach python,python3.12 python3.11 python3,$(shell $(python) -c \
 	'import sys; print("$(python)" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "")' 2>/dev/null)))
 BIN := .venv/bin
-# Compiled by all cores at once, which pip does file by file as it installs; of transformers few files are used.
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(transformers|tests)/' $$($(BIN)/python -c \
+# Compiled by all cores at once, which pip does file by file as it installs; but for what is used little or not at all.
+INSTALL = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	--constraint constraints.txt
+RARE = transformers|tests|testing|_inductor|onnx|ao|pip|setuptools|mypyc?|selenium|fontTools|networkx|huggingface_hub
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/($(RARE))/' $$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))') || true
 
 # Each begins with a third and in the end takes from the others': neighbours share processes, pages and runs. Three on
@@ -42,9 +44,11 @@ check: .venv/installed-dev  ## lint, formatting, types
 docs: .venv/installed-docs  ## build the guide and the reference as a site: build/docs/index.html
 	$(BIN)/python -m sphinx -q -E -W --keep-going docs build/docs
 
+# Python 3.11's own pip takes twice as long to find the same.
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "paceline needs Python 3.11 or 3.12; name one with: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 
 .venv/installed-text: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) --editable '.[text,plot]'
