@@ -46,7 +46,7 @@ def slow_rank() -> Iterator[None]:
 
     def forward(self: Block, *arguments: Any, **more: Any) -> Any:
         if pl.init().rank == 1:
-            time.sleep(0.02)
+            time.sleep(0.05)
         return plain(self, *arguments, **more)
 
     Block.forward = forward  # type: ignore[method-assign]

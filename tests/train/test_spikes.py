@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import paceline as pl
 from paceline.train.spikes import LEAST, STEPS, Spikes
-from tests.quick import examples, full
+from tests.quick import full
 from tests.ranks import RankPool
 from tests.train.processes import trained
 from tests.train.test_not_finite import forward_gives
@@ -32,7 +32,7 @@ def stands_out(before: list[float], value: float, deviations: float) -> bool:
     return len(window) >= LEAST and value > window.mean() + deviations * window.std(ddof=1)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=12)
 @given(st.integers(0, 1000), st.integers(0, 4 * STEPS), st.sampled_from([2.0, 4.0, 6.0]))
 def test_a_step_stands_out_if_it_is_beyond_so_many_deviations_of_the_window(
     seed: int, steps: int, deviations: float
