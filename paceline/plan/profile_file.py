@@ -122,6 +122,7 @@ def _values(path: str | Path) -> dict[str, Any]:
         if len(text) > _LARGEST_FILE:
             raise ValueError("it is longer than a profile is")
         values = json.loads(text, parse_int=_read, parse_float=_read)
+        json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair may be escaped, but is no text
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"hardware profile {path}: is damaged: not JSON ({error}); make it anew with `paceline plan --here`"
@@ -165,9 +166,9 @@ def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
 
 
 def _check(path: str | Path, name: str, value: float) -> None:
-    # Of what goes by names, the range is that of all of them.
+    # Of what goes by names, the range is that of all of them; names may have dots.
     known = f"measured.{name.rpartition('.')[2]}" if name.startswith("measured.") else name
-    least, most, unit = _RANGES.get(known) or _RANGES[name.rpartition(".")[0]]
+    least, most, unit = _RANGES.get(known) or _RANGES[".".join(name.split(".")[:2])]
     if least <= value <= most:  # which neither infinity nor what is no number is
         return
     likely = [word for factor, word in _PREFIXES.get(unit, {}).items() if least <= value * factor <= most]
