@@ -29,7 +29,8 @@ from paceline.plan.progress import told_while_slow
 
 SECONDS = 12.0
 """About how long measuring takes on a quiet machine."""
-LIMIT = 600.0
+LIMIT = 300.0
+"""Seconds after which measuring is given up: by then times are of other work."""
 
 
 def here(ranks: int, *, anew: bool = False, report: Callable[[str], object] = lambda _: None) -> Hardware:
@@ -112,7 +113,10 @@ def measured_here(ranks: int, seconds: float = SECONDS) -> tuple[Hardware, float
         with told_while_slow(how_far, 2 * seconds), RankPool(ranks, threads, fresh=True) as pool:
             results: list[Measured] = pool.run(measure, seconds, limit=LIMIT)
     except RanksFailed as failed:
-        raise UserError(f"measuring this machine failed: {failed.summary}") from None
+        raise UserError(
+            f"measuring this machine failed: {failed.summary}; if other work has its cores, try again when that has "
+            "ended; a plan does without, with --hardware and a profile's name or file"
+        ) from None
     hardware = fitted(_hardware(results, ranks, threads), results[0].smallest, results[0].steps, ranks)
     return hardware, max(each.crowded for each in results)
 

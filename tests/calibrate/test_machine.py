@@ -12,6 +12,7 @@ from paceline.calibrate import machine, rank
 from paceline.calibrate.probe import IN_STEPS, fitted, in_steps, step_seconds
 from paceline.calibrate.rank import Measured
 from paceline.comm.world import World
+from paceline.core.errors import UserError
 from paceline.core.strategy import Stage, Strategy
 from paceline.launch.cores import threads_per_rank
 from paceline.measuring.cases import Case
@@ -49,6 +50,13 @@ def test_a_machine_is_measured_once_for_each_number_of_ranks(measured: list[int]
     machine.here(1)
     machine.here(1, anew=True)
     assert measured == [2, 1, 1]
+
+
+def test_a_machine_too_busy_to_be_measured_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "LIMIT", 0.0)
+    monkeypatch.setattr("paceline.launch.pool.STACKS_SECONDS", 0.0)
+    with pytest.raises(UserError, match=r"within 0 s; .* try again when .*--hardware"):
+        machine.measured_here(1)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "other"}'])
