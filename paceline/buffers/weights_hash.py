@@ -22,6 +22,10 @@ def weights_hash(parameters: Sequence[Tensor]) -> int:
 
 def _sum_of_bits(parameter: Tensor) -> Tensor:
     """The sum of a tensor's memory, eight bytes as one number: as fast as memory is read, which no checksum is."""
+    row = parameter.shape[-1] * parameter.itemsize if parameter.dim() else 0
+    if row and row % 8 == 0 and parameter.is_contiguous() and parameter.storage_offset() * parameter.itemsize % 8 == 0:
+        # As nearly all are, of which there may be hundreds.
+        return parameter.view(torch.int64).sum()
     memory = parameter.detach().contiguous().view(-1).view(torch.uint8)
     if memory.storage_offset() % 8:
         memory = memory.clone()
