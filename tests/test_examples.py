@@ -41,6 +41,7 @@ def one_process(ranks: RankPool) -> float:
     return loss_in(ranks(1, printed, "three_lines.py")[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TRAINING)
 def test_two_ranks_find_what_one_process_finds(ranks: RankPool, name: str, one_process: float) -> None:
     assert loss_in(ranks(2, printed, name)[0]) == pytest.approx(one_process, abs=1e-8)

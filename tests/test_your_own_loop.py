@@ -90,7 +90,7 @@ def folder() -> Any:
         yield made
 
 
-@pytest.mark.parametrize(("zero", "precision"), diagonal(["3", "0", "1", "2"], ["bf16", "fp32"], quick={("3", "bf16")}))
+@pytest.mark.parametrize(("zero", "precision"), diagonal(["3", "0", "1", "2"], ["bf16", "fp32"], quick=()))
 def test_two_ranks_learn_what_one_process_does(ranks: RankPool, folder: str, zero: str, precision: str) -> None:
     strategy = f'zero={zero}, precision="{precision}"'
     (alone,) = ranks(1, read_all, made_in(folder, "alone"), strategy)

@@ -3,9 +3,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from paceline.bench import cli
 
 
+@pytest.mark.full
 def test_the_cost_of_events_is_measured_against_a_step(tmp_path: Path) -> None:
     file = tmp_path / "events.json"
     assert cli.main(["events", "--preset", "nano", "--batch", "1", "--rounds", "4", "--json", str(file)]) == 0

@@ -11,6 +11,7 @@ from paceline.models import preset
 NANO = ModelShape("nano", preset("nano"), batch=2)
 
 
+@pytest.mark.full
 def test_each_case_gives_a_row_per_system() -> None:
     threads = torch.get_num_threads()
     ours, plain = bench_model([NANO], rounds=2, threads=1)

@@ -8,6 +8,7 @@ from paceline.bench import cli
 from paceline.bench.overhead import STRATEGIES
 
 
+@pytest.mark.full
 def test_what_a_unit_costs_is_measured_at_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["overhead", "--units", "4", "--rounds", "2", "--json", "-"]) == 0
     told = capsys.readouterr()

@@ -137,6 +137,7 @@ def test_a_user_without_a_folder_for_caches_has_no_measurement(
     assert machine.cached(2, 1).is_absolute()
 
 
+@pytest.mark.full
 def test_what_a_step_adds_to_operators_is_what_the_steps_show() -> None:
     bare = replace(
         HERE,

@@ -48,9 +48,9 @@ def be_silent_between_steps(how: str, transport_kind: str) -> str:
 @pytest.mark.parametrize(
     ("how", "kind", "told"),
     [
-        ("collective", "auto", "rank 1 did not answer within 0.5 s: rank 0 waited for it in all_reduce"),
+        full("collective", "auto", "rank 1 did not answer within 0.5 s: rank 0 waited for it in all_reduce"),
         full("collective", "tcp", "rank 1 did not answer within 0.5 s: rank 0 waited for it in all_reduce"),
-        (
+        full(
             "stopped",
             "auto",
             "; rank 1's process PID is stopped: `kill -CONT PID` lets it go on; rank 1 gives no sign of life",

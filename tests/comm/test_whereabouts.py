@@ -62,6 +62,7 @@ print("went on")
 """
 
 
+@pytest.mark.full
 def test_a_model_that_is_collected_meanwhile_does_not_stop_the_process() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ran = subprocess.run([sys.executable, "-c", BUSY], env=environment, capture_output=True, text=True, timeout=150)

@@ -44,6 +44,7 @@ def test_every_seed_and_epoch_has_an_order_of_its_own() -> None:
     assert len(orders) == 400
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [3, 8, 24])
 def test_every_item_is_equally_likely_at_every_place(n: int) -> None:
     epochs = 1500

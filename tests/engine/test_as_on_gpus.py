@@ -74,6 +74,7 @@ def test_a_rank_with_fewer_micro_batches_launches_in_the_order_of_the_others(ran
 # ---- communicators
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "groups"), [("zero 0", 1), ("zero 3", 2)])
 def test_the_few_statistics_take_no_communicator_of_their_own(ranks, name: str, groups: int) -> None:
     assert [opened for _, opened in ranks(2, trained, STAGES[name])] == [groups, groups]

@@ -126,6 +126,7 @@ def test_an_engine_that_lacks_it_goes_wrong(ranks, name: str) -> None:
     assert any(any(map(goes_wrong, outcomes)) for outcomes in tries)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy", [LATE["zero 3"], EACH["zero 0"], SHARED], ids=["zero 3", "zero 0", "shared parameters"]
 )

@@ -71,6 +71,7 @@ def by_one(gradients: str) -> dict[str, Tensor]:
 PLACES = [(zero, what) for zero in range(4) for what in ("nothing", "state_dict", "full_parameters")][:-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("zero", "between"), PLACES)
 @pytest.mark.parametrize("gradients", ["mean", "sum"])
 def test_two_backwards_add_up(ranks, zero: int, gradients: str, between: str) -> None:

@@ -78,6 +78,7 @@ def share_memory() -> tuple[int, int]:
     return between - before, after - before
 
 
+@pytest.mark.full
 def test_what_ranks_share_counts_in_parts(ranks) -> None:
     for own, shared in ranks(2, share_memory):
         assert own == pytest.approx(100 << 20, rel=0.1)

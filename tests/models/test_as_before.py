@@ -124,6 +124,7 @@ def with_strategy(block: Callable[[], nn.Module], strategy: Strategy) -> dict[st
     return values
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("block", [Normed, Spectral])
 def test_so_it_is_among_ranks(ranks: Any, block: Callable[[], nn.Module], zero: Any) -> None:

@@ -18,7 +18,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
 from tests.engine.models import STAGES, assert_same, gradients, snapshot
 from tests.engine.real_models import FAMILIES, loss_of
-from tests.quick import diagonal, full, some
+from tests.quick import diagonal, some
 
 CONFIG = ModelConfig(layers=2, width=16, heads=2, context=8, vocabulary=11)
 
@@ -300,7 +300,8 @@ def compiled_and_not(strategy: Strategy, backend: str) -> list[tuple[float, floa
     return results
 
 
-@pytest.mark.parametrize(("zero", "backend"), [(3, "eager"), full(0, "aot_eager"), full(3, "aot_eager")])
+@pytest.mark.full
+@pytest.mark.parametrize(("zero", "backend"), [(3, "eager"), (0, "aot_eager"), (3, "aot_eager")])
 def test_blocks_that_fill_a_list_may_be_compiled_with_their_model(ranks, zero, backend) -> None:
     for plain, compiled in ranks(2, compiled_and_not, Strategy(zero=zero), backend, timeout=100):
         assert compiled == pytest.approx(plain)

@@ -70,6 +70,7 @@ finally:
     assert "usage: paceline plan" in told.stdout
 
 
+@pytest.mark.full
 def test_plan_and_check_do_without_what_takes_longer_to_import_than_to_work() -> None:
     script = """
 import sys

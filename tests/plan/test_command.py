@@ -180,6 +180,7 @@ def test_what_may_be_asked_beside_a_plan(tmp_path: Path, capsys: pytest.CaptureF
     assert len(plan["settings"]) == len([line for line in shown.splitlines() if line.startswith("zero ")])
 
 
+@pytest.mark.full
 def test_half_the_network_and_a_slow_rank_are_in_all_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "gpt2-124m", "--hardware", "a100", "--devices", "64", "--batch-tokens", "128k"]
 
@@ -192,6 +193,7 @@ def test_half_the_network_and_a_slow_rank_are_in_all_numbers(capsys: pytest.Capt
     assert seconds("--slow-rank", "1.5") > 1.05 * plain
 
 
+@pytest.mark.full
 def test_the_way_to_many_devices_is_shown_and_drawn(tmp_path: Path, monkeypatch, capsys) -> None:
     from paceline.plan import scaling
 

@@ -83,6 +83,7 @@ def test_a_file_may_name_a_class_that_is_no_causal_language_model(
     assert {p.dtype for p in model.parameters()} == {wanted} and all(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "words"),
     [

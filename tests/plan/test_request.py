@@ -28,6 +28,7 @@ def wide():
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "precisions"), [("low", ("bfloat16",)), ("wide", ("bfloat16", "float32"))])
 def test_float32_is_looked_at_where_it_is_close_and_the_models_own(
     name: str, precisions: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

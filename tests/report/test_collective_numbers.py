@@ -8,7 +8,6 @@ import pytest
 
 from paceline.report.collective_numbers import EXAMPLES, collective_frames
 from paceline.report.teaching import Frame
-from tests.quick import some
 from tests.report.browser import Browser
 
 
@@ -53,7 +52,8 @@ def test_a_tree_adds_eight_numbers_up_in_three_rounds() -> None:
     assert held(frames[-1])[0] == [-0.1]
 
 
-@pytest.mark.parametrize("name", some(EXAMPLES, {"a tree's reduce, 8 ranks"}))
+@pytest.mark.full
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_the_page_goes_through_them(shown: Browser, name: str) -> None:
     script = """(() => { const picker = document.getElementById('numbers-way');
       picker.value = [...picker.options].find((option) => option.text === arguments[0]).value;

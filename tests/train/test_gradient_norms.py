@@ -11,12 +11,12 @@ import pytest
 from paceline.core.errors import UserError
 from paceline.train.gradient_norms import norm_lines
 from paceline.train.sections import LogConfig
-from tests.quick import full
 from tests.ranks import RankPool
 from tests.train.processes import metrics, trained
 
 
-@pytest.mark.parametrize("zero", ["0", full("1"), full("2"), "3"])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", ["0", "1", "2", "3"])
 def test_they_are_of_the_steps_whose_events_are_written(
     ranks: RankPool, nano: list[str], tmp_path: Path, zero: str
 ) -> None:

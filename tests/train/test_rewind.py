@@ -24,7 +24,6 @@ from paceline.train.config import TrainConfig
 from paceline.train.former import Former
 from paceline.train.sections import OptimConfig
 from paceline.train.skipped import Diverged
-from tests.quick import full
 from tests.ranks import RankPool
 from tests.train.processes import metrics, trained
 from tests.train.test_not_finite import forward_gives
@@ -69,7 +68,8 @@ def poisoned_with_samples_left_out() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("zero", ["1", full("3")])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", ["1", "3"])
 def test_it_goes_on_as_if_the_samples_were_not_there(
     ranks: RankPool, nano: list[str], tmp_path: Path, zero: str
 ) -> None:

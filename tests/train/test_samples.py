@@ -13,7 +13,6 @@ import torch
 
 from paceline.data.loader import Loader
 from paceline.train.samples import write_samples
-from tests.quick import full
 from tests.ranks import RankError, RankPool
 from tests.train.processes import paceline, program, trained
 from tests.train.test_not_finite import forward_gives
@@ -37,7 +36,8 @@ def fails() -> AbstractContextManager[None]:
     return forward_gives(change)
 
 
-@pytest.mark.parametrize("end", ["by an exception", full("by a signal")])
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["by an exception", "by a signal"])
 def test_over_an_end_and_other_ranks_each_epoch_has_each_sample_once(
     ranks: RankPool, nano: list[str], tmp_path: Path, end: str
 ) -> None:

@@ -95,7 +95,8 @@ def sleeps_on_rank_1() -> AbstractContextManager[None]:
     return forward_gives(late)
 
 
-@pytest.mark.parametrize("zero", ["0", pytest.param("3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", ["0", "3"])
 def test_a_run_says_within_twenty_steps_which_rank_it_waits_for(
     ranks: RankPool, nano: list[str], tmp_path: Path, zero: str
 ) -> None:

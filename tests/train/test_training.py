@@ -135,7 +135,8 @@ def test_what_to_try_next_is_what_will_work(tmp_path: Path) -> None:
         assert any("paceline trace" in line for line in next_steps(config, world, tmp_path)) is suggested
 
 
-@pytest.mark.parametrize("workers", ["1", full("2")])
+@pytest.mark.full
+@pytest.mark.parametrize("workers", ["1", "2"])
 def test_on_a_terminal_a_bar_is_drawn_between_the_lines(nano: list[str], tmp_path: Path, workers: str) -> None:
     # Long enough for several drawings, however slow the machine.
     flags = [*nano, "--steps", "100000", "--log.every", "2", "--folder", "run", "--workers", workers]

@@ -54,6 +54,7 @@ def test_another_models_weights_are_refused(ranks: RankPool, nano: list[str], fo
         assert status == 2 and words in err and not (folder / "new").exists()
 
 
+@pytest.mark.full
 def test_transformers_reads_the_tokenizer(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     ours = Tokenizer.load(folder / "first" / "tokenizer.json")

@@ -119,6 +119,7 @@ def test_options_that_make_no_sense_are_a_users_mistake(arguments, words, capsys
     assert told.out == "" and words in told.err and told.err.startswith("paceline: error: ")
 
 
+@pytest.mark.full
 def test_a_model_that_is_not_there_is_a_users_mistake(folder: Path) -> None:
     status, out, err = verify(folder, "right:bild", "--data", "right:batches")
     assert (status, out) == (2, "")

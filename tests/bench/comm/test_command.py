@@ -75,6 +75,7 @@ def test_every_collective_of_every_system_is_right(done: Done) -> None:
     assert not [line for line in done.progress.splitlines() if line.startswith("failed")]
 
 
+@pytest.mark.full
 def test_mpi_runs_beside_the_others_or_is_skipped_visibly(done: Done) -> None:
     transports = {row["transport"] for row in done.result["rows"]}
     if importlib.util.find_spec("mpi4py") is None:

@@ -39,6 +39,7 @@ def quiet(_: str) -> None:
     pass
 
 
+@pytest.mark.full
 def test_wrong_results_are_counted_and_what_fails_is_named(group: Group) -> None:
     assert group.missing == {"something": "not here"}
     systems = systems_for("all_reduce", [group], ("right", "wrong", "refused"))
@@ -129,6 +130,7 @@ def test_ranks_that_do_not_come_are_not_waited_for_forever(monkeypatch: pytest.M
         Group(1, [["sleep", "60"]], [{}])
 
 
+@pytest.mark.full
 def test_a_launcher_of_another_library_is_recognised() -> None:
     with pytest.raises(GroupError, match="a world of 2 instead of 1: mpiexec is not of this library"):
         start(ranks=1)

@@ -12,7 +12,6 @@ import pytest
 
 from paceline.bench.network.hosts import Hosts, NetworkUnavailable
 from paceline.bench.network.jobs import measure_link
-from tests.quick import full
 
 MARK = "PACELINE_TEST_MARK"
 
@@ -57,7 +56,8 @@ def of_the_machine() -> list[str]:
     return [subprocess.run(command, capture_output=True, text=True, check=True).stdout for command in shown]
 
 
-@pytest.mark.parametrize("count", [full(2), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("count", [2, 3])
 def test_links_carry_the_rate_that_was_asked_for_and_the_machine_is_left_alone(count: int) -> None:
     before = of_the_machine()
     with Hosts(count, 0.2) as hosts:

@@ -19,6 +19,7 @@ BUCKETS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [SYSTEMS, BUCKETS, SYSTEMS + BUCKETS])
 def test_the_picture_shows_the_experiments_that_were_run(rows: list[NetworkRow], tmp_path: Path) -> None:
     import matplotlib

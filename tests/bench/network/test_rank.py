@@ -48,6 +48,7 @@ def skips(op: str) -> str:
     return "nothing"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_a_collective_that_does_nothing_is_found_out(ranks, op: str) -> None:
     assert all(words.startswith(f"a library, {op}: expected") for words in ranks(2, skips, op))

@@ -97,6 +97,7 @@ def refused(folder: Path, there: Path) -> str:
     return err
 
 
+@pytest.mark.full
 @configs
 def test_transformers_computes_the_same_logits(tmp_path: Path, config: ModelConfig) -> None:
     transformers = pytest.importorskip("transformers")

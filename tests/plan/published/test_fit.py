@@ -41,6 +41,7 @@ def rows() -> list[Described]:
     return composer + megatron
 
 
+@pytest.mark.full
 def test_a_fit_finds_the_constants_that_made_the_rows() -> None:
     true = replace(PRIOR, matmul_passes=2.0, eager_passes=28.0, triton_a100=0.33, contention=0.5, launch=8e-5)
     found = fit([Sample(each, step_of(each, true).total) for each in rows()])
@@ -49,6 +50,7 @@ def test_a_fit_finds_the_constants_that_made_the_rows() -> None:
         assert getattr(found.constants, name) == pytest.approx(getattr(true, name), rel=0.12), name
 
 
+@pytest.mark.full
 def test_a_bad_run_moves_the_constants_little() -> None:
     truth = [Sample(each, step_of(each, PRIOR).total) for each in rows()]
     bad = [replace(truth[0], seconds=3 * truth[0].seconds), *truth[1:]]
