@@ -87,9 +87,10 @@ class FullParameters:
                 cast_singular_vectors(program.module, getattr(torch, program.strategy.precision))
             if edits and program.parameters.flat.is_sharded:
                 self._may_be_edited()
-        if shared_by is not None:
-            shared_by.barrier(WRITTEN)
-        program.parameters.flat.former.follow(program.parameters.flat.views)
+            # Also after an exception: what was written before it is kept.
+            if shared_by is not None:
+                shared_by.barrier(WRITTEN)
+            program.parameters.flat.former.follow(program.parameters.flat.views)
 
     def attend(self) -> None:
         """Takes part in another rank's `model.state_dict()`, a bucket at a time, and keeps nothing of it."""

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import paceline as pl
+from paceline.buffers.whole_parameters import WholeParameters
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from tests.engine.models import Stack, assert_same, data, make
@@ -58,6 +59,37 @@ def test_and_so_it_does_in_low_precision(ranks) -> None:
     expected = ranks(2, edited, Strategy(zero=2, precision="bfloat16"))[0]
     for state in ranks(2, edited, LOW):
         assert_same(state, expected, atol=0)
+
+
+def edited_before_an_exception(strategy: Strategy) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Every rank halves all parameters and raises; the last one is late to write its part of them."""
+    model, optimizer = begin(strategy)
+    x = data(1, 12)[0].float()
+    step(model, optimizer, 0)
+    keep = WholeParameters.keep
+
+    def late(whole: WholeParameters) -> None:
+        time.sleep(0.3 if pl.init().rank else 0)
+        keep(whole)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyError), torch.no_grad():
+        patched.setattr(WholeParameters, "keep", late)
+        with pl.full_parameters(model):
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+            raise KeyError
+    with torch.no_grad():
+        answer = model(x).clone()
+    step(model, optimizer, 1)
+    with pl.full_parameters(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}, answer
+
+
+def test_nobody_reads_what_another_rank_has_yet_to_write_after_an_exception(ranks) -> None:
+    expected = ranks(2, edited_before_an_exception, PLAIN)[0]
+    for state, answer in ranks(2, edited_before_an_exception, SHARED):
+        assert torch.equal(answer, expected[1])
+        assert_same(state, expected[0], atol=0)
 
 
 def read_late(strategy: Strategy) -> tuple[bool, list[float]]:
