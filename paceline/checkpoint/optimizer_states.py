@@ -204,8 +204,9 @@ class OptimizerStates:
                         optimizer.state[parameter] = states
 
     def _updates(self, optimizer: Optimizer, index: int) -> bool:
-        """Whether steps on this rank take in a parameter: it has a part of that, or none is asked for."""
-        has_part = not self._ranges.is_cut(index) or self._ranges.local(index).numel() > 0
+        """Whether steps on this rank take in a parameter: it has a part of that, or none is there or asked for."""
+        is_empty = not self._ranges.spec(index).numel
+        has_part = is_empty or not self._ranges.is_cut(index) or self._ranges.local(index).numel() > 0
         return has_part or takes_empty_parts(optimizer)
 
     def _of_all(self, group: dict[str, Any], index: int, saved: dict[str, Any], reader: Reader) -> dict[str, Any]:

@@ -97,6 +97,27 @@ def test_steps_are_counted_by_ranks_that_have_a_part(ranks, tmp_path: Path, zero
     assert ranks(2, counted, tmp_path, 0, False) == [[2.0, 2.0]] * 2
 
 
+def went_on_with_an_empty_parameter(path: Path, zero: int, saves: bool) -> int:
+    model = nn.Linear(3, 2)
+    model.prompts = nn.Parameter(torch.empty(0, 3))
+    pl.parallelize(model, pl.Strategy(zero=zero))
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
+    if saves:
+        pl.save(path / "at 0", model, optimizer, step=0)
+    else:
+        pl.load(path / "at 0", model, optimizer)
+        model(torch.ones(1, 3) + model.prompts.sum()).sum().backward()
+        optimizer.step()
+    return len(optimizer.state)
+
+
+@pytest.mark.parametrize("zero", [1, full(3)])
+def test_what_is_held_for_a_parameter_without_elements_goes_on(ranks, tmp_path: Path, zero: int) -> None:
+    """No rank has a part of it, and Adagrad makes no states but when it is built."""
+    ranks(2, went_on_with_an_empty_parameter, tmp_path, zero, True)
+    assert ranks(2, went_on_with_an_empty_parameter, tmp_path, 0, False) == [3, 3]
+
+
 @pytest.mark.parametrize("key", [3, "ema/slow"])
 def test_names_that_a_checkpoint_could_not_tell_apart_are_refused(tmp_path: Path, key: Any) -> None:
     model = model_of()
