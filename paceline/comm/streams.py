@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -128,6 +129,10 @@ def wait_for_others(seconds: float) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
+# A forked child has no streams: weights that are on their way must be there before, as it could not wait for them.
+os.register_at_fork(before=lambda: wait_for_others(_CLOSING_SECONDS), after_in_child=_threads.clear)
+
+
 class ThreadStream:
     """A CPU stream: one thread that executes collectives in order.
 
@@ -151,6 +156,7 @@ class ThreadStream:
         pending = Pending(label)
         if self._closed:
             raise CommunicationError(f"{label}: the stream that would carry it is closed")
+        self._require_rank(label)
         self._thread.is_idle = False
         self._queue.put((work, pending, after))
         return pending
@@ -158,6 +164,7 @@ class ThreadStream:
     def wait(self, pending: Pending) -> None:
         """Blocks until a collective is complete; see `CommStream.wait`."""
         if not pending.done.is_set():
+            self._require_rank(pending.label)
             self._thread.is_waited_for = True
             pending.done.wait()
             self._thread.is_waited_for = False
@@ -165,6 +172,13 @@ class ThreadStream:
             if isinstance(pending.error, CommunicationError):
                 raise type(pending.error)(str(pending.error)) from pending.error
             raise pending.error
+
+    def _require_rank(self, label: str) -> None:
+        if not self._closed and not self._thread.is_alive():
+            raise CommunicationError(
+                f"{label}: a forked process is no rank, and nobody gathers parameters for it: fork it inside "
+                "`with pl.full_parameters(model):`, or give it a copy.deepcopy(model), made on every rank"
+            )
 
     def close(self) -> bool:
         """Lets the thread finish what was submitted, then end; one that waits for a peer in vain is left behind."""

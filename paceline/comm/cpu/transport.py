@@ -185,7 +185,8 @@ class CpuTransport:
         self.close_sockets()
 
     def close_sockets(self) -> None:
-        """Lets go of this process's ends."""
+        """Lets go of this process's ends; what a forked child has to say is nothing to peers."""
+        self._failure = self._failure or "a forked process is no rank"
         for channel in self._channels.values():
             channel.close()
         if self._signals is not None:
