@@ -87,8 +87,8 @@ class FullParameters:
                 cast_singular_vectors(program.module, getattr(torch, program.strategy.precision))
             if edits and program.parameters.flat.is_sharded:
                 self._may_be_edited()
-            # Also after an exception: what was written before it is kept.
-            if shared_by is not None:
+            # Also after an exception, unless it has ended the job: what was written before it is kept.
+            if shared_by is not None and not shared_by.has_given_up:
                 shared_by.barrier(WRITTEN)
             program.parameters.flat.former.follow(program.parameters.flat.views)
 
