@@ -43,8 +43,11 @@ def test_rank_0_has_the_screen_and_other_ranks_warnings_are_prefixed(tmp_path: P
 def test_the_first_traceback_stands_last_and_alone_when_a_worker_raises(tmp_path: Path) -> None:
     body = """
     if rank == 1:
+        Path("off").touch()
         raise ValueError("the third wheel came off")
     try:
+        while not Path("off").exists():
+            time.sleep(0.01)
         time.sleep(0.3)
         raise ConnectionResetError("Connection reset by peer")
     finally:
