@@ -6,7 +6,6 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.comm.streams import wait_for_others
 from paceline.core.errors import EngineError
+from paceline.core.uncollected import uncollected
 
 _SECONDS = 1.0
 """For which others of this process are waited for: collectives under way, another thread's collection."""
@@ -55,7 +55,7 @@ class HeldViews:
         if not self._is_to_see(unit):
             return
         self._seen.add((unit, torch.is_grad_enabled()))
-        with _uncollected():
+        with uncollected():
             place = _place_of_one(parameters, known)
             if place is not None:
                 # What a stream's thread works with while it carries out a collective looks held, but does not stay.
@@ -82,18 +82,6 @@ def _leave_behind() -> None:
     while any(each is mark for each in gc.get_objects(0) + gc.get_objects(1)) and time.monotonic() < end:
         time.sleep(_PAUSE_SECONDS)
         gc.collect(1)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Lets no automatic collection move what came inside the forward to where it is not looked for."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _place_of_one(parameters: Mapping[str, Tensor], known: Callable[[], Iterable[Tensor]]) -> int | None:

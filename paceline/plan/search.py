@@ -8,15 +8,14 @@ the best so far is shorter than all bounds that are left, so what is found is th
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from paceline.core.strategy import Strategy
+from paceline.core.uncollected import uncollected
 from paceline.plan.case import Case
 from paceline.plan.choice import preferred
 from paceline.plan.estimate import Estimate, Setting
@@ -58,19 +57,8 @@ class Found:
         return preferred(fitting, lambda each: each.seconds, lambda each: each.setting.strategy) if fitting else None
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Hundreds of thousands of small objects are made: looking for circles among them would take a third longer."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@_uncollected()
+# Hundreds of thousands of small objects are made: looking for circles among them would take a third longer.
+@uncollected()
 def search(
     case: Case,
     samples: int,

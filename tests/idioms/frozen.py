@@ -236,6 +236,15 @@ def half_frozen(side: Side) -> nn.Sequential:
     return model
 
 
+def unfrozen_half_way(side: Side, model: nn.Sequential) -> Found:
+    net, optimizer = side.parallel(model), torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    model[1].requires_grad_(False)
+    fit(side, net, optimizer, 2)
+    model[1].requires_grad_(True)
+    fit(side, net, optimizer, 2)
+    return state(model)
+
+
 @idiom(
     unused=True,
     refused=tuple(
@@ -244,24 +253,13 @@ def half_frozen(side: Side) -> nn.Sequential:
     ),
 )
 def a_block_unfrozen_half_way(side: Side) -> Found:
-    model = half_frozen(side)
-    net, optimizer = side.parallel(model), torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
-    fit(side, net, optimizer, 2)
-    model[1].requires_grad_(True)
-    fit(side, net, optimizer, 2)
-    return state(model)
+    return unfrozen_half_way(side, half_frozen(side))
 
 
 @idiom(unused=True)
 def a_block_frozen_once_parallel_and_unfrozen_half_way(side: Side) -> Found:
     """What the refusal of the other way names: states are kept."""
-    model = mlp(side, blocks=3)
-    net, optimizer = side.parallel(model), torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
-    model[1].requires_grad_(False)
-    fit(side, net, optimizer, 2)
-    model[1].requires_grad_(True)
-    fit(side, net, optimizer, 2)
-    return state(model)
+    return unfrozen_half_way(side, mlp(side, blocks=3))
 
 
 @idiom(unused=True)
