@@ -97,13 +97,6 @@ def exposed(events: list[Event], above: float) -> set[tuple[str, str, int, str]]
     }
 
 
-def takes_as_long(executed: list[Event], simulated: list[Event]) -> bool:
-    """Whether a step does, and what clearly is exposed in one is so in the other."""
-    alike = exposed(executed, 0.8) <= exposed(simulated, 0.2) and exposed(simulated, 0.8) <= exposed(executed, 0.2)
-    assert exposed(simulated, 0.8)
-    return alike and 0.9 < step_seconds(executed) / step_seconds(simulated) < 1.5
-
-
 CASES = [
     (Strategy(bucket_mb=3e-4), 1),
     (Strategy(zero=2, bucket_mb=3e-4), 2),
@@ -124,19 +117,24 @@ MORE = [
     ids=[f"zero {s.zero} {s.synchronize} {s.accumulation} {m}" for s, m in (*CASES, *MORE)],
 )
 def test_what_is_simulated_is_what_runs(ranks, strategy, micro_batches) -> None:
-    # Between ops a busy machine does other work; how well a quiet one is foretold `paceline bench plan` shows.
+    # Between ops a busy machine does other work: a run that this has made longer tells little of what is exposed.
     for _ in range(4):
         found = ranks(2, run_slowly, strategy, micro_batches)
-        for executed, simulated in found:
-            for stream in STREAMS:
-                ran, foretold = (
-                    [(e.kind, e.target, e.micro_batch, e.phase) for e in events if e.step == 2 and e.stream == stream]
-                    for events in (executed, simulated)
-                )
-                assert ran == foretold
-        if all(takes_as_long(*each) for each in found):
-            return
-    pytest.fail(f"none of four runs took as long as simulated: {[tuple(map(step_seconds, each)) for each in found]}")
+        if all(step_seconds(executed) < step_seconds(simulated) + 0.2 * COMMUNICATION for executed, simulated in found):
+            break
+    for executed, simulated in found:
+        for stream in STREAMS:
+            ran, foretold = (
+                [(e.kind, e.target, e.micro_batch, e.phase) for e in events if e.step == 2 and e.stream == stream]
+                for events in (executed, simulated)
+            )
+            assert ran == foretold
+        # What clearly is exposed in one is so in the other.
+        assert exposed(executed, 0.8) <= exposed(simulated, 0.2)
+        assert exposed(simulated, 0.8) <= exposed(executed, 0.2)
+        assert exposed(simulated, 0.8)
+        # How well a quiet machine is foretold `paceline bench plan` shows.
+        assert 0.9 < step_seconds(executed) / step_seconds(simulated) < 1.5
 
 
 def run_alone(precision: str) -> tuple[list[Event], set[Any]]:

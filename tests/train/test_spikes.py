@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline as pl
@@ -32,7 +32,6 @@ def stands_out(before: list[float], value: float, deviations: float) -> bool:
     return len(window) >= LEAST and value > window.mean() + deviations * window.std(ddof=1)
 
 
-@settings(max_examples=12)
 @given(st.integers(0, 1000), st.integers(0, 4 * STEPS), st.sampled_from([2.0, 4.0, 6.0]))
 def test_a_step_stands_out_if_it_is_beyond_so_many_deviations_of_the_window(
     seed: int, steps: int, deviations: float
