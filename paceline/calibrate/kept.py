@@ -47,5 +47,7 @@ def keep(path: Path, hardware: Hardware, report: Callable[[str], object]) -> Non
         temporary.replace(path)
     except OSError as error:
         report(f"{path} cannot be written ({error.strerror}): the next plan measures again")
+    finally:
+        # Also where Ctrl-C came in between.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

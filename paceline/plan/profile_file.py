@@ -172,7 +172,7 @@ def _check(path: str | Path, name: str, value: float) -> None:
     if least <= value <= most:  # which neither infinity nor what is no number is
         return
     likely = [word for factor, word in _PREFIXES.get(unit, {}).items() if least <= value * factor <= most]
-    hint = f"; is it in {likely[0]}?" if likely and value > 0 else ""
+    hint = f"; is it in {' or '.join(likely)}?" if likely and value > 0 else ""
     raise UserError(f"{path}: {name}: expected {unit}, from {least:g} to {most:g}, got {value:g}{hint}")
 
 

@@ -52,6 +52,8 @@ def test_what_was_measured_is_written_too_and_its_numbers_are_checked(file: Path
         (("device", "ceiling", "bfloat16"), -1, "device.ceiling.bfloat16.*got -1"),
         (("device", "ceiling"), {}, "at least one of float32"),
         (("device", "watts"), "700", "device.watts: Expected `float`, got `str`"),
+        (("device", "memory"), 80_000, r"is it in billions \(GB\) or millions \(MB\)\?"),
+        (("device", "bandwidth"), 3.35, r"is it in billions \(GB/s\) or trillions \(TB/s\)\?"),
         (("within", "latency"), 2.5, "within.latency: expected seconds, from 0 to 1, got 2.5; is it in milliseconds"),
         (("between", "bandwidth"), 400e18, "between.bandwidth: expected bytes a second"),
         (("kernels", "memory_efficiency"), 80, "expected a share of 1.*is it in .*percent"),
