@@ -53,6 +53,7 @@ def _serve_on(pipe: Connection, device: str) -> None:
             os.environ.update(environment)
         # A hang is a failure, and its stacks are the evidence.
         with open(stacks, "w") as sink:
+            faulthandler.enable(sink)  # so is a crash
             watch = threading.Timer(timeout, faulthandler.dump_traceback, (sink,))
             watch.daemon = True
             watch.start()
@@ -63,6 +64,7 @@ def _serve_on(pipe: Connection, device: str) -> None:
                 outcome = ("error", traceback.format_exc())
             finally:
                 watch.cancel()
+                faulthandler.disable()
         pipe.send((*outcome, torch.distributed.is_initialized()))
 
 

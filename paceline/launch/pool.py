@@ -236,6 +236,7 @@ def _serve(pipe: Connection, rank: int, environment: dict[str, str], threads: in
     import torch
 
     torch.set_num_threads(threads)
+    faulthandler.enable()
     gc.freeze()  # what was imported is no garbage, now or later
     # Only the pipe raises outside of the function: it is closed when the parent ends.
     with contextlib.suppress(EOFError, OSError), open(stacks, "w") as sink:

@@ -47,7 +47,11 @@ class Watcher(Protocol):
 
 
 _watchers: list[weakref.ref[Watcher]] = []
-"""In the order in which models were made parallel, the same on every rank: what they do before a step they do in it."""
+"""In the order in which models were made parallel, the same on every rank: what they do before a step they do in it.
+
+Those that are gone stay in until another comes. A reference that took itself out when its watcher is collected would do
+that while others go through the list, and Python 3.11, which collects when it makes a tuple of one, would crash.
+"""
 
 
 def watch_optimizers(watcher: Watcher) -> None:
@@ -56,7 +60,7 @@ def watch_optimizers(watcher: Watcher) -> None:
     Users make their optimizers as ever; nothing is wrapped. It ends with the watcher, or by `leave_optimizers`.
     """
     _hook_optimizers()
-    _watchers.append(weakref.ref(watcher, _watchers.remove))
+    _watchers[:] = [*(reference for reference in _watchers if reference() is not None), weakref.ref(watcher)]
 
 
 def leave_optimizers(watcher: Watcher) -> None:
@@ -66,7 +70,7 @@ def leave_optimizers(watcher: Watcher) -> None:
 
 @cache
 def _hook_optimizers() -> None:
-    # Once for all: torch goes through its hooks while a watcher may be collected, which must not take one out.
+    # Once for all, as torch goes through its hooks while a watcher may be collected.
     register_optimizer_step_pre_hook(untraced(_hook_innermost))
 
 
@@ -154,7 +158,7 @@ def _watching(optimizer: Optimizer) -> list[Watcher]:
 
 
 def _alive() -> list[Watcher]:
-    return [watcher for reference in tuple(_watchers) if (watcher := reference()) is not None]
+    return [watcher for reference in _watchers if (watcher := reference()) is not None]
 
 
 def _holds(watcher: Watcher, optimizer: Optimizer) -> bool:

@@ -1,0 +1,34 @@
+"""What is told of optimizers may be collected at any moment."""
+
+from __future__ import annotations
+
+import gc
+
+from paceline.optimizers.watch import _alive, watch_optimizers
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.itself = self  # so that only a collection frees it
+
+
+def collected_meanwhile() -> int:
+    alive = []
+    before = gc.get_threshold()
+    try:
+        for number in range(60):
+            gc.collect()  # no memory of former tuples and lists is kept ready, so that new ones may collect
+            for watcher in [_Watcher() for _ in range(25)]:
+                watch_optimizers(watcher)  # type: ignore[arg-type]
+            del watcher
+            # After each number of allocations, so that each in turn is the one that collects.
+            gc.set_threshold(gc.get_count()[0] + number % 12)
+            alive.append(len(_alive()))
+            gc.set_threshold(*before)
+    finally:
+        gc.set_threshold(*before)
+    return min(alive)
+
+
+def test_watchers_are_collected_while_they_are_gone_through(ranks) -> None:
+    assert ranks(1, collected_meanwhile) == [0]
