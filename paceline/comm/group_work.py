@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from paceline.comm.transport import CommunicationError
-from paceline.comm.world import keep_process_group
+from paceline.comm.world import keep_process_group, require_rank
 
 LOOK_SECONDS = 0.5
 """Between looks, while others do not come, at whether they wait for this rank elsewhere."""
@@ -19,8 +19,9 @@ def started(start: Callable[[], dist.Work | None], label: str) -> dist.Work:
     """Starts a collective of the process group.
 
     Raises:
-        CommunicationError: A rank is gone.
+        CommunicationError: A rank is gone, or this process is none.
     """
+    require_rank(label)
     try:
         work = start()
     except RuntimeError as error:

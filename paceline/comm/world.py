@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import hashlib
 import os
 import sys
@@ -31,7 +32,7 @@ from paceline.comm.folder_store import FolderStore
 from paceline.comm.gpu_streams import let_end
 from paceline.comm.meeting import share_secret
 from paceline.comm.nccl import abort_process_group, is_of_nccl, last_words
-from paceline.comm.transport import Exchange
+from paceline.comm.transport import CommunicationError, Exchange
 from paceline.core.errors import UserError
 
 
@@ -79,6 +80,8 @@ _ENDING_SECONDS = 10.0
 _JOINING_SECONDS = 60.0
 """Ranks start at different times, and are waited for at least so long: none is silent yet."""
 _failed = False
+_is_forked = False
+"""Whether this process was forked by a rank of the job."""
 _folder_store: Any = None
 """Torch's own code, which calls it, does not keep it."""
 _kept: list[Any] = []
@@ -219,7 +222,7 @@ def shutdown() -> None:
 def _leave() -> None:
     global _world
     watch.end()
-    if dist.is_initialized():
+    if dist.is_initialized() and not _is_forked:
         if _world is not None and _world.backend == "nccl" and (_failed or sys.exc_info()[0] is not None):
             _abort()
             return
@@ -228,6 +231,29 @@ def _leave() -> None:
         time.sleep(_LETTING_GO_SECONDS)
         dist.destroy_process_group()
     _world = None
+
+
+def require_rank(label: str) -> None:
+    """Refuses to communicate for a process that a rank has forked, on connections that are the rank's.
+
+    Raises:
+        CommunicationError: This is one.
+    """
+    if _is_forked:
+        raise CommunicationError(f"{label}: a forked process is no rank: only the one that forked it can call this")
+
+
+def _after_fork() -> None:
+    global _is_forked
+    if dist.is_initialized():
+        # To leave the job is the rank's to do. Here, and when nothing holds its group any more, Gloo would wait for its
+        # threads, which are not forked.
+        _is_forked = True
+        atexit.unregister(_leave_at_exit)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def keep_process_group() -> None:

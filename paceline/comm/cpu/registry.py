@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+from paceline.comm.cpu.forked_memory import make_private
 from paceline.comm.streams import others_idle, wait_for_others
 from paceline.comm.transport import explain
 
@@ -104,9 +105,11 @@ def _tell_of_exception() -> None:
 
 
 def _after_fork() -> None:
-    """Lets go of the parent's connections, so that its death is seen while the child lives."""
+    """Lets go of the parent's connections, so that its death is seen while the child lives, and of what it shares."""
     for transport in list(_transports):
         transport.close_sockets()
+    if _transports:
+        make_private()
 
 
 os.register_at_fork(after_in_child=_after_fork)

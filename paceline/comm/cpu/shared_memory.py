@@ -20,6 +20,11 @@ from torch import Tensor
 from paceline.comm.cpu.residuals import Key, Residuals, SavedResiduals
 from paceline.comm.transport import CommunicationError
 
+NAME = "paceline"
+"""Of memory that ranks share, for whoever looks at a process's mappings; it opens nothing."""
+
+_OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
 
 def exchange_memory(rank: int, channels: Mapping[int, socket.socket], size: int) -> dict[int, mmap.mmap]:
     """Maps a zeroed piece of memory of every rank into each. A collective call.
@@ -35,7 +40,7 @@ def exchange_memory(rank: int, channels: Mapping[int, socket.socket], size: int)
     Raises:
         CommunicationError: A peer is gone or silent.
     """
-    descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
     # A peer that shrank the file would turn our next read into a SIGBUS.
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -93,8 +98,11 @@ class SharedBuffers:
         if not numel:
             return torch.empty(0, dtype=dtype)
         size = numel * dtype.itemsize
-        alone = not self._channels
-        memories = {self._rank: mmap.mmap(-1, size)} if alone else exchange_memory(self._rank, self._channels, size)
+        memories = (
+            exchange_memory(self._rank, self._channels, size)
+            if self._channels
+            else {self._rank: mmap.mmap(-1, size, flags=_OWN)}
+        )
         tensors = {peer: torch.frombuffer(memory, dtype=dtype) for peer, memory in memories.items()}
         own = tensors.pop(self._rank)
         start = own.data_ptr()
