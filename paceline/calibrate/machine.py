@@ -7,6 +7,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,10 +23,11 @@ from paceline.comm.world import World
 from paceline.core.errors import UserError
 from paceline.launch.cores import CROWDED, available_cores, threads_per_rank
 from paceline.launch.pool import RankPool, RanksFailed
+from paceline.materialise.freed import forget_memory
 from paceline.measuring.results import machine
 from paceline.plan import profile_file
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
-from paceline.plan.progress import told_while_slow
+from paceline.plan.progress import told_to, told_while_slow
 
 SECONDS = 12.0
 """About how long measuring takes on a quiet machine."""
@@ -63,10 +65,13 @@ def measured_in_job(world: World, report: Callable[[str], object] = lambda _: No
 
     A collective call of a job between CPUs. All ranks get the same.
     """
-    everyone: list[dict[str, Any]] = pl.all_gather_json(
-        msgspec.to_builtins(measure_in(world, SECONDS)), "what this machine takes"
-    )
+    with told_to(report), _told_while_slow(SECONDS):
+        everyone: list[dict[str, Any]] = pl.all_gather_json(
+            msgspec.to_builtins(measure_in(world, SECONDS)), "what this machine takes"
+        )
     results = [msgspec.convert(each, Measured, strict=False) for each in everyone]
+    # The job goes on with something else, and tells what that held at most.
+    forget_memory()
     ranks = world.world_size
     threads = torch.get_num_threads()
     found = fitted(_hardware(results, ranks, threads), results[0].smallest, results[0].steps, ranks)
@@ -104,13 +109,9 @@ def measured_here(ranks: int, seconds: float = SECONDS) -> tuple[Hardware, float
     Raises:
         UserError: A rank failed.
     """
-    threads, began = threads_per_rank(0, ranks), time.perf_counter()
-
-    def how_far() -> str:
-        return f"still measuring after {time.perf_counter() - began:.0f} s: other work may have the cores"
-
+    threads = threads_per_rank(0, ranks)
     try:
-        with told_while_slow(how_far, 2 * seconds), RankPool(ranks, threads, fresh=True) as pool:
+        with _told_while_slow(seconds), RankPool(ranks, threads, fresh=True) as pool:
             results: list[Measured] = pool.run(measure, seconds, limit=LIMIT)
     except RanksFailed as failed:
         raise UserError(
@@ -119,6 +120,14 @@ def measured_here(ranks: int, seconds: float = SECONDS) -> tuple[Hardware, float
         ) from None
     hardware = fitted(_hardware(results, ranks, threads), results[0].smallest, results[0].steps, ranks)
     return hardware, max(each.crowded for each in results)
+
+
+def _told_while_slow(seconds: float) -> AbstractContextManager[None]:
+    """Says how far measuring is where it takes longer than on a quiet machine."""
+    began = time.perf_counter()
+    return told_while_slow(
+        lambda: f"still measuring after {time.perf_counter() - began:.0f} s: other work may have the cores", 2 * seconds
+    )
 
 
 def _hardware(results: Sequence[Measured], ranks: int, threads: int) -> Hardware:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ class Example:
         samples: In the micro-batch.
         tokens: Of all of them; for models that are no language models, samples.
         vocabulary: How many columns logits have; 0 where that is not known.
+        doubt: What may not be as it is taken, or nothing.
     """
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     samples: int
     tokens: int
     vocabulary: int = 0
+    doubt: str = ""
 
 
 def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inputs | None = None) -> Example:
@@ -54,7 +56,7 @@ def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inpu
         UserError: What to call the model with is not known.
     """
     if inputs is not None:
-        return _given(inputs, samples)
+        return replace(_given(inputs, samples), doubt=_sequences_first(model))
     if isinstance(model, Transformer):
         length = length or model.config.context
         ids = _ids(samples, length)
@@ -62,7 +64,7 @@ def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inpu
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     accepted = inspect.signature(model.forward).parameters
-    if isinstance(vocabulary, int) and ("input_ids" in accepted or "pixel_values" not in accepted):
+    if isinstance(vocabulary, int) and "input_ids" in accepted:
         length = length or min(1024, getattr(config, "max_position_embeddings", None) or 1024)
         ids = _ids(samples, length)
         named: dict[str, Any] = {"input_ids": ids}
@@ -79,6 +81,17 @@ def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inpu
         f"{type(model).__name__}: what it is called with is not known, so it cannot be traced; let the function that "
         "builds it return (model, example), where example is a tensor, a tuple of arguments or a dict of named ones"
     )
+
+
+def _sequences_first(model: nn.Module) -> str:
+    for name, part in model.named_modules():
+        if getattr(part, "batch_first", True) is False:
+            return (
+                f"the example's first dimension is taken for samples, but {type(part).__name__} {name}".rstrip()
+                + " takes sequences first: where the model does not turn them round, as many steps of time are planned "
+                "instead. Let it take samples first (batch_first=True)"
+            )
+    return ""
 
 
 def _ids(samples: int, length: int) -> Tensor:

@@ -155,14 +155,21 @@ def _settings(case: Case, family: Strategy, samples: int) -> Iterator[Setting]:
 
 def _best(case: Case, settings: Sequence[Setting], least: Least, room: int) -> tuple[Estimate, int]:
     """The fastest setting that fits, else the one that misses by least; and how many were simulated."""
-    # Of those that the network binds, what computes least; of those alike, what holds least.
+    # Of those that the network binds, what computes least; of those alike, what computes nothing again, as units may
+    # have nothing that would have to be; then what holds least.
     order = sorted(
-        (least.seconds(each), least.computing(each) * each.micro_batches, least.bytes(each), index)
+        (
+            least.seconds(each),
+            least.computing(each) * each.micro_batches,
+            each.strategy.recompute != "none",
+            least.bytes(each),
+            index,
+        )
         for index, each in enumerate(settings)
     )
     best: Estimate | None = None
     tried = 0
-    for bound, _, held, index in order:
+    for bound, _, _, held, index in order:
         if best is not None and (best.seconds <= bound or tried >= MOST_TRIED):
             break
         if held > room or case.footprint(settings[index]).peak > room:
@@ -172,7 +179,7 @@ def _best(case: Case, settings: Sequence[Setting], least: Least, room: int) -> t
         if best is None or estimate.seconds < best.seconds:
             best = estimate
     if best is None:
-        smallest = min(order, key=lambda each: each[2])[3]
+        smallest = min(order, key=lambda each: each[3])[4]
         best, tried = case.estimate(settings[smallest]), 1
     return best, tried
 

@@ -198,14 +198,15 @@ class _Trace:
         for name, key in self.skipped.items():
             found[name] = replace(found[self.ran[key][1]], unit=name)
         order = [*seen.order, *([""] if seen.forward[""] or seen.backward[""] or kept.get("", 0) else [])]
-        warnings = tuple(f"the operations of {name} are not known and not counted" for name in sorted(seen.unknown))
+        doubts = [self.given.doubt] if self.given.doubt else []
+        unknown = [f"the operations of {name} are not known and not counted" for name in sorted(seen.unknown)]
         return Work(
             tuple(found[name] for name in order),
             self.given.samples,
             self.given.tokens,
             "trace",
             seen.wide(self.given.vocabulary) if self.given.vocabulary else 0,
-            warnings,
+            (*doubts, *unknown),
         )
 
 
@@ -262,7 +263,7 @@ def _told(seen: ObservedPass, model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         # A model's own code raises what it likes.
-        said = " ".join(str(error).split())[:300]
+        said = " ".join(str(error).split())[:300].rstrip(".")
         name = type(model).__name__
         if seen.failed is None:
             raise UserError(f"{name} cannot be traced: it raised {type(error).__name__}: {said}") from error

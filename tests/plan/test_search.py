@@ -3,14 +3,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from paceline.core.strategy import Strategy
+from paceline.models.on_meta import on_meta
 from paceline.models.presets import PRESETS
 from paceline.plan import profiles
 from paceline.plan.case import Case
 from paceline.plan.recommend import in_words, reason, would_fit
 from paceline.plan.search import _settings, families, fits, micro_batches, search
-from paceline.plan.subject import transformer
+from paceline.plan.subject import of_module, transformer
 
 SMALL = transformer("small", PRESETS["small"])
 LLAMA = transformer("llama-8b", PRESETS["llama-8b"])
@@ -51,6 +54,14 @@ def test_where_all_fits_nothing_is_recomputed_and_stages_differ_by_little() -> N
     assert all(each.fits and each.setting.strategy.recompute == "none" for each in found.best)
     assert [each.setting.strategy.stage for each in sorted(found.best, key=lambda each: each.name)] == [0, 1, 2, 3]
     assert max(each.seconds for each in found.best) < 1.05 * min(each.seconds for each in found.best)
+
+
+def test_what_would_not_have_to_be_computed_again_is_not_said_to_be() -> None:
+    """A layer that keeps nothing but its input takes as long either way."""
+    model = on_meta(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]))
+    case = Case(of_module("layers", model, torch.zeros(4, 64)), H100, 4)
+    for best in search(case, 16).best:
+        assert best.setting.strategy.recompute == "none"
 
 
 def test_nothing_fits_and_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
