@@ -24,7 +24,7 @@ from tests.quick import full
 from tests.train.conftest import nano, text  # noqa: F401
 from tests.train.processes import finished, paceline, program, torchrun
 
-LIMIT = 6.0
+LIMIT = 9.0
 ROOT = str(Path(__file__).parents[2])
 
 

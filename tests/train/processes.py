@@ -46,11 +46,15 @@ def _named_in_shared_memory() -> set[str]:
 
 
 def _used_shared_memory() -> set[str]:
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    """Names of what a process has mapped or open, such as the lock of its folder."""
+    used = list[str]()
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            found |= {line.rpartition("/dev/shm/")[2] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
-    return found
+            used += (process / "maps").read_text().splitlines()
+        for descriptor in process.glob("fd/*"):
+            with contextlib.suppress(OSError):
+                used.append(os.readlink(descriptor))
+    return {line.rpartition("/dev/shm/")[2].partition("/")[0] for line in used if "/dev/shm/" in line}
 
 
 def _end_with_parent() -> None:

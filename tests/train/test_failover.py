@@ -119,7 +119,8 @@ def test_all_may_be_lost_at_once(nano: list[str], tmp_path: Path, undisturbed: P
 
 @pytest.mark.full
 def test_a_rank_that_is_stopped_is_replaced(nano: list[str], tmp_path: Path, undisturbed: Path) -> None:
-    flags = ["--workers", "2", "--spares", "1", "--timeout", "5"]
+    # Less would be silence on a busy machine, again and again.
+    flags = ["--workers", "2", "--spares", "1", "--timeout", "10"]
     with program(paceline("train", *nano, *FLAGS, *flags, "--folder", "run"), tmp_path) as started:
         wait_for_step(started, tmp_path / "run", 15)
         os.kill(seated(started)[1], signal.SIGSTOP)
