@@ -126,7 +126,11 @@ def _told_while_slow(seconds: float) -> AbstractContextManager[None]:
     """Says how far measuring is where it takes longer than on a quiet machine."""
     began = time.perf_counter()
     return told_while_slow(
-        lambda: f"still measuring after {time.perf_counter() - began:.0f} s: other work may have the cores", 2 * seconds
+        lambda: (
+            f"still measuring after {time.perf_counter() - began:.0f} s: other work may have the cores, or "
+            "bfloat16 be slow here"
+        ),
+        2 * seconds,
     )
 
 

@@ -63,6 +63,14 @@ LARGE = 4 << 20
 """Bytes of the smallest buffer of which a step leaves next to nothing in a core's caches before it is sent."""
 
 
+_SLOW = 0.1
+"""Seconds of a product from which on its size is no matter: bfloat16 without instructions for it, on older CPUs."""
+
+
+_ENOUGH = 1.0
+"""Seconds of the engine's steps, of all strategies, for each time that they would be repeated."""
+
+
 class Measured(NamedTuple):
     """What one rank found."""
 
@@ -153,7 +161,7 @@ def _operators(repeats: int) -> tuple[dict[str, Rates], float]:
             model = Transformer(config).to(getattr(torch, dtype))
             tokens = torch.randint(0, config.vocabulary, (batch, config.context))
             pl.barrier()
-            calls += timed_pass(model, (tokens, tokens), repeats).calls
+            calls += timed_pass(model, (tokens, tokens), repeats, enough=repeats / len(SHAPES)).calls
     return rates(calls), _beside_operators(5 * repeats)
 
 
@@ -168,10 +176,19 @@ def _beside_operators(repeats: int) -> float:
 
 
 def _ceiling(dtype: torch.dtype, repeats: int) -> float:
-    best = 0.0
+    """Floating-point operations a second of the best of some products, of the kinds that a layer's passes have.
+
+    Where one takes long no larger ones are tried.
+    """
+    best, longest = 0.0, 0.0
     for rows, inner, columns in ((512, 512, 512), (1024, 1024, 1024), (512, 1024, 2048)):
         left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(inner, columns, dtype=dtype)
-        best = max(best, 2 * rows * inner * columns / least(partial(torch.mm, left, right), repeats))
+        turned_left, turned_right = left.t().contiguous().t(), right.t().contiguous().t()
+        for pair in ((left, turned_right), (left, right), (turned_left, right)):
+            seconds = least(partial(torch.mm, *pair), repeats)
+            best, longest = max(best, 2 * rows * inner * columns / seconds), max(longest, seconds)
+        if longest > _SLOW:
+            break
     return best
 
 
@@ -208,24 +225,39 @@ def _collective(transport: Transport, name: str, buffer: Tensor, repeats: int) -
         transport.run(name, buffer, "calibration")
         if number:
             times.append(time.perf_counter() - began)
-    slowest: Sequence[Sequence[float]] = pl.all_gather_json(times)
-    return undisturbed([max(each) for each in zip(*slowest, strict=True)])
+    return undisturbed(*_slowest([times]))
 
 
 def _engine(strategies: Sequence[Strategy], case: Case, world: World, repeats: int) -> list[float]:
-    """Seconds of a step of the slowest rank, with each strategy by turns: what disturbs for a while disturbs all."""
+    """Seconds of a step of the slowest rank, with each strategy by turns: what disturbs for a while disturbs all.
+
+    Two rounds make memory and connections. Of steps that take long one does, and fewer are enough.
+    """
     trainings = [parallel(strategy, case, world, "float32") for strategy in strategies]
     times: list[list[float]] = [[] for _ in trainings]
+    makes, rounds = [2] * len(trainings), [repeats + 2] * len(trainings)
     for number in range(repeats + 2):
-        for training, found in zip(trainings, times, strict=True):
+        for training, found, most in zip(trainings, times, rounds, strict=True):
+            if number >= most:
+                continue
             pl.barrier()
             began = time.perf_counter()
             for _ in range(2):
                 training.step()
             training.settle()
-            if number > 1:
-                found.append((time.perf_counter() - began) / 2)
+            found.append((time.perf_counter() - began) / 2)
+        if number == 0:
+            room = _ENOUGH * repeats / len(trainings)
+            for index, (first,) in enumerate(_slowest(times)):
+                if 2 * first * rounds[index] > room:
+                    makes[index] = 1
+                    rounds[index] = 1 + max(1, min(repeats, int(room / first / 2)))
     for training in trainings:
         pl.release(training.model)
-    everyone: Sequence[Sequence[Sequence[float]]] = pl.all_gather_json(times)
-    return [undisturbed([max(each) for each in zip(*of_one, strict=True)]) for of_one in zip(*everyone, strict=True)]
+    return [undisturbed(each[make:]) for each, make in zip(_slowest(times), makes, strict=True)]
+
+
+def _slowest(times: list[list[float]]) -> list[list[float]]:
+    """Of several lists of times, alike on every rank, those of the slowest rank each time."""
+    everyone: Sequence[list[list[float]]] = pl.all_gather_json(times)
+    return [[max(each) for each in zip(*of_one, strict=True)] for of_one in zip(*everyone, strict=True)]

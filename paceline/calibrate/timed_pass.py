@@ -58,24 +58,28 @@ class Pass(NamedTuple):
     """The whole, without the clock."""
 
 
-def timed_pass(model: nn.Module, arguments: tuple[Tensor, ...], passes: int) -> Pass:
+def timed_pass(model: nn.Module, arguments: tuple[Tensor, ...], passes: int, enough: float = float("inf")) -> Pass:
     """Runs a model that returns a loss so many times with the clock, and as often without it.
 
     Args:
         model: Anything that computes the same each time, on a CPU.
         arguments: What it is called with.
         passes: How often each.
+        enough: Seconds after which no other pass begins: of what takes long each one tells more.
     """
-    wholes, clocks, now = list[float](), list[list[Timed]](), clock()
+    wholes, clocks, now, since = list[float](), list[list[Timed]](), clock(), time.perf_counter()
     for number in range(passes + 1):
         began = now()
         _run(model, arguments)
         whole = now() - began
         with _Clock(now) as seen:
             _run(model, arguments)
-        if number:  # the first one makes memory and threads
+        is_enough = time.perf_counter() - since > enough
+        if number or is_enough:  # the first one makes memory and threads
             wholes.append(whole)
             clocks.append(seen.calls)
+        if is_enough:
+            break
     calls = [Timed(each[0].operation, undisturbed([one.seconds for one in each])) for each in zip(*clocks, strict=True)]
     return Pass(calls, undisturbed(wholes))
 
