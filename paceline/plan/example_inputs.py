@@ -78,8 +78,9 @@ def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inpu
         images = torch.empty(samples, getattr(config, "num_channels", 3), size, size, device="meta")
         return Example(((), {"pixel_values": images}), samples, samples)
     raise UserError(
-        f"{type(model).__name__}: what it is called with is not known, so it cannot be traced; let the function that "
-        "builds it return (model, example), where example is a tensor, a tuple of arguments or a dict of named ones"
+        f"{type(model).__name__}: what it is called with is not known, so it cannot be traced; plan it as "
+        "module:function, and let that function return (model, example), where example is a tensor, a tuple of "
+        "arguments or a dict of named ones"
     )
 
 
