@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,11 +44,12 @@ class Launchers:
     def __init__(self, hosts: Hosts, folder: Path, flags: list[str]) -> None:
         self.hosts, self.folder, self.run = hosts, folder, folder / "run"
         self.command = paceline("train", *flags, "--folder", str(self.run))
+        self.mark = uuid.uuid4().hex
         self.started = [self.start(host) for host in range(hosts.count)]
 
     def start(self, host: int) -> subprocess.Popen[bytes]:
         place = {"RANK": host, "WORLD_SIZE": self.hosts.count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        names = {"MASTER_ADDR": address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE, MARK: str(host)}
+        names = {"MASTER_ADDR": address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE, MARK: f"{self.mark}-{host}"}
         environment = {key: str(value) for key, value in {**place, **names}.items()}
         command = ["sh", "-c", OWN_MEMORY, "sh", *self.command]
         with (self.folder / f"said-{host}").open("ab") as log:
@@ -61,7 +63,7 @@ class Launchers:
                 environment = told(int(entry.name)) if entry.name.isdigit() else {}
             except OSError:
                 continue
-            if environment.get(MARK) == str(host) and (not workers or SEAT in environment):
+            if environment.get(MARK) == f"{self.mark}-{host}" and (not workers or SEAT in environment):
                 found.append(int(entry.name))
         return found
 
