@@ -94,9 +94,9 @@ def strategy_on(strategy: Strategy, device: torch.device) -> Strategy:
     return replace(strategy, precision="bfloat16" if low else "float32")
 
 
-def tell_all(sight: Sight, store: Any, rank: int, world_size: int) -> list[Sight]:
+def tell_all(sight: Sight, store: Any, rank: int, world_size: int, seconds: float) -> list[Sight]:
     """Every rank's sight; see `meeting.tell_all`."""
-    return [Sight(**values) for values in meeting.tell_all(asdict(sight), store, rank, world_size)]
+    return [Sight(**values) for values in meeting.tell_all(asdict(sight), store, rank, world_size, seconds)]
 
 
 def choose(sights: Sequence[Sight]) -> tuple[str, str]:

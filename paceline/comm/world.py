@@ -104,6 +104,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
 
     Raises:
         UserError: The variables contradict each other, the address cannot be bound, or a GPU is missing.
+        CommunicationError: It is known, from who started this process, that another rank will not come.
 
     Example:
         >>> world = pl.init()
@@ -115,12 +116,12 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
         return _world
     rank, world_size, local_rank, local_world_size, method = read_environment(os.environ)
     sight, store, secret = look(device, local_rank, local_world_size), None, b""
+    joining = float(os.environ.get(JOINING, max(timeout, _JOINING_SECONDS)))
     if world_size > 1:
         with _joining(rank, world_size, method):
-            joining = float(os.environ.get(JOINING, max(timeout, _JOINING_SECONDS)))
             store = _open_store(rank, world_size, method, timedelta(seconds=joining))
-            sights = tell_all(sight, _prefixed("devices", store), rank, world_size)
-            secret = share_secret(store, rank)
+            sights = tell_all(sight, _prefixed("devices", store), rank, world_size, joining)
+            secret = share_secret(store, rank, joining)
     else:
         sights = [sight]
     kind, idle = choose(sights)
@@ -140,7 +141,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
                 timeout=timedelta(seconds=timeout),
                 device_id=world.device if world.backend == "nccl" else None,
             )
-            watch.begin(rank, world_size, _exchange_in(store, rank, world_size), timeout, secret)
+            watch.begin(rank, world_size, _exchange_in(store, rank, world_size, joining), timeout, secret)
     atexit.register(_leave_at_exit)
     _world = world
     return world
@@ -175,9 +176,9 @@ def _store_of_group(store: Any, world: World, method: str) -> Any:
     return _prefixed("default_pg", store)
 
 
-def _exchange_in(store: Any, rank: int, world_size: int) -> Exchange:
+def _exchange_in(store: Any, rank: int, world_size: int, seconds: float) -> Exchange:
     """Gathers values in the store, by what they are about."""
-    return lambda value, label: meeting.tell_all(value, _prefixed(label, store), rank, world_size)
+    return lambda value, label: meeting.tell_all(value, _prefixed(label, store), rank, world_size, seconds)
 
 
 def _prefixed(prefix: str, store: Any) -> Any:
@@ -189,6 +190,8 @@ def _joining(rank: int, world_size: int, method: str) -> Iterator[None]:
     """Says what to do where ranks cannot be joined."""
     try:
         yield
+    except CommunicationError:
+        raise
     except RuntimeError as error:
         if is_of_nccl(error):
             raise UserError(

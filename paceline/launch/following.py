@@ -112,9 +112,7 @@ class _FollowingJob(SeatedJob):
         if self._requests.first is not None and not self._has_told_stop:
             self._has_told_stop = True
             line.send(stop=int(self._requests.first))
-        line.tend(
-            stopped=[number for local, number in self._number_there.items() if self._processes[local].is_stopped()]
-        )
+        line.tend(stopped=self._stopped())
         if line.is_lost and self._over is None:
             if self._number_there:
                 show("host 0 is gone or cut off: the workers here end, as others go on without them", warning=True)
@@ -123,6 +121,14 @@ class _FollowingJob(SeatedJob):
             self._hear_no_more(line.connection)
             line.close()
             self._line = None
+
+    def _meanwhile(self) -> bool:
+        if self._line is not None:
+            self._line.give_sign(stopped=self._stopped())
+        return super()._meanwhile()
+
+    def _stopped(self) -> list[int]:
+        return [number for local, number in self._number_there.items() if self._processes[local].is_stopped()]
 
     def _hear_leader(self, line: HostLine) -> bool:
         for message in line.receive():

@@ -59,8 +59,8 @@ class HostLine:
             self._silence.end()
         return messages
 
-    def tend(self, **sign: Any) -> None:
-        """Gives a sign of life when it is time, and notices when the other one gives none: many times a second.
+    def give_sign(self, **sign: Any) -> None:
+        """Gives a sign of life when it is time: many times a second.
 
         Args:
             sign: What to say with it.
@@ -68,6 +68,10 @@ class HostLine:
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + SIGN_SECONDS
             self.send(sign=sign)
+
+    def tend(self, **sign: Any) -> None:
+        """The same, and notices when the other one gives none."""
+        self.give_sign(**sign)
         self.is_lost = self.is_lost or self._silence.left() <= 0
 
     def close(self) -> None:

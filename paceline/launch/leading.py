@@ -144,6 +144,12 @@ class _LeadingJob(ReplacingJob):
         if (host == 0 or host in self._end.lines) and running < self._workers + self._spares:
             self._start_on(host)
 
+    def _meanwhile(self) -> bool:
+        # To import torch takes longer than a host is silent that is there, where disks are slow or cores busy.
+        for line in self._end.lines.values():
+            line.give_sign()
+        return super()._meanwhile()
+
     def _forget_memory(self) -> None:
         if self._memory is not None:
             for line in self._end.lines.values():

@@ -174,7 +174,11 @@ class Job:
         if self._forks is None:
             return None
         # A stop is heard of by what still imports only if that is a process of its own.
-        return self._forks.start(environment, has_screen, lines, unless=lambda: self._requests.first is not None)
+        return self._forks.start(environment, has_screen, lines, unless=self._meanwhile)
+
+    def _meanwhile(self) -> bool:
+        """Does what cannot wait while a worker is being started; whether it is not to be started after all."""
+        return self._requests.first is not None
 
     def _listen(self, line: IO[bytes] | socket.socket | int, take: Callable[[], object]) -> None:
         """Calls `take` when something arrives, until it returns nothing that is true."""

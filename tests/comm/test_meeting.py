@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import paceline as pl
 from paceline.comm import meeting
+from paceline.comm.folder_store import FolderStore
+from paceline.comm.patience import end_waits_when
 
 
 def met(file: Path, ranks: int, late: int | None = None) -> list[str]:
@@ -51,3 +54,14 @@ def test_ranks_that_do_not_come_are_an_error_in_time(tmp_path: Path) -> None:
     store.set("hello 1", "of a rank that is gone")
     with pytest.raises(dist.DistError, match=r"rank 1 did not come within 0\.2 s"):
         meeting.agree(store, 0, 2, 0.2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_is_waited_for_of_whom_it_is_known_that_he_will_not_come(tmp_path: Path, rank: int) -> None:
+    store, began = FolderStore(tmp_path / "store"), time.monotonic()
+    end_waits_when(lambda: "rank 2 is gone" if time.monotonic() > began + 0.3 else "")
+    try:
+        with pytest.raises(pl.CommunicationError, match="rank 2 is gone"):
+            meeting.agree(store, rank, 3, 60)
+    finally:
+        end_waits_when(str)

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,11 @@ LAUNCHER = """
 import os, sys
 from paceline.launch import following, host_line, host_meeting, leading
 from paceline.launch.process import Command
-workers, least, spares, cut_off = map(int, sys.argv[1:])
+workers, least, spares, cut_off = map(int, sys.argv[1:5])
 host_meeting.CUT_OFF_SECONDS, host_meeting.FENCED_SECONDS = cut_off, 0.6 * cut_off
 following.PATIENT_SECONDS = 0.5
 meeting = host_meeting.HostMeeting(os.environ)
-command = Command([sys.executable, "worker.py"])
+command = Command([sys.executable, "worker.py"], tuple(sys.argv[5:]))
 if meeting.host:
     sys.exit(following.follow(meeting, command, workers, spares, 1))
 sys.exit(leading.lead(meeting, command, workers, least, spares, 1, lambda ranks: True, print))
@@ -36,18 +36,25 @@ sys.exit(leading.lead(meeting, command, workers, least, spares, 1, lambda ranks:
 class Job:
     """The launchers."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack, hosts: int, sizes: tuple[int, int, int, int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stack: contextlib.ExitStack,
+        hosts: int,
+        sizes: tuple[int, int, int, int],
+        imports: Sequence[str] = (),
+    ) -> None:
         self.folder, self.hosts, self._stack = folder, hosts, stack
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         (folder / "worker.py").write_text(WORKER)
         (folder / "launcher.py").write_text(LAUNCHER)
         (folder / "tmp").mkdir()
-        self._sizes = sizes
+        self._sizes, self._imports = sizes, imports
         self.launchers = [self.start(host) for host in range(hosts)]
 
     def start(self, host: int, sizes: tuple[int, ...] = ()) -> Program:
-        command = [sys.executable, "launcher.py", *map(str, sizes or self._sizes)]
+        command = [sys.executable, "launcher.py", *map(str, sizes or self._sizes), *self._imports]
         place = {"RANK": host, "WORLD_SIZE": self.hosts, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port}
         paths = {"TMPDIR": self.folder / "tmp", "PYTHONPATH": Path(__file__).parents[2]}
         environment = {key: str(value) for key, value in {**place, **paths, "TEST_HOST": host}.items()}
@@ -87,7 +94,7 @@ class Job:
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator:  # type: ignore[type-arg]
     with contextlib.ExitStack() as stack:
-        yield lambda hosts, *sizes: Job(tmp_path, stack, hosts, sizes)
+        yield lambda hosts, *sizes, imports=(): Job(tmp_path, stack, hosts, sizes, imports)
 
 
 def test_the_job_goes_on_without_a_host_and_with_it_when_it_has_come_again(started, tmp_path: Path) -> None:
@@ -109,6 +116,16 @@ def test_the_job_goes_on_without_a_host_and_with_it_when_it_has_come_again(start
     assert statuses[0][1] == "host 1 of 2 is there again\nrank 0 is done\n" and not statuses[1][1]
     for launcher in job.launchers:
         nothing_is_left(tmp_path, launcher)
+
+
+@pytest.mark.parametrize("host", [0, full(1)])
+def test_no_host_is_lost_while_a_launcher_waits_for_what_its_workers_import(started, tmp_path: Path, host: int) -> None:
+    slow = f"import os, time\nif os.environ['TEST_HOST'] == '{host}':\n    time.sleep(6)\n"
+    (tmp_path / "needed.py").write_text(slow)
+    job = started(2, 1, 1, 0, 3, imports=["needed"])
+    assert [job.host_of(pid) for pid, _ in job.ranks(0, 2)] == [0, 1]
+    statuses = job.end()
+    assert [(status, err) for status, _, err in statuses] == [(0, "")] * 2, statuses
 
 
 @pytest.mark.full

@@ -19,7 +19,10 @@ import os, signal, sys, time
 from pathlib import Path
 from paceline.launch.seat import Seat
 from paceline.launch.stop import StopRequest
-from paceline.launch.worker import run_worker
+from paceline.launch.worker import FORKS, run_worker
+if FORKS in os.environ:
+    from paceline.launch.forking import become_worker
+    become_worker()
 
 def work():
     seat = Seat.from_environment()

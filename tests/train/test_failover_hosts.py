@@ -49,7 +49,12 @@ class Launchers:
 
     def start(self, host: int) -> subprocess.Popen[bytes]:
         place = {"RANK": host, "WORLD_SIZE": self.hosts.count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        names = {"MASTER_ADDR": address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE, MARK: f"{self.mark}-{host}"}
+        names = {
+            "MASTER_ADDR": address(0),
+            "MASTER_PORT": "29500",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            MARK: f"{self.mark}-{host}",
+        }
         environment = {key: str(value) for key, value in {**place, **names}.items()}
         command = ["sh", "-c", OWN_MEMORY, "sh", *self.command]
         with (self.folder / f"said-{host}").open("ab") as log:
