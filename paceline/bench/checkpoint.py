@@ -17,8 +17,8 @@ import torch
 
 import paceline as pl
 from paceline.bench.checkpoint_systems import AT_ONCE, THREADS, System, systems
-from paceline.bench.progress import progress
 from paceline.bench.ranks import run_ranks
+from paceline.bench.subject_line import progress
 from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
 from paceline.launch.temporary_folder import TemporaryFolder

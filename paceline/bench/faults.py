@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from paceline.bench.progress import progress
 from paceline.bench.recovery_log import LoggedStep, RecoveryLog, read_log
+from paceline.bench.subject_line import progress
 from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
 from paceline.launch.seat import SEAT

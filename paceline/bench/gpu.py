@@ -10,9 +10,9 @@ from functools import partial
 import torch
 
 import paceline as pl
-from paceline.bench.progress import progress
 from paceline.bench.ranks import run_ranks
 from paceline.bench.strategies import Failures, choose
+from paceline.bench.subject_line import progress
 from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy

@@ -12,7 +12,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.bench.plan_rows import PlanRow, Precision, Recompute, predicted, read, summary, table, told
-from paceline.bench.progress import progress
+from paceline.bench.subject_line import progress
 from paceline.calibrate.machine import SECONDS, measured_here
 from paceline.calibrate.timed_pass import undisturbed
 from paceline.command_line.json_file import JsonFile

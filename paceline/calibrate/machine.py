@@ -27,7 +27,7 @@ from paceline.materialise.freed import forget_memory
 from paceline.measuring.results import machine
 from paceline.plan import profile_file
 from paceline.plan.hardware import Device, Hardware, Kernels, Link, Rates
-from paceline.plan.progress import told_to, told_while_slow
+from paceline.plan.slow_work import told_to, told_while_slow
 
 SECONDS = 12.0
 """About how long measuring takes on a quiet machine."""

@@ -11,7 +11,7 @@ from paceline.core.errors import UserError
 from paceline.launch.screen import show
 from paceline.launch.stop import ended_at_once
 from paceline.plan.arguments import PlanArguments
-from paceline.plan.progress import told_to
+from paceline.plan.slow_work import told_to
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ from paceline.plan.example_inputs import Inputs, example_inputs
 from paceline.plan.fused import FusedKernels
 from paceline.plan.observed_pass import ObservedPass
 from paceline.plan.packed import unpacked
-from paceline.plan.progress import told_while_slow
+from paceline.plan.slow_work import told_while_slow
 from paceline.plan.stand_in import Result, result_of, stand_in
 from paceline.plan.without_memory import cast, fake, without_memory
 from paceline.plan.work import UnitWork, Work

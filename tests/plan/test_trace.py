@@ -17,7 +17,7 @@ from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
 from paceline.models.presets import PRESETS
 from paceline.models.transformer import Transformer
-from paceline.plan import progress
+from paceline.plan import slow_work
 from paceline.plan.models import meta_model
 from paceline.plan.rough_work import traced_or_rough
 from paceline.plan.trace import trace
@@ -269,9 +269,9 @@ class Slow(nn.Module):
 
 
 def test_a_trace_that_takes_long_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST", 0.02)
+    monkeypatch.setattr(slow_work, "FIRST", 0.02)
     lines: list[str] = []
-    with progress.told_to(lines.append):
+    with slow_work.told_to(lines.append):
         trace(Slow(), 2, inputs=torch.empty(1, 8))
     told = r"tracing Slow with 2 samples: in {} of .*, [{}-3] of 3 units begun, \d+ operators so far"
     assert any(re.fullmatch(told.format("forward", 1), line) for line in lines)

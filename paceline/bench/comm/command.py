@@ -26,7 +26,7 @@ from paceline.bench.comm.rows import (
     make_rows,
 )
 from paceline.bench.comm.sizes import element_counts, parse_size, size_text
-from paceline.bench.progress import progress
+from paceline.bench.subject_line import progress
 from paceline.comm.profile import Copy, Cost, HardwareProfile, Host, write_profile
 from paceline.command_line.json_file import JsonFile
 from paceline.command_line.options import Value

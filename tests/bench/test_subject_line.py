@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from paceline.bench import progress as module
-from paceline.bench.progress import progress
+from paceline.bench import subject_line as module
+from paceline.bench.subject_line import progress
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> str:
