@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
+
+from paceline.core.ops import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Event:
         planned: Whether the op is part of every such step, or was added as this step's data asked for it.
         memory: Bytes that the rank held when an op that computes began: on a GPU those that torch's allocator had
             given out, else all that the process holds. 0 where that is not known.
+        after: Ops that it came after, besides those before it on its stream, as its `Op` says; None where that is not
+            known.
     """
 
     kind: str
@@ -48,6 +52,7 @@ class Event:
     exposed: float = 0.0
     planned: bool = True
     memory: int = 0
+    after: tuple[Key, ...] | None = None
 
     @property
     def seconds(self) -> float:
@@ -56,12 +61,16 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """The event as JSON-ready values."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in _FIELDS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`."""
-        return cls(**values)
+        after = values.get("after")
+        return cls(**{**values, "after": None if after is None else tuple(Key(*key) for key in after)})
+
+
+_FIELDS = tuple(field.name for field in fields(Event))
 
 
 def without_cut_step(events: Iterable[Event]) -> list[Event]:

@@ -93,6 +93,7 @@ def simulate(
         Event(
             *(op.kind, op.target, op.micro_batch, op.phase, op.stream, op.bytes, op.sent, op.received),
             *(index // len(ops), rank, start, end, exposed),
+            after=op.after,
         )
         for index, (op, (start, end, exposed)) in enumerate(zip([*ops] * steps, times, strict=True))
     ]

@@ -88,4 +88,5 @@ class Records:
             *(op.kind, op.target, op.micro_batch, op.phase, op.stream, op.bytes, sent, received),
             *(record.step, self._rank, seconds(start), seconds(end), exposed, op.planned),
             memory=record.memory,
+            after=op.after,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,8 +15,6 @@ STOOD_STILL = 20e-6
 """Seconds from which a rank stood still for a collective: to find that one is over takes it some, too."""
 
 What = Literal["computing", "communicating", "between ops"]
-After = Mapping[Key, tuple[Key, ...]]
-"""What the ops of a step come after, besides those before them on their stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class Segment:
         return self.end - self.start
 
 
-def critical_path(events: Sequence[Event], meetings: Sequence[Meeting], after: After | None = None) -> list[Segment]:
+def critical_path(events: Sequence[Event], meetings: Sequence[Meeting]) -> list[Segment]:
     """The path to the end of a step's computing, in the order of time, without a gap.
 
     It is walked backwards. A compute op began after the one before it on its rank, or after the collective that its
@@ -53,9 +51,8 @@ def critical_path(events: Sequence[Event], meetings: Sequence[Meeting], after: A
     Args:
         events: Of one step, on one clock.
         meetings: Its collectives.
-        after: What each op of a schedule waits for.
     """
-    walk = _Walk(events, meetings, after or {})
+    walk = _Walk(events, meetings)
     last = max((event for event in events if event.stream == "compute"), key=lambda event: event.end, default=None)
     return [] if last is None else walk.back_from(last)
 
@@ -63,8 +60,7 @@ def critical_path(events: Sequence[Event], meetings: Sequence[Meeting], after: A
 class _Walk:
     """Goes from an op to the one that it began after."""
 
-    def __init__(self, events: Sequence[Event], meetings: Sequence[Meeting], after: After) -> None:
-        self._after = after
+    def __init__(self, events: Sequence[Event], meetings: Sequence[Meeting]) -> None:
         self._meeting = {id(event): meeting for meeting in meetings for event in meeting.events}
         self._of_rank: dict[int, list[Event]] = {}
         for event in sorted(events, key=lambda event: event.end):
@@ -112,13 +108,11 @@ class _Walk:
         return None
 
     def _before_collective(self, event: Event, done: set[int]) -> Event | None:
-        key = Key(event.kind, event.target, event.micro_batch, event.phase)
-        waits = self._after.get(key)
         for other in self._until(event.rank, event.start):
             if id(other) in done:
                 continue
             name = Key(other.kind, other.target, other.micro_batch, other.phase)
-            if waits is None or other.stream == event.stream or name in waits:
+            if event.after is None or other.stream == event.stream or name in event.after:
                 return other
         return None
 

@@ -38,9 +38,9 @@ class Program:
         return self.schedule.step(self.micro_batches)
 
     @cached_property
-    def after(self) -> dict[Key, tuple[Key, ...]]:
-        """What each op comes after, which is the same on all ranks."""
-        return {op.key: op.after for op in self.ops}
+    def keys(self) -> frozenset[Key]:
+        """What those are called."""
+        return frozenset(op.key for op in self.ops)
 
     @cached_property
     def parameters(self) -> dict[str, tuple[str, ...]]:
@@ -57,9 +57,8 @@ class Program:
         for event in recording.events:
             if event.planned:
                 planned[event.rank].add(Key(event.kind, event.target, event.micro_batch, event.phase))
-        known = self.after.keys()
         under_way = {op.key for op in self.ops if op.phase == "update" and op.stream != "compute"}
-        return all(keys <= known and known - keys <= under_way for keys in planned.values())
+        return all(keys <= self.keys and self.keys - keys <= under_way for keys in planned.values())
 
 
 def program_of(path: Path, config: TrainConfig, world_size: int) -> Program | None:

@@ -168,7 +168,7 @@ def read_run(path: Path, most: int = MOST_EVENTS) -> Run:
     worlds = [_world(recording, history, facts) for recording in recordings]
     program = _program(path, config, worlds, recordings)
     strategy = None if config is None else config.strategy
-    steps = [_step(each, strategy, world, program, problems) for each, world in zip(recordings, worlds, strict=True)]
+    steps = [_step(each, strategy, world, problems) for each, world in zip(recordings, worlds, strict=True)]
     return Run(
         path=path,
         config=config,
@@ -204,7 +204,7 @@ def read_own_loop(path: Path, program: Program, facts: Facts, metrics: Sequence[
     recordings = read_recordings(path / EVENTS, found, most, problems)
     known = program if any(map(program.suits, recordings)) else None
     world = max([facts.ranks, *(recording.world_size for recording in recordings)])
-    steps = [_step(recording, program.schedule.strategy, world, known, problems) for recording in recordings]
+    steps = [_step(recording, program.schedule.strategy, world, problems) for recording in recordings]
     norms, products = read_gradients(path, problems)
     return Run(
         path=path,
@@ -239,14 +239,8 @@ def _program(
     return program if program is not None and any(map(program.suits, recordings)) else None
 
 
-def _step(
-    recording: Recording, strategy: Strategy | None, world: int, program: Program | None, problems: list[str]
-) -> Step:
-    step = Step(
-        recording,
-        groups_of(strategy, world),
-        program.after if program is not None and program.suits(recording) else None,
-    )
+def _step(recording: Recording, strategy: Strategy | None, world: int, problems: list[str]) -> Step:
+    step = Step(recording, groups_of(strategy, world))
     problems += _what_is_missing(step, world, len(recording.events) < recording.place.count)
     return step
 

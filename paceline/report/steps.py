@@ -12,7 +12,7 @@ from typing import Literal
 from paceline.core.events import Event
 from paceline.core.straggler import costliest
 from paceline.report.clocks import Offset, aligned, offsets
-from paceline.report.critical_path import After, Segment, critical_path
+from paceline.report.critical_path import Segment, critical_path
 from paceline.report.meetings import Groups, Meeting, meetings
 from paceline.report.recordings import Recording
 
@@ -62,19 +62,17 @@ class Step:
         meetings: Its collectives.
     """
 
-    def __init__(self, recording: Recording, groups: Groups, after: After | None = None) -> None:
+    def __init__(self, recording: Recording, groups: Groups) -> None:
         """Aligns clocks.
 
         Args:
             recording: Of a step.
             groups: Who meets whom.
-            after: What each op waits for, if known.
         """
         self.recording, self.groups = recording, groups
         self.clocks: dict[int, Offset] = offsets(meetings(recording.events, groups))
         self.events: tuple[Event, ...] = aligned(recording.events, self.clocks)
         self.meetings: list[Meeting] = meetings(self.events, groups)
-        self._after = after
 
     @property
     def number(self) -> int:
@@ -95,7 +93,7 @@ class Step:
     @cached_property
     def path(self) -> list[Segment]:
         """Its critical path."""
-        return critical_path(self.events, self.meetings, self._after)
+        return critical_path(self.events, self.meetings)
 
     @cached_property
     def ranks(self) -> list[RankTimes]:

@@ -195,6 +195,7 @@ def assert_executed_as_planned(result: dict[str, Any], rank: int) -> None:
             executed = [event for event in events if event.stream == stream]
             assert [(e.kind, e.target, e.micro_batch, e.phase) for e in executed] == [tuple(o.key) for o in planned]
             assert [(e.bytes, e.sent, e.received) for e in executed] == [(o.bytes, o.sent, o.received) for o in planned]
+            assert [event.after for event in executed] == [op.after for op in planned]
             assert all(event.step == step and event.rank == rank for event in executed)
             assert all(event.end >= event.start for event in executed)
             for earlier, later in itertools.pairwise(executed):

@@ -148,6 +148,8 @@ def unplanned(phase: str) -> int:
         pl.release(model)
     expected = train_plainly(make())
     assert all(torch.allclose(value, expected[0][name], atol=1e-12, rtol=0) for name, value in found[0].items())
+    # What no schedule foresaw tells what it came after, too.
+    assert all(event.after is not None for event in events)
     return sum(not event.planned for event in events if event.step > 0)
 
 

@@ -15,8 +15,8 @@ from tests.core.test_simulate import schedule
 from tests.report.events import SLOW, collective, compute
 
 
-def path(events: list[Event], world: int = 2, after: dict[Key, tuple[Key, ...]] | None = None) -> list[Segment]:
-    return critical_path(events, meetings(events, groups_of(None, world)), after)
+def path(events: list[Event], world: int = 2) -> list[Segment]:
+    return critical_path(events, meetings(events, groups_of(None, world)))
 
 
 def short(segments: list[Segment]) -> list[tuple[str, int, float, float]]:
@@ -61,17 +61,12 @@ def test_a_collective_began_after_what_the_schedule_says() -> None:
     # The second op ends just before the collective begins, which waited for another collective.
     events = [
         compute("forward", 0, 0, 1),
-        collective(0, 1, 4, target="first"),
+        collective(0, 1, 4, target="first", after=()),
         compute("backward", 0, 1, 4),
-        collective(0, 4, 6, target="second", exposed=2),
+        collective(0, 4, 6, target="second", exposed=2, after=(Key("forward", "a", 0, "forward"),)),
         compute("update", 0, 6, 7),
     ]
-    second = Key("all_reduce", "second", 0, "backward")
-    known = {second: (Key("forward", "a", 0, "forward"),), Key("all_reduce", "first", 0, "backward"): ()}
-    assert [s.event.target for s in path(events, 1, known) if s.event and s.what == "communicating"] == [
-        "first",
-        "second",
-    ]
+    assert [s.event.target for s in path(events, 1) if s.event and s.what == "communicating"] == ["first", "second"]
 
 
 def test_without_events_there_is_none() -> None:

@@ -43,7 +43,7 @@ def executed(known: Program, costs: Callable[[Op], float], slower: float = 1.0, 
         )
         under_way = [e for e in ran if later and e.phase == "update" and e.stream != "compute"]
         events += [event for event in ran if event.step == 2 and event not in under_way]
-    return Step(recording(events), groups_of(None, 2), known.after)
+    return Step(recording(events), groups_of(None, 2))
 
 
 @pytest.mark.parametrize(("zero", "micro_batches"), [(0, 1), (0, 2), (3, 2)])
@@ -78,7 +78,7 @@ def test_pauses_are_what_the_schedule_does_not_have() -> None:
     known = program(Strategy())
     events = executed(known, lambda op: 1.0 if op.kind in COMPUTE else 0.0).events
     stretched = [replace(e, start=2 * e.start, end=2 * e.start + e.seconds) for e in events]
-    step = Step(recording(stretched), groups_of(None, 2), known.after)
+    step = Step(recording(stretched), groups_of(None, 2))
     (first, *_) = Prediction(known, step).changes(waits=0.0)
     assert first.what == "nothing happened between ops"
     assert first.gain == pytest.approx(1 - Prediction(known, step).seconds[0] / step.ranks[0].seconds)

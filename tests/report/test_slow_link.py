@@ -13,7 +13,7 @@ from paceline.report.steps import straggler
 from paceline.report.summary import verdict
 from tests.train.processes import PATIENCE, paceline
 
-GBIT = 0.02
+GBIT = 0.008
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def ran(known: Program) -> Step:
         done = simulate(schedule, costs(schedule), known.micro_batches, STEPS)
         events += [event for event in done if event.step == STEPS - 1]
     strategy, ranks = known.schedule.strategy, known.schedule.world_size
-    return Step(recording(events), groups_of(strategy, ranks), known.after)
+    return Step(recording(events), groups_of(strategy, ranks))
 
 
 def asked(known: Program) -> WhatIf:
@@ -80,7 +80,7 @@ def test_as_run_it_takes_what_the_timeline_predicts() -> None:
     step = ran(known)
     # Ranks and collectives that do not take what any rule says.
     events = [replace(e, end=e.end + 0.01 * (i % 7)) for i, e in enumerate(step.events)]
-    odd = Step(recording(events), groups_of(None, 2), known.after)
+    odd = Step(recording(events), groups_of(None, 2))
     prediction = Prediction(known, odd)
     found = WhatIf(known, prediction, LINK)
     assert found.predict(found.own).span == pytest.approx(max(prediction.seconds.values()))
@@ -99,7 +99,7 @@ def test_a_kind_of_collective_keeps_how_much_longer_than_the_link_it_took() -> N
     known = program(Strategy(zero=2, bucket_mb=0.004))
     step = ran(known)
     slow = [replace(e, end=e.end + e.seconds) if e.kind == "reduce_scatter" else e for e in step.events]
-    found = WhatIf(known, Prediction(known, Step(recording(slow), groups_of(None, 2), known.after)), LINK)
+    found = WhatIf(known, Prediction(known, Step(recording(slow), groups_of(None, 2))), LINK)
     schedule = variant(known, Setting(2, 2, 0.016), 0)
     (one,) = (op for op in schedule.step(1) if op.kind == "reduce_scatter")
     cost = found.costs(schedule)[one.key]
