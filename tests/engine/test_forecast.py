@@ -120,7 +120,9 @@ def test_what_is_simulated_is_what_runs(ranks, strategy, micro_batches) -> None:
     # Between ops a busy machine does other work: a run that this has made longer tells little of what is exposed.
     for _ in range(4):
         found = ranks(2, run_slowly, strategy, micro_batches)
-        if all(step_seconds(executed) < step_seconds(simulated) + 0.2 * COMMUNICATION for executed, simulated in found):
+        if is_undisturbed := all(
+            step_seconds(executed) < step_seconds(simulated) + 0.2 * COMMUNICATION for executed, simulated in found
+        ):
             break
     for executed, simulated in found:
         for stream in STREAMS:
@@ -129,6 +131,9 @@ def test_what_is_simulated_is_what_runs(ranks, strategy, micro_batches) -> None:
                 for events in (executed, simulated)
             )
             assert ran == foretold
+    if not is_undisturbed:
+        pytest.skip("other work had the cores in four runs: their ops are as foretold, and times were not compared")
+    for executed, simulated in found:
         # What clearly is exposed in one is so in the other.
         assert exposed(executed, 0.8) <= exposed(simulated, 0.2)
         assert exposed(simulated, 0.8) <= exposed(executed, 0.2)
