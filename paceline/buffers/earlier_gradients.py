@@ -9,10 +9,11 @@ from torch import Tensor
 
 from paceline.buffers.flat_gradients import FlatGradients
 from paceline.buffers.flat_parameters import FlatParameters
+from paceline.buffers.handed_out import storage_of
 from paceline.buffers.held_gradients import HeldGradients
 from paceline.core.layout import Bucket
-from paceline.tensors.assigned_gradient import gradient_of
-from paceline.tensors.gradient_shard import GradientShard
+from paceline.tensors.assigned_gradient import gradient_of, set_gradient
+from paceline.tensors.gradient_shard import GradientShard, require_own
 
 
 class EarlierGradients:
@@ -66,6 +67,7 @@ class EarlierGradients:
         self.carried.clear()
         flat.adds.clear()
         gradients = self._present()
+        self._take_out(gradients)
         with_gradient = list(gradients)
         if flat.release(gradients.values()):
             for bucket in flat.buckets:
@@ -91,6 +93,23 @@ class EarlierGradients:
         with torch._C.DisableTorchFunctionSubclass():
             present = ((index, gradient_of(self._all[index])) for index in self.flat.trainable)
             return {index: gradient for index, gradient in present if gradient is not None}
+
+    def _take_out(self, gradients: dict[int, Tensor]) -> None:
+        """Gives gradients memory of their own that lie in another parameter's place, which is about to be written."""
+        if not gradients:
+            return
+        ours = self.flat.handed_out()
+        for index, gradient in gradients.items():
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                if gradient.layout != torch.strided or not gradient.numel():
+                    continue
+                own = (self.flat.views[index], self.flat.reduced_of(index))
+                is_own = any(gradient.data_ptr() == place.data_ptr() for place in own)
+                if is_own or storage_of(gradient) not in ours:
+                    continue
+            with torch.no_grad():
+                gradients[index] = gradient.clone()
+                set_gradient(self._all[index], gradients[index])
 
     def keep_late(self, late: Iterable[int]) -> None:
         """Keeps gradients that came after a reduction of which the step has another, for that one."""
@@ -195,5 +214,8 @@ class EarlierGradients:
         assert gradient is not None
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(gradient, GradientShard):
+                if self._shards > 1:
+                    name = self._parameters.layout.slots[index].spec.name
+                    require_own(gradient, self._parameters.division(index), name)
                 return gradient.as_subclass(Tensor)
             return self._parameters.cut(index, gradient) if self._shards > 1 else gradient.detach()

@@ -15,6 +15,7 @@ from paceline.core.buffers import Buffers, has_master
 from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket, Flat
 from paceline.core.schedule import Schedule
+from paceline.tensors.gradient_shard import Division
 
 
 class FlatParameters:
@@ -90,6 +91,7 @@ class FlatParameters:
         """Indices of managed parameters by the unit that they belong to."""
         for index in self.managed:
             self.managed_of.setdefault(layout.slots[index].spec.unit, []).append(index)
+        self._divisions: dict[int, Division] = {}
         self._handed_out, self._own_uses = HandedOut(), 0
         self.views: list[Tensor] = []
         self.assign_slots(schedule)
@@ -138,6 +140,16 @@ class FlatParameters:
     def _range_of(self, index: int) -> tuple[int, int]:
         """The elements of its flat buffer that are this rank's of a parameter."""
         return self.layout.shard_of(self.bucket_of[index], index, self.shard_index, self.shards)
+
+    def division(self, index: int) -> Division:
+        """Which elements of a managed parameter, in the order of memory, each rank has."""
+        found = self._divisions.get(index)
+        if found is None:
+            slot, bucket = self.layout.slots[index], self.bucket_of[index]
+            ranges = (self.layout.shard_of(bucket, index, each, self.shards) for each in range(self.shards))
+            parts = tuple((start - slot.offset, stop - slot.offset) if start < stop else () for start, stop in ranges)
+            found = self._divisions[index] = (slot.spec.shape, slot.spec.stride, parts)
+        return found
 
     def _take(self, index: int) -> None:
         """Copies a parameter that is whole to where it, or this rank's shard of it, lies from now on."""

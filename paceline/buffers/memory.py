@@ -115,7 +115,7 @@ def square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch._C.DisableTorchFunctionSubclass():
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            wide = torch.promote_types(dtype, torch.float32)
+            wide = torch.promote_types(dtype, torch.float32)  # of complex numbers their absolute values
             norms = torch._foreach_norm([tensor for tensor in tensors if tensor.dtype == dtype], 2, wide)
             total = total + torch.stack(norms).double().square().sum()
     return total

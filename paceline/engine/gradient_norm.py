@@ -74,4 +74,4 @@ class GradientNorm:
         dtype = torch.float32
         for flat in self._program.layout.flats:
             dtype = torch.promote_types(dtype, getattr(torch, flat.master)) if flat.trainable else dtype
-        return squares.sqrt().to(dtype)
+        return squares.sqrt().to(dtype.to_real())

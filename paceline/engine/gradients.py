@@ -221,7 +221,8 @@ class Gradients:
                 held.copy_(gradient)
             gradient = held
         if sharded or sums:
-            become_shard(gradient, wait, sharded)
+            division = self._parameters.flat.division(index) if sharded else ()
+            become_shard(gradient, wait, sharded, division)
         elif held is not None:
             gradient.__class__ = Tensor
         if held is not None:

@@ -16,7 +16,7 @@ from paceline.hooks.modules import in_backward
 from paceline.materialise.freed import return_freed_memory
 from paceline.optimizers.shard_states import mark_states, prepare_optimizer, require_states_of, takes_empty_parts
 from paceline.tensors.assigned_gradient import gradient_of, set_gradient
-from paceline.tensors.gradient_shard import GradientShard, as_shard
+from paceline.tensors.gradient_shard import GradientShard, as_shard, require_own
 
 
 class Update:
@@ -56,6 +56,7 @@ class Update:
             self._forward.wait_for_updates()
             parameters.require_unedited()
             prepare_optimizer(optimizer, parameters.flat, program.strategy)
+            self._require_own()
         else:
             require_states_of(optimizer)
         executor.load(executor.step, self._ops())
@@ -73,7 +74,9 @@ class Update:
         for index in parameters.flat.managed if parameters.flat.shards > 1 else ():
             if (gradient := found[index]) is not None and not isinstance(gradient, GradientShard):
                 # The loop has made it itself, of the parameter's own shape.
-                found[index] = shard = as_shard(parameters.flat.cut(index, gradient), None, True)
+                found[index] = shard = as_shard(
+                    parameters.flat.cut(index, gradient), None, True, parameters.flat.division(index)
+                )
                 set_gradient(parameters.all[index], shard)
         parameters.show_local()
         shards = {index: each for index, each in found.items() if isinstance(each, GradientShard)}
@@ -84,6 +87,15 @@ class Update:
             parameters.all[index].grad = None
         for shard in self._shards:
             shard.__class__ = Tensor  # type: ignore[assignment]
+
+    def _require_own(self) -> None:
+        """Refuses gradients of other parameters: before any parameter is a shard. See `require_own`."""
+        flat = self._program.parameters.flat
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [(index, gradient_of(flat.all[index])) for index in flat.managed] if flat.shards > 1 else []
+        for index, gradient in found:
+            if isinstance(gradient, GradientShard):
+                require_own(gradient, flat.division(index), flat.layout.slots[index].spec.name)
 
     def _ops(self) -> tuple[Op, ...]:
         schedule, index = self._program.schedule, self._state.last_micro_batch
@@ -134,6 +146,7 @@ class Update:
             return
         if self._is_suspended:
             self.require_reduced("optimizer.step() with a closure")
+            self._require_own()
             # Forwards of the closure have launched what was left to launch, and may have read what is to be written.
             self._program.executor.load(self._program.executor.step, self._ops())
             self._go_on()

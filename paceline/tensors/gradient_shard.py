@@ -37,6 +37,10 @@ SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nele
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "linalg_norm", "matrix_norm"})
 
 
+Division = tuple[Any, ...]
+"""How ranks divide a tensor's elements among them: equal where every rank has the same ones of two tensors."""
+
+
 class GradientShard(Tensor):
     """`p.grad` where this rank holds a shard of the reduced gradient: one-dimensional, in the order of memory.
 
@@ -47,6 +51,7 @@ class GradientShard(Tensor):
 
     _wait: Callable[[], None] | None
     _is_part: bool
+    _division: Division
 
     @classmethod
     def __torch_function__(
@@ -75,23 +80,50 @@ class GradientShard(Tensor):
         return copied
 
 
-def as_shard(tensor: Tensor, wait: Callable[[], None] | None, is_part: bool) -> GradientShard:
+def as_shard(tensor: Tensor, wait: Callable[[], None] | None, is_part: bool, division: Division = ()) -> GradientShard:
     """Marks a reduced gradient.
 
     Args:
         tensor: Its memory.
         wait: Waits for the reduction that is under way into it; None where none is.
         is_part: Whether it is a part of the parameter's gradient, not all of it.
+        division: Of the parameter.
     """
-    return become_shard(tensor.as_subclass(GradientShard), wait, is_part)
+    return become_shard(tensor.as_subclass(GradientShard), wait, is_part, division)
 
 
-def become_shard(tensor: Tensor, wait: Callable[[], None] | None, is_part: bool) -> GradientShard:
+def become_shard(
+    tensor: Tensor, wait: Callable[[], None] | None, is_part: bool, division: Division = ()
+) -> GradientShard:
     """Marks a reduced gradient, which stays the same object: see `as_shard`."""
     shard = cast(GradientShard, tensor)
     shard.__class__ = GradientShard
-    shard._wait, shard._is_part = wait, is_part
+    shard._wait, shard._is_part, shard._division = wait, is_part, division
     return shard
+
+
+def division_of(shard: GradientShard) -> Division:
+    """Of the parameter whose gradient it is, or was computed from."""
+    found: Division = shard.__dict__.get("_division", ())
+    return found
+
+
+def require_own(shard: GradientShard, division: Division, name: str) -> None:
+    """Refuses a gradient that was put in the place of another parameter's, of which ranks have other parts.
+
+    Args:
+        shard: What is `p.grad` of a parameter.
+        division: Of that parameter.
+        name: Its name.
+
+    Raises:
+        EngineError: It is another's; on every rank that did so, whatever the ranks have of both.
+    """
+    if division_of(shard) not in ((), division):
+        raise EngineError(
+            f"{name}: its p.grad is made of another parameter's, of which this rank holds a shard of other elements. "
+            "Exchange what the loss computes with instead of gradients, or set strategy.zero to 0 for whole ones"
+        )
 
 
 def _marked(result: Any, shards: list[GradientShard]) -> Any:
@@ -100,7 +132,7 @@ def _marked(result: Any, shards: list[GradientShard]) -> Any:
         # Of functions of lists, each of whose results goes with one shard.
         return type(result)(_marked(each, [shard]) for each, shard in zip(result, shards, strict=False))
     if type(result) is Tensor and shards and result.shape == shards[0].shape and result.dim():
-        return as_shard(result, None, shards[0].__dict__.get("_is_part", True))
+        return as_shard(result, None, shards[0].__dict__.get("_is_part", True), division_of(shards[0]))
     return result
 
 
@@ -114,6 +146,8 @@ def _require_elementwise(
             f"{attribute} of p.grad: it holds this rank's shard of the gradient, flat. Ask p, whose shape the whole "
             "gradient has"
         )
+    if name == "__set__" and len(shards) > 1 and _differ(shards):
+        raise _refusal(f"{func.__self__.__name__} =")  # type: ignore[attr-defined]
     if name in ("__get__", "__set__", "__delete__") or name in DESCRIPTIONS:
         return
     if name in _NORMS:
@@ -129,8 +163,12 @@ def _require_elementwise(
         )
     if name in ("__float__", "__int__", "__bool__", "__index__", "__complex__"):
         raise _refusal(name)
-    shape = shards[0].shape
-    if len(shards) > 1 and not name.startswith("_foreach_") and any(shard.shape != shape for shard in shards):
+    if name.startswith("_foreach_"):
+        lists = [each for each in args if isinstance(each, (list, tuple))]
+        together = [list(tensors_of(each, GradientShard)) for each in zip(*lists, strict=False)]
+    else:
+        together = [shards]
+    if any(len(each) > 1 and _differ(each) for each in together):
         raise _refusal(name)
     others = [
         t
@@ -139,6 +177,12 @@ def _require_elementwise(
     ]
     if not is_elementwise(name) or others:
         raise _refusal(name)
+
+
+def _differ(shards: list[GradientShard]) -> bool:
+    """Whether some hold other elements than the first, on any rank: those of other parameters do, in general."""
+    first = shards[0]
+    return any(each.shape != first.shape or division_of(each) != division_of(first) for each in shards[1:])
 
 
 def _refusal(name: str) -> EngineError:
