@@ -295,6 +295,8 @@ def reset(model: nn.Module) -> None:
 def release(model: nn.Module) -> Any:
     """Ends the engine of a model: threads and connections are closed, the model is a plain one again.
 
+    Gradients of which ranks have shards are dropped, with a warning where no optimizer has used them.
+
     Returns:
         The same model, with whole parameters. Where they were sharded it is a collective call.
 

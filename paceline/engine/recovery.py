@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
 
 import torch
 
@@ -111,6 +113,8 @@ def close(engine: Engine, whole: bool) -> None:
             collectives.require_reopens("pl.release")
     if managed:
         engine.program.parameters.flat.require_in_place()
+        if engine.state.gradients != "none" and sys.exc_info()[0] is None:
+            _tell_of_gradients(engine)
     leave_optimizers(engine)
     if engine.strategy.low:
         cast_singular_vectors(engine.module, torch.float32)
@@ -123,3 +127,16 @@ def close(engine: Engine, whole: bool) -> None:
         leave(engine.program.parameters, functools.partial(collectives.gather, "pl.release") if collectives else None)
     if collectives is not None:
         collectives.close()
+
+
+def _tell_of_gradients(engine: Engine) -> None:
+    """An optimizer that steps on a model that was released would find none, and do nothing."""
+    flat = engine.program.parameters.flat
+    with torch._C.DisableTorchFunctionSubclass():
+        lost = [index for index in flat.managed if flat.all[index].grad is not None]
+    if lost:
+        warnings.warn(
+            f"pl.release drops gradients that no optimizer has used, such as {flat.layout.slots[lost[0]].spec.name}'s: "
+            "ranks have shards of them. Step before it, or call zero_grad",
+            stacklevel=4,
+        )

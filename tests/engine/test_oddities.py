@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
@@ -29,6 +31,7 @@ from tests.engine.models import (
     stages,
     train,
 )
+from tests.quick import full
 
 
 def penalised(model: nn.Module) -> list[dict]:
@@ -173,7 +176,10 @@ def released(strategy: Strategy) -> dict:
     model = pl.parallelize(make(), strategy)
     x, y = (shares(part) for part in data(0, 8))
     F.mse_loss(model(x), y).backward()
-    pl.release(model)
+    sharded = pl.engine_of(model).schedule.shards > 1
+    with pytest.warns(UserWarning, match="drops gradients that no optimizer has used") if sharded else nullcontext():
+        pl.release(model)
+    assert sharded == all(p.grad is None for p in model.parameters())
     model.zero_grad()
     F.mse_loss(model(x), y).backward()  # this rank's own again
     own = gradients(model)
@@ -223,3 +229,57 @@ def test_what_was_zeroed_stays_gone_and_an_alias_counts_once(ranks, how) -> None
         F.mse_loss(model(x), y).backward()
     for result in ranks(2, zeroed_between, how):
         assert_same(result, gradients(model))
+
+
+class Waves(nn.Module):
+    """Complex parameters beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum, self.linear = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x).to(torch.complex128) @ self.spectrum).abs()
+
+
+def clipped(strategy: Strategy | None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model: nn.Module = Waves().double()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = dict[str, Tensor]()
+    for step in range(2):
+        model(torch.full((2, 4), 1.0 + step, dtype=torch.float64)).square().mean().backward()
+        clip = nn.utils.clip_grad_norm_ if strategy is None else pl.clip_grad_norm_
+        norm = clip(model.parameters() if strategy is None else model, 0.5)  # type: ignore[operator]
+        assert not norm.is_complex()
+        if strategy is not None:
+            again = pl.engine_of(model).grad_norm()
+            assert again.dtype == norm.dtype
+        found[f"norm {step}"] = norm
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {name: value.clone() for name, value in model.state_dict().items()}
+    if strategy is not None:
+        pl.release(model)
+    return found
+
+
+@pytest.mark.parametrize("zero", [full(0), full(1), full(2), 3])
+def test_complex_gradients_are_clipped_by_their_norm(ranks, zero: int) -> None:
+    for found in ranks(2, clipped, Strategy(zero=zero, bucket_mb=1e-4)):
+        assert_same(found, clipped(None))
+
+
+def test_a_process_group_that_is_there_already_is_named(ranks) -> None:
+    for told in ranks(2, joined_twice):
+        assert "leave out dist.init_process_group" in told
+
+
+def joined_twice() -> str:
+    world = pl.init()
+    with patch("paceline.comm.world._world", None), pytest.raises(pl.UserError) as refused:
+        pl.init()
+    assert pl.init() == world
+    return str(refused.value)
