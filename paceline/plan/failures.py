@@ -11,6 +11,8 @@ from paceline.plan.quantities import duration
 
 SAVED = 12
 """Bytes of a checkpoint for each parameter: the fp32 master and Adam's two states, of which the rest follows."""
+_HOPELESS = 10.0
+"""Times the mean between two failures that work until the next checkpoint takes: one in 20,000 tries comes so far."""
 STORAGE = 2e9
 """Bytes a second that a host writes, where nobody said what saving takes."""
 
@@ -38,6 +40,11 @@ class Failures:
     @property
     def in_words(self) -> str:
         """A sentence."""
+        if not self.goodput:
+            return (
+                f"something fails every {duration(self.between)}, before what was done is saved, which takes "
+                f"{duration(self.saving)}: this does not get on"
+            )
         return (
             f"something fails every {duration(self.between)}: save every {duration(self.interval)}, which takes "
             f"{duration(self.saving)}; {said.share(self.goodput)} of the time is useful"
@@ -80,7 +87,7 @@ def failures(between: float, saving: float, restarting: float) -> Failures:
     # Whoever saves at no cost loses next to nothing.
     interval = max(interval, 1e-6 * between)
     exponent = (interval + saving) / between
-    if exponent > 500 or restarting / between > 500:
+    if exponent > _HOPELESS or restarting / between > _HOPELESS:
         return Failures(between, saving, restarting, interval, young, 0.0)
     takes = between * math.exp(restarting / between) * math.expm1(exponent)
     return Failures(between, saving, restarting, interval, young, interval / takes)

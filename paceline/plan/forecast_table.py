@@ -52,7 +52,7 @@ def show_head(request: Request) -> None:
         f"{subject.name}, {subject.shapes.numel:,} parameters, on {case.devices:,} x {hardware.device.name}{where}\n"
         f"a step: {request.batch_tokens:,} tokens, {request.batch:,} {kind}, {request.samples:,} on each device"
     )
-    for warning in subject.work(1, request.precisions[0]).warnings:
+    for warning in request.warnings:
         print(fill(f"warning: {warning}", "  "))
     print()
 

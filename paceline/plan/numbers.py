@@ -23,7 +23,7 @@ def forecast_numbers(asked: Request, found: Found) -> dict[str, Any]:
         "context": case.subject.context,
         "batch_tokens": asked.batch_tokens,
         "samples_per_device": asked.samples,
-        "warnings": list(case.subject.work(1, asked.precisions[0]).warnings),
+        "warnings": list(asked.warnings),
         "looked_at": found.looked_at,
         "simulated": found.simulated,
         "settings": [setting_numbers(each) for each in found.best],

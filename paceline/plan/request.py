@@ -38,12 +38,26 @@ class Request:
         samples: Of a step on one device.
         precisions: What may be computed in.
         config: The run's configuration, for models that `paceline train` trains.
+        usual: Samples of a step by the preset, where its step is planned.
     """
 
     case: Case
     samples: int
     precisions: tuple[str, ...]
     config: TrainConfig | None
+    usual: int = 0
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What could not be found out, or is not as one would think."""
+        found = self.case.subject.work(1, self.precisions[0]).warnings
+        if not self.usual or self.usual == self.batch:
+            return found
+        return (
+            *found,
+            f"the preset's step has {self.usual:,} samples, which {self.case.devices:,} devices cannot share equally: "
+            f"{self.batch:,} are planned. --batch-tokens chooses another number",
+        )
 
     @property
     def batch(self) -> int:
@@ -65,18 +79,20 @@ def request(options: PlanArguments, devices: int) -> Request:
     hardware = with_network(_hardware(options, devices), options.network)
     config = _config(options)
     subject = _subject(options, config)
+    usual = 0
     if options.batch_tokens:
         samples = quantities.samples(options.batch_tokens, subject.context, devices)
     elif options.config and config is not None:
         samples = quantities.share(config.batch, devices, f"{options.config}: batch {config.batch}")
     else:
-        whole = config.batch if config is not None else SAMPLES
-        samples = max(1, whole // devices)
+        usual = config.batch if config is not None else 0
+        samples = max(1, (usual or SAMPLES) // devices)
     return Request(
         Case(subject, hardware, devices, options.slow_rank),
         samples,
         _precisions(options, hardware, subject, config),
         config,
+        usual,
     )
 
 

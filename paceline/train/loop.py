@@ -92,6 +92,8 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     if config.plan == "auto":
         if resume is not None:
             config = as_planned(config, resume)
+            if world.rank == 0 and not goes_on:
+                show(f"plan: auto is for new runs: {resume.run} keeps the strategy and the micro-batch that it has")
         else:
             say = show if world.rank == 0 else _nothing
             config = planned(config, config.model.shape(corpus.facts.vocabulary), world, say)

@@ -32,6 +32,9 @@ def test_no_other_interval_is_much_better(between: float, saving: float, restart
 
 def test_what_cannot_go_on_is_told_as_such() -> None:
     assert failures(1.0, 1000.0, 3600.0).goodput == 0
+    # Once in hundreds of thousands of years a step of work would stay.
+    hopeless = failures(3.6, 48.2, 120.0)
+    assert hopeless.goodput == 0 and "this does not get on" in hopeless.in_words
     assert failures(3600.0, 0.0, 0.0).goodput > 0.99
 
 

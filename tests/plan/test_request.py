@@ -74,3 +74,14 @@ def test_what_is_said_of_measuring_is_not_among_the_numbers(
     request(PlanArguments(model="nano", here=True, json="-"), 2)
     out, err = capsys.readouterr()
     assert out == "" and err == "measuring this machine with 2 ranks\n"
+
+
+def test_a_batch_that_is_not_the_presets_is_told() -> None:
+    def warnings(devices: int, tokens: str = "") -> tuple[str, ...]:
+        return request(PlanArguments(model="nano", hardware="h100", batch_tokens=tokens), devices).warnings
+
+    assert warnings(4) == warnings(8) == ()
+    for devices, planned in ((3, "6"), (64, "64")):
+        (told,) = warnings(devices)
+        assert f"has 8 samples, which {devices} devices cannot share equally: {planned} are planned" in told
+    assert warnings(3, "384") == ()

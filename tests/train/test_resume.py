@@ -137,6 +137,7 @@ def test_the_same_command_goes_on_with_what_the_planner_chose(
     monkeypatch.delattr("paceline.train.loop.planned")
     status, out, err = called(tmp_path, *command, "4")
     assert (status, err) == (0, "") and "going on after step 2" in out
+    assert "plan: auto is for new runs" in out
     manifest = read_manifest(tmp_path / "mine" / "checkpoints" / "step-00000004")
     assert (manifest.strategy["zero"], manifest.strategy["bucket_mb"]) == (1, 3.0)
 
