@@ -114,6 +114,8 @@ class _LeadingJob(ReplacingJob):
                 said = float("inf")
                 show(f"waiting for {names}", warning=True)
             self._hear(POLL_SECONDS)
+            for host in self._lost():
+                self._forget_host(host)
         for count in (self._workers, self._spares):
             for host in range(self._hosts):
                 for _ in range(count):
@@ -156,11 +158,19 @@ class _LeadingJob(ReplacingJob):
                 line.send(forget=True)
         super()._forget_memory()
 
-    def _tend(self) -> None:
-        for host, line in list(self._end.lines.items()):
+    def _lost(self) -> list[int]:
+        """Hosts that are not heard of any more; the others are given signs of life."""
+        for line in self._end.lines.values():
             line.tend()
-            if line.is_lost:
-                self._lose(host)
+        return [host for host, line in self._end.lines.items() if line.is_lost]
+
+    def _forget_host(self, host: int) -> None:
+        self._hear_no_more(self._end.lines[host].connection)
+        self._end.drop(host)
+
+    def _tend(self) -> None:
+        for host in self._lost():
+            self._lose(host)
         # The end of a host's workers is taken in before others are started there.
         self._reap()
         super()._tend()
@@ -213,8 +223,7 @@ class _LeadingJob(ReplacingJob):
 
     def _lose(self, host: int) -> None:
         """Takes all workers of a host for lost."""
-        self._hear_no_more(self._end.lines[host].connection)
-        self._end.drop(host)
+        self._forget_host(host)
         why = f"host {host} of {self._hosts} is gone or cut off"
         lost = self._workers_of(host)
         for number in lost:

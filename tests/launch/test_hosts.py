@@ -43,6 +43,7 @@ class Job:
         hosts: int,
         sizes: tuple[int, int, int, int],
         imports: Sequence[str] = (),
+        late: float = 0.0,
     ) -> None:
         self.folder, self.hosts, self._stack = folder, hosts, stack
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -51,7 +52,9 @@ class Job:
         (folder / "launcher.py").write_text(LAUNCHER)
         (folder / "tmp").mkdir()
         self._sizes, self._imports = sizes, imports
-        self.launchers = [self.start(host) for host in range(hosts)]
+        self.launchers = [self.start(host) for host in range(hosts - 1)]
+        time.sleep(late)
+        self.launchers.append(self.start(hosts - 1))
 
     def start(self, host: int, sizes: tuple[int, ...] = ()) -> Program:
         command = [sys.executable, "launcher.py", *map(str, sizes or self._sizes), *self._imports]
@@ -94,7 +97,7 @@ class Job:
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator:  # type: ignore[type-arg]
     with contextlib.ExitStack() as stack:
-        yield lambda hosts, *sizes, imports=(): Job(tmp_path, stack, hosts, sizes, imports)
+        yield lambda hosts, *sizes, **more: Job(tmp_path, stack, hosts, sizes, **more)
 
 
 def test_the_job_goes_on_without_a_host_and_with_it_when_it_has_come_again(started, tmp_path: Path) -> None:
@@ -126,6 +129,14 @@ def test_no_host_is_lost_while_a_launcher_waits_for_what_its_workers_import(star
     assert [job.host_of(pid) for pid, _ in job.ranks(0, 2)] == [0, 1]
     statuses = job.end()
     assert [(status, err) for status, _, err in statuses] == [(0, "")] * 2, statuses
+
+
+@pytest.mark.full
+def test_a_host_that_came_early_stays_while_others_are_waited_for(started) -> None:
+    job = started(3, 1, 1, 0, 3, late=6)
+    assert [job.host_of(pid) for pid, _ in job.ranks(0, 3)] == [0, 1, 2]
+    statuses = job.end()
+    assert [status for status, _, _ in statuses] == [0] * 3 and not any("gone" in err for _, _, err in statuses)
 
 
 @pytest.mark.full
