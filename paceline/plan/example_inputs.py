@@ -56,7 +56,7 @@ def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inpu
         UserError: What to call the model with is not known.
     """
     if inputs is not None:
-        return replace(_given(inputs, samples), doubt=_sequences_first(model))
+        return replace(_given(inputs, samples), doubt=_sequences_first(model) or _bags(model, inputs))
     if isinstance(model, Transformer):
         length = length or model.config.context
         ids = _ids(samples, length)
@@ -91,6 +91,19 @@ def _sequences_first(model: nn.Module) -> str:
                 f"the example's first dimension is taken for samples, but {type(part).__name__} {name}".rstrip()
                 + " takes sequences first: where the model does not turn them round, as many steps of time are planned "
                 "instead. Let it take samples first (batch_first=True)"
+            )
+    return ""
+
+
+def _bags(model: nn.Module, inputs: Inputs) -> str:
+    tensors = (each for each in tree_leaves(inputs) if isinstance(each, Tensor))
+    lists = {each.shape[0] for each in tensors if each.dim() == 1 and not each.is_floating_point()}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.EmbeddingBag) and len(lists) > 1:
+            return (
+                f"the example's first dimension is taken for samples, but EmbeddingBag {name}".rstrip()
+                + " may take indices of several bags in it, with offsets: what a sample costs is then counted several "
+                "times. Give it bags of one length, in two dimensions"
             )
     return ""
 

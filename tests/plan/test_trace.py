@@ -362,3 +362,10 @@ def test_what_recomputed_units_run_again_is_what_the_engine_runs_again(how: Any)
     recompute([model.get_submodule(name) for name in find_blocks(model)], how, 1)
     ran = timed_pass(model, (tokens, tokens), 1)
     assert sum(each.operation.flops * each.operation.count for each in ran.calls) == expected
+
+
+def test_bags_of_indices_in_one_dimension_are_doubted() -> None:
+    bags = nn.EmbeddingBag(16, 8)
+    (told,) = trace(bags, 2, inputs=(torch.zeros(80, dtype=torch.int64), torch.arange(0, 80, 20))).warnings
+    assert "EmbeddingBag may take indices of several bags" in told
+    assert not trace(bags, 2, inputs=torch.zeros(4, 20, dtype=torch.int64)).warnings
