@@ -44,7 +44,7 @@ class StepState:
         self.phase: Literal["idle", "forward", "backward"] = "idle"
         self.synchronises = True
         self.gradients: Literal["none", "local", "reduced"] = "none"
-        self._updated = self.is_partly_loaded = self.is_used = False
+        self._updated = self.is_partly_loaded = self.is_used = self._is_over = False
         self._deferrals = self._resets = 0
         self._edited = -1
 
@@ -140,12 +140,21 @@ class StepState:
                 "were. Load another checkpoint, or build the model and its optimizer again"
             )
 
+    def end(self) -> None:
+        """The model's engine has ended: no backward of its forwards may follow."""
+        self._is_over = True
+
     def require_current(self, generation: int) -> None:
         """Refuses a backward through weights that have since changed.
 
         Raises:
-            EngineError: The forward used another generation of the weights.
+            EngineError: The forward used another generation of the weights, or the engine has ended since.
         """
+        if self._is_over:
+            raise EngineError(
+                "pl.release ended this model's engine between this forward and its backward, which can no longer "
+                "reduce gradients: release it before the forward or after the step, or run the forward again"
+            )
         if generation < self._edited:
             raise EngineError(
                 "pl.full_parameters was entered, or a state loaded, between this forward and its backward. Sharded "

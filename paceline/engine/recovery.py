@@ -119,6 +119,7 @@ def close(engine: Engine, whole: bool) -> None:
     if engine.strategy.low:
         cast_singular_vectors(engine.module, torch.float32)
     engine.remove_hooks()
+    engine.state.end()
     if managed:
         if collectives is not None and collectives.has_given_up:
             collectives.reopen()

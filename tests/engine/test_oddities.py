@@ -283,3 +283,20 @@ def joined_twice() -> str:
         pl.init()
     assert pl.init() == world
     return str(refused.value)
+
+
+def released_between(strategy: Strategy) -> str:
+    model = pl.parallelize(make(), strategy)
+    x, y = (shares(part) for part in data(0, 8))
+    loss = F.mse_loss(model(x), y)
+    pl.release(model)
+    with pytest.raises(EngineError) as refused:
+        loss.backward()
+    F.mse_loss(model(x), y).backward()
+    return str(refused.value)
+
+
+@stages
+def test_a_backward_after_a_release_is_refused_and_a_new_forward_is_the_ranks_own(ranks, strategy) -> None:
+    for told in ranks(2, released_between, strategy):
+        assert told.startswith("pl.release ended this model's engine between this forward and its backward")
