@@ -221,8 +221,7 @@ class Gradients:
                 held.copy_(gradient)
             gradient = held
         if sharded or sums:
-            division = self._parameters.flat.division(index) if sharded else ()
-            become_shard(gradient, wait, sharded, division)
+            become_shard(gradient, wait, self._parameters.flat.division(index) if sharded else ())
         elif held is not None:
             gradient.__class__ = Tensor
         if held is not None:

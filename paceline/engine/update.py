@@ -74,9 +74,8 @@ class Update:
         for index in parameters.flat.managed if parameters.flat.shards > 1 else ():
             if (gradient := found[index]) is not None and not isinstance(gradient, GradientShard):
                 # The loop has made it itself, of the parameter's own shape.
-                found[index] = shard = as_shard(
-                    parameters.flat.cut(index, gradient), None, True, parameters.flat.division(index)
-                )
+                cut, division = parameters.flat.cut(index, gradient), parameters.flat.division(index)
+                found[index] = shard = as_shard(cut, None, division)
                 set_gradient(parameters.all[index], shard)
         parameters.show_local()
         shards = {index: each for index, each in found.items() if isinstance(each, GradientShard)}

@@ -50,8 +50,7 @@ class GradientShard(Tensor):
     """
 
     _wait: Callable[[], None] | None
-    _is_part: bool
-    _division: Division
+    _division: Division | None
 
     @classmethod
     def __torch_function__(
@@ -68,7 +67,7 @@ class GradientShard(Tensor):
             if wait is not None:
                 wait()
         with torch._C.DisableTorchFunctionSubclass():
-            if any(shard.__dict__.get("_is_part", True) for shard in shards):
+            if any(division_of(shard) != () for shard in shards):
                 _require_elementwise(func, shards, args, kwargs)
             result = func(*args, **kwargs)
             # Whoever asks for a plain tensor knows what it is.
@@ -80,31 +79,28 @@ class GradientShard(Tensor):
         return copied
 
 
-def as_shard(tensor: Tensor, wait: Callable[[], None] | None, is_part: bool, division: Division = ()) -> GradientShard:
+def as_shard(tensor: Tensor, wait: Callable[[], None] | None, division: Division | None) -> GradientShard:
     """Marks a reduced gradient.
 
     Args:
         tensor: Its memory.
         wait: Waits for the reduction that is under way into it; None where none is.
-        is_part: Whether it is a part of the parameter's gradient, not all of it.
-        division: Of the parameter.
+        division: Of the parameter; empty where this rank has all of its gradient.
     """
-    return become_shard(tensor.as_subclass(GradientShard), wait, is_part, division)
+    return become_shard(tensor.as_subclass(GradientShard), wait, division)
 
 
-def become_shard(
-    tensor: Tensor, wait: Callable[[], None] | None, is_part: bool, division: Division = ()
-) -> GradientShard:
+def become_shard(tensor: Tensor, wait: Callable[[], None] | None, division: Division | None) -> GradientShard:
     """Marks a reduced gradient, which stays the same object: see `as_shard`."""
     shard = cast(GradientShard, tensor)
     shard.__class__ = GradientShard
-    shard._wait, shard._is_part, shard._division = wait, is_part, division
+    shard._wait, shard._division = wait, division
     return shard
 
 
-def division_of(shard: GradientShard) -> Division:
-    """Of the parameter whose gradient it is, or was computed from."""
-    found: Division = shard.__dict__.get("_division", ())
+def division_of(shard: GradientShard) -> Division | None:
+    """Of the parameter whose gradient it is, or was computed from; None where nobody has marked it."""
+    found: Division | None = shard.__dict__.get("_division")
     return found
 
 
@@ -119,7 +115,7 @@ def require_own(shard: GradientShard, division: Division, name: str) -> None:
     Raises:
         EngineError: It is another's; on every rank that did so, whatever the ranks have of both.
     """
-    if division_of(shard) not in ((), division):
+    if division_of(shard) not in (None, division):
         raise EngineError(
             f"{name}: its p.grad is made of another parameter's, of which this rank holds a shard of other elements. "
             "Exchange what the loss computes with instead of gradients, or set strategy.zero to 0 for whole ones"
@@ -132,7 +128,7 @@ def _marked(result: Any, shards: list[GradientShard]) -> Any:
         # Of functions of lists, each of whose results goes with one shard.
         return type(result)(_marked(each, [shard]) for each, shard in zip(result, shards, strict=False))
     if type(result) is Tensor and shards and result.shape == shards[0].shape and result.dim():
-        return as_shard(result, None, shards[0].__dict__.get("_is_part", True), division_of(shards[0]))
+        return as_shard(result, None, division_of(shards[0]))
     return result
 
 

@@ -92,9 +92,9 @@ def nothing_on_its_way(stack: ExitStack) -> None:
 
 def shards_unwaited(stack: ExitStack) -> None:
     """A gradient that is still reduced may be looked at."""
-    as_shard = gradients_module.as_shard
+    become_shard = gradients_module.become_shard
     stack.enter_context(
-        patch.object(gradients_module, "as_shard", lambda tensor, wait, part: as_shard(tensor, None, part))
+        patch.object(gradients_module, "become_shard", lambda gradient, _, parts: become_shard(gradient, None, parts))
     )
 
 

@@ -288,36 +288,6 @@ def test_what_a_model_prints_as_it_is_traced_is_not_among_the_numbers(capsys: py
     assert out == "" and "a block" in err
 
 
-def test_a_module_that_takes_sequences_first_is_doubted() -> None:
-    """Its steps of time would be taken for samples, silently."""
-
-    def doubts(first: bool) -> tuple[str, ...]:
-        return trace(nn.Sequential(nn.RNN(8, 8, batch_first=first), Last()), 2, inputs=torch.zeros(4, 3, 8)).warnings
-
-    assert doubts(True) == ()
-    (doubt,) = doubts(False)
-    assert "RNN 0 takes sequences first" in doubt
-
-
-class Last(nn.Module):
-    def forward(self, results: tuple[Tensor, Tensor]) -> Tensor:
-        return results[0]
-
-
-def test_a_model_that_takes_no_token_ids_is_not_given_any() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.WhisperConfig(
-        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2
-    )
-    with torch.device("meta"), pytest.raises(UserError, match=r"return \(model, example\)"):
-        trace(transformers.WhisperForConditionalGeneration(config))
-
-
-def test_a_model_whose_inputs_are_not_known_asks_for_them() -> None:
-    with pytest.raises(UserError, match=r"return \(model, example\)"):
-        trace(nn.Linear(3, 3), 2)
-
-
 @pytest.mark.parametrize("how", ["unit", "keep_attention"])
 def test_what_recomputed_units_keep_is_what_the_engine_keeps(how: Any) -> None:
     from paceline.models.recompute import recompute
@@ -362,10 +332,3 @@ def test_what_recomputed_units_run_again_is_what_the_engine_runs_again(how: Any)
     recompute([model.get_submodule(name) for name in find_blocks(model)], how, 1)
     ran = timed_pass(model, (tokens, tokens), 1)
     assert sum(each.operation.flops * each.operation.count for each in ran.calls) == expected
-
-
-def test_bags_of_indices_in_one_dimension_are_doubted() -> None:
-    bags = nn.EmbeddingBag(16, 8)
-    (told,) = trace(bags, 2, inputs=(torch.zeros(80, dtype=torch.int64), torch.arange(0, 80, 20))).warnings
-    assert "EmbeddingBag may take indices of several bags" in told
-    assert not trace(bags, 2, inputs=torch.zeros(4, 20, dtype=torch.int64)).warnings

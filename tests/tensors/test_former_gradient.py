@@ -65,7 +65,7 @@ def test_what_is_written_over_as_a_whole_is_an_ordinary_tensor_again(name: str) 
 
 
 def test_one_that_was_a_shard_is_that_again() -> None:
-    shard = as_shard(torch.ones(4), None, True)
+    shard = as_shard(torch.ones(4), None, ((8,), (1,), ((0, 4), (4, 8))))
     become_former(shard, "head.weight")
     become_former(shard, "head.weight")
     assert kind_of(shard) is GradientShard

@@ -19,8 +19,12 @@ from paceline.tensors.gradient_shard import GradientShard, as_shard
 VALUES = [1.0, -2.0, 3.0, 0.5]
 
 
+PARTS = ((2, 4), (4, 1), ((0, 4), (4, 8)))
+"""How two ranks divide a parameter: its shape, strides, and the elements of each."""
+
+
 def shard(wait: Callable[[], None] | None = None, is_part: bool = True) -> GradientShard:
-    return as_shard(torch.tensor(VALUES), wait, is_part)
+    return as_shard(torch.tensor(VALUES), wait, PARTS if is_part else ())
 
 
 def parameter(gradient: Tensor) -> nn.Parameter:
@@ -134,8 +138,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "all": lambda g: g.isfinite().all(),
     "any": lambda g: torch.any(g > 0),
     "equal": lambda g: torch.equal(g, g),
-    "item": lambda g: as_shard(torch.ones(1), None, True).item(),
-    "bool": lambda g: bool(as_shard(torch.ones(1), None, True)),
+    "item": lambda g: as_shard(torch.ones(1), None, PARTS).item(),
+    "bool": lambda g: bool(as_shard(torch.ones(1), None, PARTS)),
     "index": lambda g: g[0],
     "slice": lambda g: g[:2],
     "assignment": lambda g: g.__setitem__(0, 1.0),
@@ -157,7 +161,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "in place": lambda g: g.add_(torch.ones(4)),
     "into a plain tensor": lambda g: torch.zeros(4).add_(g),
     "out=": lambda g: torch.mul(g, 2, out=torch.empty(4)),
-    "another one's shard": lambda g: g + as_shard(torch.ones(1), None, True),
+    "another one's shard": lambda g: g + as_shard(torch.ones(1), None, PARTS),
     "copy_": lambda g: g.copy_(torch.ones(4)),
     "_foreach_copy_": lambda g: torch._foreach_copy_([g], [torch.ones(4)]),
     "_foreach_add_ to a parameter": lambda g: torch._foreach_add_([torch.zeros(4)], [g]),
@@ -275,7 +279,7 @@ def test_whatever_is_done_waits_first(name: str) -> None:
             raw.copy_(torch.tensor(VALUES))
         waits.append(name)
 
-    gradient = as_shard(raw, wait, True)
+    gradient = as_shard(raw, wait, PARTS)
     assert not waits
     found = WAITING[name](gradient)
     assert waits
@@ -288,7 +292,7 @@ def test_of_a_whole_gradient_nothing_is_refused_but_waited_for(name: str) -> Non
     waits = []
     gradient = shard(lambda: waits.append(name), is_part=False)
     if name.startswith("clip_grad_norm_"):
-        gradient = as_shard(torch.zeros(2, 4), lambda: waits.append(name), False)
+        gradient = as_shard(torch.zeros(2, 4), lambda: waits.append(name), ())
     {**REFUSED, **NORMS}[name](gradient)
     assert waits
 
@@ -320,4 +324,4 @@ def test_these_are_shards_too_or_refused(name: str) -> None:
 
 def test_a_number_of_its_one_element_is_refused() -> None:
     with pytest.raises(EngineError):
-        float(as_shard(torch.ones(1), None, True))
+        float(as_shard(torch.ones(1), None, PARTS))
