@@ -86,23 +86,24 @@ def without_what(name: str | None, strategy: Strategy, least: float) -> dict[str
 
         return patch.object(kind, "_init_group", take_slowly)
 
-    lacks = mutated(*(MUTANTS[name][1] if name else ()))
-    try:
-        # The last of a step's updates as well: each begins when all ranks have ended the one before.
-        with slow(torch.optim.Adam), slow(torch.optim.SGD), lacks, late_streams(least=least):
-            model = pl.parallelize(make(Net), strategy)
-            if strategy.share_parameters:
-                # Ranks that share memory are not all as quick.
-                model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(world.rank * SLOW))
-            found = train(model)
-            pl.release(model)
-            return found
-    except Exception as error:
-        if model is not None:
-            with suppress(Exception):
-                pl.engine_of(model).program.collectives.give_up(error)  # type: ignore[union-attr]
-        pl.shutdown()
-        return f"{type(error).__name__}: {error}"
+    # What cannot be taken away is no find.
+    with mutated(*(MUTANTS[name][1] if name else ())):
+        try:
+            # The last of a step's updates as well: each begins when all ranks have ended the one before.
+            with slow(torch.optim.Adam), slow(torch.optim.SGD), late_streams(least=least):
+                model = pl.parallelize(make(Net), strategy)
+                if strategy.share_parameters:
+                    # Ranks that share memory are not all as quick.
+                    model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(world.rank * SLOW))
+                found = train(model)
+                pl.release(model)
+                return found
+        except Exception as error:
+            if model is not None:
+                with suppress(Exception):
+                    pl.engine_of(model).program.collectives.give_up(error)  # type: ignore[union-attr]
+            pl.shutdown()
+            return f"{type(error).__name__}: {error}"
 
 
 def goes_wrong(found: dict[str, Any] | str) -> bool:
