@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.core.strategy import Strategy
-from tests.quick import some
+from tests.quick import pairwise, some
 
 
 class Gated(nn.Module):
@@ -100,6 +100,21 @@ def trained(case: Case, strategy: Strategy | None) -> Tensor:
     return torch.cat([value.flatten() for value in found.values()])
 
 
+@cache
+def alone(case: Case) -> Tensor:
+    return trained(case, None)
+
+
+CASES = [
+    (exchange, optimizer, pair, again)
+    for exchange in EXCHANGES
+    for optimizer in OPTIMIZERS
+    for pair in PAIRS
+    # One tensor as two parameters' gradient adds up to what only autograd alone makes of it.
+    for again in sorted({False, exchange not in (share, data)})
+]
+
+
 def on_rank(cases: list[Case], strategy: Strategy) -> list[Tensor]:
     return [trained(case, strategy) for case in cases]
 
@@ -115,20 +130,14 @@ STRATEGIES = {
 @pytest.mark.parametrize("name", some(STRATEGIES, {"zero 2, N=2, small buckets", "zero 3, N=3"}))
 def test_it_is_as_in_one_process_or_refused(ranks, name: str) -> None:
     strategy, n = STRATEGIES[name]
-    cases = [
-        (exchange, optimizer, pair, again)
-        for exchange in EXCHANGES
-        for optimizer in OPTIMIZERS
-        for pair in PAIRS
-        # One tensor as two parameters' gradient adds up to what only autograd alone makes of it.
-        for again in {False, exchange not in (share, data)}
-    ]
+    # Each pair of values at every strategy, each time with others beside it.
+    turn = list(STRATEGIES).index(name) * len(CASES) // len(STRATEGIES)
+    cases = pairwise(CASES[turn:] + CASES[:turn])
     for found in ranks(n, on_rank, cases, strategy):
         refused = 0
         for case, mine in zip(cases, found, strict=True):
             if not mine.dim():
                 refused += 1
                 continue
-            expected = trained(case, None)
-            torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0, msg=str(case))
+            torch.testing.assert_close(mine, alone(case), atol=1e-12, rtol=0, msg=str(case))
         assert (strategy.zero > 0) >= (refused > 0) and refused < len(cases)
