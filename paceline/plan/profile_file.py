@@ -23,6 +23,13 @@ UNITS = "bytes, seconds, bytes a second, floating-point operations a second, wat
 DTYPES = ("float32", "bfloat16", "float16", "float8")
 """By which names devices have their peaks and ceilings. Plans compute in the first three."""
 
+_MEASURED = re.compile(
+    r"update|copy_in|cast|squares"  # ops of the engine
+    r"|(all_reduce|reduce_scatter|all_gather|broadcast|reduce|barrier) [1-9]\d*"
+    r"|\w+ (bool|b?float\d+\w*|u?int\d+|complex\d+)"
+)
+"""Names under which rates are looked for: an operator's may be any."""
+
 _LARGEST_FILE = 1_000_000
 
 # Ranges wide enough for a watch and for a wafer; what lies outside of them is in other units or a slip.
@@ -96,6 +103,12 @@ def read(path: str | Path) -> Hardware:
         raise UserError(f"{path}: {name}: a profile has no such value, and a slip would leave what is meant out")
     for name, value in _numbers(asdict(found)):
         _check(path, name, value)
+    for name in found.measured:
+        if not _MEASURED.fullmatch(name):
+            raise UserError(
+                f"{path}: measured.{name}: no plan looks for it; expected an operator with a dtype, such as "
+                "'mm float32', a collective with its ranks, such as 'all_reduce 2', or update, copy_in, cast or squares"
+            )
     for name in ("peak", "ceiling"):
         if unknown := sorted(getattr(found.device, name).keys() - set(DTYPES)):
             near = difflib.get_close_matches(unknown[0], DTYPES, n=1, cutoff=0.3)

@@ -76,7 +76,8 @@ def request(options: PlanArguments, devices: int) -> Request:
     Raises:
         UserError: They name what there is not, or sizes that do not go together.
     """
-    hardware = with_network(_hardware(options, devices), options.network)
+    # What is misspelt is told first: a machine's name before a model is traced, a model's before a machine is measured.
+    named = None if options.here else profiles.hardware(options.hardware)
     config = _config(options)
     subject = _subject(options, config)
     usual = 0
@@ -87,6 +88,7 @@ def request(options: PlanArguments, devices: int) -> Request:
     else:
         usual = config.batch if config is not None else 0
         samples = max(1, (usual or SAMPLES) // devices)
+    hardware = with_network(named or _here(devices), options.network)
     return Request(
         Case(subject, hardware, devices, options.slow_rank),
         samples,
@@ -96,15 +98,13 @@ def request(options: PlanArguments, devices: int) -> Request:
     )
 
 
-def _hardware(options: PlanArguments, devices: int) -> Hardware:
-    if options.here:
-        # Measuring runs ranks, of which plans know nothing.
-        from paceline.calibrate import gpu, machine
+def _here(devices: int) -> Hardware:
+    # Measuring runs ranks, of which plans know nothing.
+    from paceline.calibrate import gpu, machine
 
-        report = partial(show, warning=True)
-        on_gpus = torch.cuda.is_available()
-        return gpu.here(report=report) if on_gpus else machine.here(machine.measurable(devices), report=report)
-    return profiles.hardware(options.hardware)
+    report = partial(show, warning=True)
+    on_gpus = torch.cuda.is_available()
+    return gpu.here(report=report) if on_gpus else machine.here(machine.measurable(devices), report=report)
 
 
 def _config(options: PlanArguments) -> TrainConfig | None:

@@ -76,6 +76,12 @@ def test_what_is_said_of_measuring_is_not_among_the_numbers(
     assert out == "" and err == "measuring this machine with 2 ranks\n"
 
 
+def test_a_slip_in_the_models_name_is_told_before_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.calibrate.machine.here", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(UserError, match="did you mean gpt2-350m"):
+        request(PlanArguments(model="gpt2", here=True), 2)
+
+
 def test_a_batch_that_is_not_the_presets_is_told() -> None:
     def warnings(devices: int, tokens: str = "") -> tuple[str, ...]:
         return request(PlanArguments(model="nano", hardware="h100", batch_tokens=tokens), devices).warnings
