@@ -146,7 +146,7 @@ def _require_elementwise(
         raise _refusal(f"{func.__self__.__name__} =")  # type: ignore[attr-defined]
     if name in ("__get__", "__set__", "__delete__") or name in DESCRIPTIONS:
         return
-    if name in _NORMS:
+    if name in _NORMS and kwargs.get("dim") is None:
         raise UserError(
             "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's shards of the gradients, another "
             "one on each rank: call pl.clip_grad_norm_(model, max_norm), of some parameters "

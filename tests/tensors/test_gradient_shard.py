@@ -196,6 +196,11 @@ def test_norms_are_refused_with_what_to_call(name: str) -> None:
         NORMS[name](shard())
 
 
+def test_a_norm_for_each_row_is_refused_for_the_rows_that_no_rank_has() -> None:
+    with pytest.raises(EngineError, match=r"^norm of p.grad: it holds this rank's shard"):
+        shard().norm(dim=0)
+
+
 def test_torchs_scaler_is_refused_with_what_to_use() -> None:
     made = parameter(shard())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
