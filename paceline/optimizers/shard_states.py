@@ -34,8 +34,8 @@ OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are one number for all elements of a parameter."""
 
 SHARD = "paceline_shard"
-"""Key of a parameter group: which shard of its parameters the states are of, of how many, and `cuts` of each one's
-model, None before its first step."""
+"""Key of a parameter group: which shard the states are of, of how many, where that is one for all models of an
+optimizer, and for each parameter `cuts` of its model: None before its first step, and where it is whole."""
 
 
 def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
@@ -66,24 +66,16 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
     has_begun = any(SHARD in group for group in optimizer.param_groups)
     if not _is_of_torch(optimizer) and not has_begun and (shards > 1 or flat.has_masters):
         _require_states_in_state(optimizer, flat)
+    require_states_of(optimizer, flat)
     if shards > 1:
         _require_elementwise(optimizer, strategy)
-        require_states_of(optimizer, own, shards)
         for group in optimizer.param_groups:
             # It is saved and loaded with the states, which look alike on all ranks.
-            known = list(group.get(SHARD, [own, shards, []])[2])
+            known = _known(group)
             known += [None] * (len(group["params"]) - len(known))
             for place, parameter in enumerate(group["params"]):
-                if id(parameter) not in flat.index_of:
-                    continue
-                if optimizer.state and known[place] not in (None, flat.cuts):
-                    # Of a parameter's other elements it may hold as many, or none, and would then begin anew.
-                    raise UserError(
-                        f"{type(optimizer).__name__} holds states of shards that were cut otherwise, before the "
-                        "model's parameters or the strategy changed: make a new optimizer, or let pl.save and pl.load "
-                        "carry the states over"
-                    )
-                known[place] = flat.cuts
+                if id(parameter) in flat.index_of:
+                    known[place] = flat.cuts
             group[SHARD] = [own, shards, known]
     for parameter, states in optimizer.state.items():
         index = flat.index_of.get(id(parameter), -1)
@@ -136,28 +128,43 @@ def mark_states(optimizer: Optimizer, flat: FlatParameters) -> None:
                 become_state_shard(state, f"{name} of {flat.layout.slots[index].spec.name}")
 
 
-def require_states_of(optimizer: Optimizer, own: int = 0, shards: int = 1) -> None:
+def require_states_of(optimizer: Optimizer, flat: FlatParameters | None = None) -> None:
     """Refuses states of other shards than those that an optimizer is about to update.
 
     Args:
         optimizer: Any.
-        own: Which of `shards` it updates of each parameter.
-        shards: Into how many parameters are cut; 1 if they are whole.
+        flat: Where the parameters lie that are looked at, of which there may be others; None: all, which are whole.
 
     Raises:
         UserError: It holds states of another shard.
     """
     if not optimizer.state:
         return
+    number = (0, 1) if flat is None else tuple(flat.number)
+    cuts = flat.cuts if flat is not None and flat.shards > 1 else None
     for group in optimizer.param_groups:
-        theirs, of, *_ = group.get(SHARD, (own, shards))
-        if (theirs, of) != (own, shards):
+        for parameter, its in zip(group["params"], _known(group), strict=False):
+            # Of a parameter's other elements it may hold as many, or none, and would then begin anew.
+            if its in (None, cuts) or (flat is not None and id(parameter) not in flat.index_of):
+                continue
+            (theirs, of), (own, shards) = group[SHARD][:2], number
             updates = f"this rank updates shard {own} of {shards}" if shards > 1 else "parameters are whole now"
+            if (theirs, of) != number:
+                raise UserError(
+                    f"{type(optimizer).__name__} holds states of shard {theirs} of {of}, but {updates}: load on each "
+                    "rank what that rank saved, with the same strategy and number of ranks, or the states of one "
+                    "process; or make a new optimizer"
+                )
             raise UserError(
-                f"{type(optimizer).__name__} holds states of shard {theirs} of {of}, but {updates}: load on each rank "
-                "what that rank saved, with the same strategy and number of ranks, or the states of one process; or "
-                "make a new optimizer"
+                f"{type(optimizer).__name__} holds states of shards that were cut otherwise, before the model's "
+                "parameters or the strategy changed: make a new optimizer, or let pl.save and pl.load carry the states "
+                "over"
             )
+
+
+def _known(group: dict[str, Any]) -> list[int | None]:
+    """How each parameter of a group was cut when its states were made."""
+    return list(group[SHARD][2]) if SHARD in group else []
 
 
 def _require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:

@@ -148,3 +148,46 @@ def test_one_optimizer_serves_two_models_though_it_holds_states_from_the_start(r
     (alone,) = ranks(1, of_two_models)
     for state in ranks(2, of_two_models):
         assert_same(state, alone)
+
+
+STAGES = [Strategy(zero=zero) for zero in range(4)] + [Strategy(zero=1, share_parameters=True)]
+
+
+def of_models_at(stages: list[tuple[Strategy, Strategy]]) -> list[list[torch.Tensor]]:
+    """Weights of two models that one optimizer steps, each at a stage of its own; apart in one process."""
+    found = []
+    for strategies in stages:
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 2).double()]
+        if pl.init().world_size > 1:
+            models = [pl.parallelize(model, each) for model, each in zip(models, strategies, strict=True)]
+        groups = [{"params": list(models[0].parameters())}, {"params": list(models[1].parameters())}]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        optimizer = torch.optim.AdamW(groups if strategies[0].zero % 2 else parameters, 0.1)
+        for step in range(3):
+            x = torch.randn(12, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            models[1](models[0](shares(x) if pl.init().world_size > 1 else x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if pl.init().world_size > 1:
+            models = [pl.release(model) for model in models]
+        found.append([parameter.detach().clone() for model in models for parameter in model.parameters()])
+    return found
+
+
+def test_models_at_different_stages_share_an_optimizer(ranks) -> None:
+    stages = [(one, other) for one in STAGES for other in STAGES if one != other]
+    (alone,) = ranks(1, of_models_at, stages[:1])[0]
+    for found in ranks(2, of_models_at, stages):
+        for case, weights in zip(stages, found, strict=True):
+            for mine, expected in zip(weights, alone, strict=True):
+                torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0, msg=str(case))
+
+
+def test_ranks_in_groups_of_other_sizes_share_an_optimizer(ranks) -> None:
+    stages = [(Strategy(zero=2, shard=2), Strategy(zero=2)), (Strategy(zero=1), Strategy(zero=3, shard=2))]
+    (alone,) = ranks(1, of_models_at, stages[:1])[0]
+    for found in ranks(4, of_models_at, stages):
+        for weights in found:
+            for mine, expected in zip(weights, alone, strict=True):
+                torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0)
