@@ -61,6 +61,9 @@ class Mesh:
 
     def groups(self, along: Iterable[str]) -> list[list[int]]:
         """All groups along some dimensions: each rank is in one, and the groups come in order of their first rank."""
-        wanted = tuple(along)
-        found = dict.fromkeys(self.group(rank, wanted) for rank in range(self.size))
-        return [list(ranks) for ranks in found]
+        wanted, found, placed = tuple(along), list[list[int]](), set[int]()
+        for rank in range(self.size):
+            if rank not in placed:
+                found.append(list(self.group(rank, wanted)))
+                placed.update(found[-1])
+        return found

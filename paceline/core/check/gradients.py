@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from paceline.core.check.facts import Region, Value
 from paceline.core.check.report import words
 from paceline.core.check.state import State, in_words
-from paceline.core.check.sums import Term
 from paceline.core.ops import STATISTICS, Op, Span
 
 
@@ -117,12 +116,9 @@ class Gradients:
 
     def _complete(self, step: int) -> int:
         """The sum of all that a step's backwards give, as the strategy wants it."""
-        schedule = self._state.facts[0].schedule
-        scale = 1 / len(self._state.facts) if schedule.strategy.gradients == "mean" else 1.0
-        terms: dict[Term, float] = {
-            (step, rank, index): scale for rank in range(len(self._state.facts)) for index in range(self._micro_batches)
-        }
-        return self._state.sums.number(terms)
+        ranks, schedule = len(self._state.facts), self._state.facts[0].schedule
+        scale = 1 / ranks if schedule.strategy.gradients == "mean" else 1.0
+        return self._state.sums.everyones(step, ranks, range(self._micro_batches), scale)
 
     def _finds_complete(
         self, rank: int, op: Op, step: int, others: Iterable[Span] = (), published: bool = False
@@ -194,10 +190,9 @@ class Gradients:
             if not self._state.says(rank, op, op.reads, self._state.facts[rank].statistics, "reads"):
                 return
             region = self._agreed(rank)
-            every: dict[Term, float] = {(step, other, op.micro_batch): 1.0 for other in range(len(self._state.facts))}
-            if not self._state.expect(
-                rank, op, region, region.holding(STATISTICS, self._state.sums.number(every)), step
-            ):
+            one = range(op.micro_batch, op.micro_batch + 1)
+            every = self._state.sums.everyones(step, len(self._state.facts), one)
+            if not self._state.expect(rank, op, region, region.holding(STATISTICS, every), step):
                 return
         self._published[rank] = True
 

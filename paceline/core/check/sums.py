@@ -17,6 +17,7 @@ class Sums:
         self._numbers: dict[frozenset[tuple[Term, float]], int] = {}
         self._made: dict[tuple[tuple[int, ...], float], int] = {}
         self._common: dict[tuple[int, ...], str | None] = {}
+        self._everyones: dict[tuple[int, int, range, float], int] = {}
 
     def number(self, terms: dict[Term, float]) -> int:
         """The number of a sum, given the factor of each contribution."""
@@ -25,6 +26,15 @@ class Sums:
             self._numbers[name] = len(self._terms)
             self._terms.append(terms)
         return self._numbers[name]
+
+    def everyones(self, step: int, ranks: int, micro_batches: range, factor: float = 1.0) -> int:
+        """The number of the sum of what all ranks contribute in some micro-batches, which each of them asks for."""
+        name = step, ranks, micro_batches, factor
+        if name not in self._everyones:
+            self._everyones[name] = self.number(
+                {(step, rank, index): factor for rank in range(ranks) for index in micro_batches}
+            )
+        return self._everyones[name]
 
     def add(self, numbers: Sequence[int], scale: float = 1.0) -> int:
         """The number of the sum of some sums, times a factor."""
