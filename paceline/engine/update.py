@@ -58,7 +58,7 @@ class Update:
             prepare_optimizer(optimizer, parameters.flat, program.strategy)
             self._require_own()
         else:
-            require_states_of(optimizer, parameters.flat)
+            require_states_of(optimizer, parameters.flat.index_of.__contains__)
         executor.load(executor.step, self._ops())
         self.under_way, self._hides_empty = True, not takes_empty_parts(optimizer)
         self._show_local()

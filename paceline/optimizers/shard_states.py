@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -66,7 +67,7 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
     has_begun = any(SHARD in group for group in optimizer.param_groups)
     if not _is_of_torch(optimizer) and not has_begun and (shards > 1 or flat.has_masters):
         _require_states_in_state(optimizer, flat)
-    require_states_of(optimizer, flat)
+    require_states_of(optimizer, flat.index_of.__contains__, (own, shards), flat.cuts if shards > 1 else None)
     if shards > 1:
         _require_elementwise(optimizer, strategy)
         for group in optimizer.param_groups:
@@ -128,24 +129,26 @@ def mark_states(optimizer: Optimizer, flat: FlatParameters) -> None:
                 become_state_shard(state, f"{name} of {flat.layout.slots[index].spec.name}")
 
 
-def require_states_of(optimizer: Optimizer, flat: FlatParameters | None = None) -> None:
+def require_states_of(
+    optimizer: Optimizer, looks_at: Callable[[int], bool], number: tuple[int, int] = (0, 1), cuts: int | None = None
+) -> None:
     """Refuses states of other shards than those that an optimizer is about to update.
 
     Args:
         optimizer: Any.
-        flat: Where the parameters lie that are looked at, of which there may be others; None: all, which are whole.
+        looks_at: Which of its parameters are meant, by their `id()`.
+        number: Which shard of each of these this rank updates, of how many; by default they are whole.
+        cuts: See `FlatParameters`; None where they are whole.
 
     Raises:
         UserError: It holds states of another shard.
     """
     if not optimizer.state:
         return
-    number = (0, 1) if flat is None else tuple(flat.number)
-    cuts = flat.cuts if flat is not None and flat.shards > 1 else None
     for group in optimizer.param_groups:
         for parameter, its in zip(group["params"], _known(group), strict=False):
             # Of a parameter's other elements it may hold as many, or none, and would then begin anew.
-            if its in (None, cuts) or (flat is not None and id(parameter) not in flat.index_of):
+            if its in (None, cuts) or not looks_at(id(parameter)):
                 continue
             (theirs, of), (own, shards) = group[SHARD][:2], number
             updates = f"this rank updates shard {own} of {shards}" if shards > 1 else "parameters are whole now"

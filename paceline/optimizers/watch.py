@@ -84,14 +84,15 @@ def _hook_innermost(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     So what a loop does in these (clips weights, averages or logs them) finds parameters as they are between steps, and
     not the shards that the optimizer itself is shown.
     """
-    if any(_holds(watcher, optimizer) for watcher in _alive()):
+    watching = [watcher for watcher in _alive() if _holds(watcher, optimizer)]
+    # Those of the watchers' own are looked at by them; others are whole.
+    require_states_of(optimizer, lambda own: not any(watcher.holds_parameter(own) for watcher in watching))
+    if watching:
         _require_no_hooks_inside(optimizer)
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         before[_OWN], after[_OWN] = _UNTRACED
         before.move_to_end(_OWN)  # type: ignore[attr-defined]
         after.move_to_end(_OWN, last=False)  # type: ignore[attr-defined]
-    else:
-        require_states_of(optimizer)
 
 
 def _require_no_hooks_inside(optimizer: Optimizer) -> None:

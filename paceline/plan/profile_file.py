@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from paceline.core.errors import UserError
+from paceline.core.ops import COMPUTE, Kind
 from paceline.plan.hardware import Hardware
 
 KIND = "paceline planner hardware"
@@ -25,8 +26,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float8")
 
 _MEASURED = re.compile(
     r"update|copy_in|cast|squares"  # ops of the engine
-    r"|(all_reduce|reduce_scatter|all_gather|broadcast|reduce|barrier) [1-9]\d*"
-    r"|\w+ (bool|b?float\d+\w*|u?int\d+|complex\d+)"
+    rf"|({'|'.join(sorted({*get_args(Kind)} - COMPUTE))}) [1-9]\d*"
+    r"|\w+ (bool|bfloat16|float(8\w*|16|32|64)|u?int(8|16|32|64)|complex(32|64|128))"
 )
 """Names under which rates are looked for: an operator's may be any."""
 

@@ -58,7 +58,7 @@ def test_ranks_form_one_job_and_are_kept(pool: RankPool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["a" * 90, "b" * 90 + "? is#this\n%41"])
+@pytest.mark.parametrize("name", ["a" * 90, "what? is#this\n%41", "b" * 90 + "?\n#%41"])
 def test_a_temporary_folder_with_any_name_is_as_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -130,7 +130,9 @@ if __name__ == "__main__":
     ("number", "fresh"),
     [
         full(signal.SIGINT, []),
+        full(signal.SIGTERM, []),
         full(signal.SIGKILL, []),
+        full(signal.SIGINT, ["fresh"]),
         full(signal.SIGTERM, ["fresh"]),
         (signal.SIGKILL, ["fresh"]),
     ],

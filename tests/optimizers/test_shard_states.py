@@ -175,19 +175,45 @@ def of_models_at(stages: list[tuple[Strategy, Strategy]]) -> list[list[torch.Ten
     return found
 
 
-def test_models_at_different_stages_share_an_optimizer(ranks) -> None:
-    stages = [(one, other) for one in STAGES for other in STAGES if one != other]
-    (alone,) = ranks(1, of_models_at, stages[:1])[0]
-    for found in ranks(2, of_models_at, stages):
-        for case, weights in zip(stages, found, strict=True):
+PAIRS = {
+    2: [(one, other) for one in STAGES for other in STAGES if one != other],
+    # Groups of ranks that shard, of which one is as large as the world.
+    4: [(Strategy(zero=2, shard=2), Strategy(zero=2)), (Strategy(zero=1), Strategy(zero=3, shard=2))],
+}
+
+
+@pytest.mark.parametrize("n", PAIRS)
+def test_models_at_different_stages_share_an_optimizer(ranks, n: int) -> None:
+    (alone,) = ranks(1, of_models_at, PAIRS[n][:1])[0]
+    for found in ranks(n, of_models_at, PAIRS[n]):
+        for case, weights in zip(PAIRS[n], found, strict=True):
             for mine, expected in zip(weights, alone, strict=True):
                 torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0, msg=str(case))
 
 
-def test_ranks_in_groups_of_other_sizes_share_an_optimizer(ranks) -> None:
-    stages = [(Strategy(zero=2, shard=2), Strategy(zero=2)), (Strategy(zero=1), Strategy(zero=3, shard=2))]
-    (alone,) = ranks(1, of_models_at, stages[:1])[0]
-    for found in ranks(4, of_models_at, stages):
-        for weights in found:
-            for mine, expected in zip(weights, alone, strict=True):
-                torch.testing.assert_close(mine, expected, atol=1e-12, rtol=0)
+def one_released(other: int) -> tuple[str, bool]:
+    """What is said where one of an optimizer's models is released, and whether weights have changed by then."""
+    models = [pl.parallelize(torch.nn.Linear(4, 4), Strategy(zero=zero)) for zero in (other, 2)]
+    # One parameter after the other: the first would be updated before torch looks at the last.
+    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], foreach=False)
+    for again in (False, True):
+        if again:
+            models[1] = pl.release(models[1])
+        models[1](models[0](torch.ones(2, 4))).square().mean().backward()
+        if not again:
+            optimizer.step()
+            optimizer.zero_grad()
+    before = [value.clone() for value in models[0].state_dict().values()]
+    with pytest.raises(pl.UserError) as caught:
+        optimizer.step()
+    pl.reset(models[0])
+    after = models[0].state_dict().values()
+    same = all(torch.equal(mine, its) for mine, its in zip(before, after, strict=True))
+    pl.release(models[0])
+    return str(caught.value), same
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_states_of_a_released_model_are_refused_before_another_is_updated(ranks, other: int) -> None:
+    for told, same in ranks(2, one_released, other):
+        assert "but parameters are whole now" in told and same

@@ -43,7 +43,9 @@ def test_what_was_measured_is_written_too_and_its_numbers_are_checked(file: Path
         profile_file.read(file)
 
 
-@pytest.mark.parametrize("name", ["matmul float", "all_reduce", "all_reduce 0", "copyin", "reduce_scater 2", ""])
+@pytest.mark.parametrize(
+    "name", ["matmul float", "gelu float999", "all_reduce", "all_reduce 0", "copyin", "reduce_scater 2", ""]
+)
 def test_what_no_plan_looks_for_is_refused(file: Path, name: str) -> None:
     changed(file, "measured", value={"update": {"fixed": 0.0}, "all_gather 16": {"fixed": 0.0}, name: {"fixed": 1e-6}})
     with pytest.raises(UserError, match=f"measured.{name}: no plan looks for it"):
