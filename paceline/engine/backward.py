@@ -128,7 +128,7 @@ class BackwardPass:
     def idle(self) -> None:
         """Takes part in the communication of a micro-batch that other ranks have and this one has not."""
         self._forward.enter()
-        self.program.executor.launch_left("gather")
+        self.program.executor.skip("gather")
         self._begin()
         self._end()
 
@@ -223,7 +223,7 @@ class BackwardPass:
             # In turn, so that a rank without this micro-batch launches in the order of those that have it.
             self._copy_in_order(all_complete=True)
         # For units that this rank did not run and others may still have to, before it waits for their gradients.
-        executor.launch_left("gather")
+        executor.skip("gather")
         if gradients is not None:
             for unit in list(self._uncopied):
                 self._copy_in(unit)
@@ -233,7 +233,7 @@ class BackwardPass:
                 gradients.copy_in(late)
             if state.synchronises:
                 self._synchronise(gradients, late)
-        executor.launch_all() if not state.synchronises else executor.complete()
+        executor.skip_all() if not state.synchronises else executor.complete()
         if state.synchronises:
             program.statistics.close()
         if program.schedule.reshards_after_forward:

@@ -70,7 +70,7 @@ class ForwardPass:
         self._depth = max(0, self._depth - 1)
         if not in_backward() and not self.whole.is_full:
             self._program.executor.end()
-            self._program.executor.launch_left("gather")
+            self._program.executor.skip("gather")
 
     def pre_forward(self, unit: str, records: bool) -> None:
         """A unit's forward begins."""

@@ -55,6 +55,8 @@ class Executor:
         self._queues: dict[str, deque[Op]] = {}
         self._known: dict[Key, Op] = {}
         self._done: set[Key] = set()
+        self._skipped: set[Key] = set()
+        """Those of them that have not run, but may yet."""
         self._to_compute: list[Key] = []
         """Of compute ops that were loaded or admitted since everything was launched."""
         self._outstanding: dict[Key, Record] = {}
@@ -84,10 +86,11 @@ class Executor:
         """
         self._clock.require_no_capture()
         for name in self._queues:
-            self.launch_left(name)
+            self.skip(name)
         if step != self.step:
             self.step = step
             self._done.clear()
+            self._skipped.clear()
             self._known.clear()
             self._to_compute.clear()
             self._outstanding = {
@@ -124,7 +127,9 @@ class Executor:
             raise RuntimeError(f"{key} is in no schedule that was loaded")
         if op.after:
             self.require(op.after)
-        if key in self._done:
+        if key in self._skipped:
+            self._skipped.remove(key)
+        elif key in self._done:
             # A second forward of a unit in one micro-batch, say.
             op = replace(op, planned=False)
         records = self.records
@@ -185,7 +190,7 @@ class Executor:
                     raise RuntimeError(f"{key} is waited for, but in no schedule that was loaded")
                 if op.kind in COMPUTE:
                     raise RuntimeError(f"{key} is waited for, but has not run")
-                self.launch_left(op.stream, key)
+                self.skip(op.stream, key)
                 record = self._outstanding.get(key)
             if record is not None:
                 del self._outstanding[key]
@@ -221,26 +226,41 @@ class Executor:
 
     # ---- launching
 
-    def launch_left(self, stream: str, last: Key | None = None) -> None:
-        """Launches what is left on a stream: what it waits for this rank skipped, but others may not have.
+    def skip(self, stream: str, last: Key | None = None) -> None:
+        """Lets what is left on a stream go: compute ops that it comes after and that did not run count as done.
+
+        This rank skips them, or runs them in another order; others may not, and wait for the collectives.
 
         Args:
             stream: Its name.
-            last: With which to stop; None: everything.
+            last: The collective with which to stop; None: all.
         """
-        queue = self._queues.get(stream)
-        while queue:
-            op = queue.popleft()
-            self._launch_op(op)
+        for op in tuple(self._queues.get(stream, ())):
+            self._skip_before(op)
             if op.key == last:
-                return
+                break
+        self._advance()
+
+    def _skip_before(self, op: Op) -> None:
+        for key in op.after:
+            if key in self._done:
+                continue
+            if (other := self._known[key]).kind in COMPUTE:
+                self._done.add(key)
+                self._skipped.add(key)
+            else:
+                self.skip(other.stream, key)
 
     def drop(self, stream: str) -> None:
         """Forgets what is left on a stream: the model runs its units in an order that the schedule did not foresee."""
         self._queues.pop(stream, None)
 
-    def launch_all(self) -> None:
-        """Launches whatever is left, as if every compute op were complete."""
+    def skip_all(self) -> None:
+        """Lets everything that is left go: compute ops that did not run count as done.
+
+        Raises:
+            RuntimeError: A collective waits for what was not loaded.
+        """
         self.end()
         self._done.update(self._to_compute)
         self._to_compute.clear()
@@ -254,7 +274,7 @@ class Executor:
         Raises:
             CommunicationError: A collective failed.
         """
-        self.launch_all()
+        self.skip_all()
         self.settle()
 
     def run(self, ops: Sequence[Op], work: Callable[[], Traffic] | None = None) -> None:

@@ -47,12 +47,11 @@ def without_after(*kinds: str, phase: str = "", stream: str = "") -> Mutant:
 
 def ungated(stack: ExitStack) -> None:
     """Collectives start as soon as they are loaded."""
-    advance = Executor._advance
 
     def advanced(self: Executor) -> None:
-        for name in self._queues:
-            self.launch_left(name)
-        advance(self)
+        for queue in self._queues.values():
+            while queue:
+                self._launch_op(queue.popleft())
 
     stack.enter_context(patch.object(Executor, "_advance", advanced))
 

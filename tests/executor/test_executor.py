@@ -13,6 +13,9 @@ from paceline.executor.executor import Executor
 
 COPY = Op("copy_in", "u0", 0, "backward", "compute")
 REDUCE = Op("all_reduce", "bucket 0", 0, "backward", "reduce", after=(COPY.key,))
+REPLICATE = Op("all_reduce", "bucket 0", 0, "update", "replicate", after=(REDUCE.key,))
+LATER_COPY = Op("copy_in", "u1", 0, "backward", "compute")
+LATER = Op("all_reduce", "bucket 1", 0, "backward", "reduce", after=(LATER_COPY.key,))
 UNKNOWN = Key("all_reduce", "bucket 9", 0, "backward")
 
 
@@ -23,14 +26,15 @@ def ran() -> list[Key]:
 
 @pytest.fixture
 def executor(ran: list[Key]) -> Iterator[Executor]:
-    stream = ThreadStream("test")
+    streams = {name: ThreadStream(name) for name in ("reduce", "replicate")}
 
     def run(op: Op) -> Traffic:
         ran.append(op.key)
         return Traffic(0, 0)
 
-    yield Executor(0, HostClock(), {"reduce": stream}, lambda op: lambda: run(op))
-    stream.close()
+    yield Executor(0, HostClock(), streams, lambda op: lambda: run(op))
+    for stream in streams.values():
+        stream.close()
 
 
 def test_a_collective_runs_once_what_it_comes_after_is_done(executor: Executor, ran: list[Key]) -> None:
@@ -66,6 +70,38 @@ def test_a_compute_op_that_has_not_run_cannot_be_waited_for(executor: Executor) 
     executor.load(0, [COPY])
     with pytest.raises(RuntimeError, match="has not run"):
         executor.require([COPY.key])
+
+
+def test_what_a_rank_skips_counts_as_done_and_all_before_it_is_launched_in_order(
+    executor: Executor, ran: list[Key]
+) -> None:
+    executor.load(0, [COPY, REDUCE, REPLICATE, LATER_COPY, LATER])
+    executor.require([LATER.key])
+    assert ran[0] == REDUCE.key
+    executor.settle()
+    assert {*ran} == {REDUCE.key, REPLICATE.key, LATER.key}
+    assert ran.index(LATER.key) > ran.index(REDUCE.key)
+
+
+def test_only_what_comes_before_is_skipped(executor: Executor, ran: list[Key]) -> None:
+    executor.load(0, [COPY, REDUCE, LATER_COPY, LATER])
+    executor.require([REDUCE.key])
+    assert ran == [REDUCE.key]
+    assert {event.kind for event in executor.drain()} == {"all_reduce"}
+
+
+def test_what_was_skipped_on_another_stream_is_launched_too(executor: Executor, ran: list[Key]) -> None:
+    executor.load(0, [COPY, REDUCE, REPLICATE])
+    executor.require([REPLICATE.key])
+    assert ran == [REDUCE.key, REPLICATE.key]
+
+
+def test_what_was_skipped_and_runs_after_all_was_planned_and_what_runs_again_was_not(executor: Executor) -> None:
+    executor.load(0, [COPY, REDUCE])
+    executor.require([REDUCE.key])
+    executor.mark(COPY.key)
+    executor.mark(COPY.key)
+    assert [event.planned for event in executor.drain() if event.kind == "copy_in"] == [True, False]
 
 
 def test_each_of_many_micro_batches_takes_as_much_looking_up_as_the_first(executor: Executor) -> None:
