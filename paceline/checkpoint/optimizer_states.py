@@ -58,7 +58,8 @@ class OptimizerStates:
                         raise UserError(
                             f"{type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that is "
                             "not the model's: make it a part of the model before pl.parallelize, which also keeps it "
-                            "alike on all ranks"
+                            "alike on all ranks; where it is of a second model, give each model an optimizer of its "
+                            "own, or make one module of both parallel"
                         )
             _require_plain(optimizer)
 

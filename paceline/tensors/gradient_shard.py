@@ -148,9 +148,10 @@ def _require_elementwise(
         return
     if name in _NORMS and kwargs.get("dim") is None:
         raise UserError(
-            "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's shards of the gradients, another "
-            "one on each rank: call pl.clip_grad_norm_(model, max_norm), of some parameters "
-            "pl.clip_grad_norm_(model, max_norm, group['params']), and pl.engine_of(model).grad_norm() for a norm"
+            f"{name} of p.grad, as torch.nn.utils.clip_grad_norm_ and get_total_norm ask, is the norm of this rank's "
+            "shards of the gradients, another one on each rank: to clip call pl.clip_grad_norm_(model, max_norm), by "
+            "some parameters' norm pl.clip_grad_norm_(model, max_norm, group['params']), and for a norm alone "
+            "pl.engine_of(model).grad_norm()"
         )
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         raise UserError(
@@ -184,8 +185,9 @@ def _differ(shards: list[GradientShard]) -> bool:
 def _refusal(name: str) -> EngineError:
     return EngineError(
         f"{name} of p.grad: it holds this rank's shard of the gradient, flat, so the result would be another one on "
-        "each rank. Scale or zero it as you like; for the norm call pl.engine_of(model).grad_norm(), to clip it "
-        "pl.clip_grad_norm_(model, max_norm), or set strategy.zero to 0 for whole gradients"
+        "each rank. Scale or zero it as you like. For the norm, which is also not finite where any rank's gradient is "
+        "not, call pl.engine_of(model).grad_norm(); to clip it pl.clip_grad_norm_(model, max_norm); update weights by "
+        "an optimizer of your own under @pl.elementwise; or set strategy.zero to 0 for whole gradients"
     )
 
 
