@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from paceline.core.errors import UserError
 from paceline.models.flops import flops_per_token
@@ -40,12 +41,13 @@ def measured_seconds(row: Row, described: Described, peak: float) -> tuple[float
         value = row.number(name)
         if value is None:
             continue
+        called = row.called[name]
         if value <= 0:
-            raise UserError(f"{name}: expected a number above 0, got {row.values[name]!r}")
+            raise UserError(f"{called}: expected a number above 0, got {row.values[name]!r}")
         taken = seconds(value)
         if model / taken > _MOST.get(run.dtype, 1.0) * peak:
             raise UserError(
-                f"{name}: {row.values[name]} is {100 * model / taken / peak:,.0f} % of the device's peak, "
+                f"{called}: {row.values[name]} is {100 * model / taken / peak:,.0f} % of the device's peak, "
                 f"{peak / 1e12:g} TFLOP/s: is it in other units, which the column's name can tell, or of another model?"
             )
         return taken, name
@@ -60,6 +62,18 @@ def measures_time(row: Row) -> bool:
     """Whether any column tells how long a step took."""
     names = ("seconds", "tokens_per_second_device", "tokens_per_second", "samples_per_second", "model_flops")
     return any(name in row.values for name in (*names, "flops", "hardware_flops", "mfu", "hfu"))
+
+
+def read_as_share(row: Row, column: str) -> str:
+    """What is said of a utilisation in a column of percent that is below one and was taken for a share; "" of others.
+
+    Args:
+        row: The row.
+        column: By which `measured_seconds` told its time.
+    """
+    called, value = row.called[column], row.number(column) or 0.0
+    is_share = column in ("mfu", "hfu") and value <= 0.01 and re.search("pct|percent|%", called.lower())
+    return f"{called} {row.values[column]} as a share, not percent" if is_share else ""
 
 
 def _share(value: float) -> float:

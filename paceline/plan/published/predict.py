@@ -12,7 +12,7 @@ from paceline.plan.fitted import FITTED, LAUNCH, Constants, kernels
 from paceline.plan.hardware import Hardware, Link
 from paceline.plan.network import spread
 from paceline.plan.published.describe import Described, describe
-from paceline.plan.published.measured import measured_seconds
+from paceline.plan.published.measured import measured_seconds, read_as_share
 from paceline.plan.published.stacks import STACKS, software
 from paceline.plan.published.table import Row
 from paceline.plan.step import StepTime, step_time
@@ -57,11 +57,21 @@ def predict(row: Row, constants: Constants = FITTED) -> Prediction:
     if not _SAID & row.values.keys() and described.run.dtype not in hardware.device.ceiling:
         # Devices before A100 multiply in float16.
         run = replace(described.run, dtype="float16")
-        described = replace(described, run=run, assumed=(*described.assumed, "float16"))
+        described = replace(described, run=run)
     peaks = hardware.device.peak
     peak = peaks.get(described.run.dtype) or peaks.get("bfloat16") or next(iter(peaks.values()))
     step = step_of(described, constants)
-    return Prediction(described, *measured_seconds(row, described, peak), step)
+    measured, column = measured_seconds(row, described, peak)
+    said = filter(None, (*_unsaid(row, described), read_as_share(row, column)))
+    return Prediction(replace(described, assumed=(*described.assumed, *said)), measured, column, step)
+
+
+def _unsaid(row: Row, described: Described) -> list[str]:
+    """How a row's numbers are computed where neither it nor the program that it names says that, in words."""
+    said = [] if _SAID & row.values.keys() else [described.run.dtype]
+    if described.stack == "fsdp" and described.compiled is None:
+        said.append("not compiled")
+    return said
 
 
 def step_of(described: Described, constants: Constants = FITTED) -> StepTime:

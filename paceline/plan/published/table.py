@@ -29,6 +29,7 @@ class Row:
         values: Cells by what they are (a key of `columns.SYNONYMS`), empty ones left out.
         scales: What numbers of a column are multiplied by to be in seconds, bytes, shares or parameters.
         raw: Cells by the file's own names of its columns.
+        called: The file's own names of columns by what they are.
         fault: What is wrong with the line itself, if anything.
     """
 
@@ -36,6 +37,7 @@ class Row:
     values: Mapping[str, str]
     scales: Mapping[str, float]
     raw: Mapping[str, str] = field(repr=False)
+    called: Mapping[str, str] = field(repr=False)
     fault: str = ""
 
     def text(self, name: str) -> str:
@@ -58,9 +60,9 @@ class Row:
         try:
             value = float(text)
         except ValueError:
-            raise UserError(f"{name}: expected a number, got {self.values[name]!r}") from None
+            raise UserError(f"{self.called[name]}: expected a number, got {self.values[name]!r}") from None
         if not math.isfinite(value):
-            raise UserError(f"{name}: expected a finite number, got {self.values[name]!r}")
+            raise UserError(f"{self.called[name]}: expected a finite number, got {self.values[name]!r}")
         return value * scale
 
     def whole(self, name: str) -> int | None:
@@ -71,7 +73,9 @@ class Row:
         """
         value = self.number(name)
         if value is not None and (not 1 <= value <= _LARGEST or value != int(value)):
-            raise UserError(f"{name}: expected a whole number of at least 1, got {self.values[name]!r}")
+            raise UserError(
+                f"{self.called[name]}: expected a whole number from 1 to {_LARGEST:,}, got {self.values[name]!r}"
+            )
         return None if value is None else int(value)
 
     def flag(self, name: str) -> bool | None:
@@ -122,7 +126,12 @@ def read(path: str | Path) -> Table:
         if twice := [name for name, count in Counter(map(str.strip, header)).items() if name and count > 1]:
             raise UserError(f"{path}: expected each column once, got {twice[0]!r} twice")
         columns = [resolve(cell) for cell in header]
-        rows = [_row(lines.line_num, header, columns, cells) for cells in lines if any(map(str.strip, cells))]
+        rows, last = [], lines.line_num
+        for cells in lines:
+            # A cell in quotes may go over several lines.
+            first, last = last + 1, lines.line_num
+            if any(map(str.strip, cells)):
+                rows.append(_row(first, header, columns, cells))
     except csv.Error as error:
         raise UserError(f"{path}: expected a CSV file, got what is none: {error}") from None
     if not rows:
@@ -135,14 +144,15 @@ def _row(line: int, header: list[str], columns: list[tuple[str, float] | None], 
     raw = dict(zip(header, cells, strict=False))
     values: dict[str, str] = {}
     scales: dict[str, float] = {}
-    for column, cell in zip(columns, cells, strict=False):
+    called: dict[str, str] = {}
+    for title, column, cell in zip(header, columns, cells, strict=False):
         if column is None or cell.strip().lower() in _MISSING:
             continue
         name, scale = column
         # Of several columns of one thing, such as a count and its check, the first counts.
         if name not in values:
-            values[name], scales[name] = cell.strip(), scale
+            values[name], scales[name], called[name] = cell.strip(), scale, title.strip()
     fault = ""
     if len(cells) != len(header):
         fault = f"expected {len(header)} cells as in the first line, got {len(cells)}"
-    return Row(line, values, scales, raw, fault)
+    return Row(line, values, scales, raw, called, fault)

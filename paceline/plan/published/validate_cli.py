@@ -38,7 +38,7 @@ class ValidateArguments:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints how wrong forecasts are; returns the exit status.
+    """Prints how wrong forecasts are; returns the exit status, 1 where no row of any file could be compared.
 
     Raises:
         UserError: A file is not there or no table of measurements.
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json != json_file.SCREEN:
         for each in checked:
             print("\n".join(_lines(each)))
-    return 0
+    return 0 if any(each.times or each.memories for each in checked) else 1
 
 
 def _validate_published(options: ValidateArguments) -> int:
@@ -78,7 +78,7 @@ def _validate_published(options: ValidateArguments) -> int:
 
 def _lines(checked: Checked) -> Iterable[str]:
     """All that there is to say of a file."""
-    yield f"{checked.table.path}: {len(checked.table.rows):,} rows"
+    yield f"{checked.table.path}: {_rows(len(checked.table.rows))}"
     if checked.table.unknown:
         yield f"Columns that are not known, and play no part: {', '.join(checked.table.unknown)}"
     if checked.times:
@@ -133,5 +133,9 @@ def _figures(name: str, found: Errors | None) -> str:
         return f"{name}: no row to compare"
     return (
         f"{name}: mean {found.mean:.1%}, median {found.median:.1%}, p90 {found.p90:.1%}, "
-        f"largest {found.worst:.1%} of {found.rows:,} row{'s' if found.rows != 1 else ''}"
+        f"largest {found.worst:.1%} of {_rows(found.rows)}"
     )
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' if count != 1 else ''}"

@@ -171,7 +171,7 @@ def test_throughputs_utilisation_and_flops_tell_the_same_step(tmp_path: Path) ->
         ({"model": "mystery", "source": ""}, "model 'mystery' is not known"),
         ({"n_heads": 7}, "multiple of heads"),
         ({"precision": "fp4"}, "8 bits or more"),
-        ({"n_gpus": "-8"}, "whole number of at least 1"),
+        ({"n_gpus": "-8"}, "n_gpus: expected a whole number from 1 to"),
         ({"n_params": "6.7"}, "n_params: expected a number of parameters, got '6.7'; write billions as 8B"),
     ],
 )
@@ -183,8 +183,8 @@ def test_what_a_row_lacks_is_named(tmp_path: Path, change: dict[str, object], me
 @pytest.mark.parametrize(
     ("cells", "words"),
     [
-        ({"mfu_pct": 440}, "mfu: 440 is 440 % of the device's peak, 312 TFLOP/s: is it in other units"),
-        ({"step_time_s": 0.0187}, "seconds: 0.0187 is [0-9,]+ % of the device's peak"),
+        ({"mfu_pct": 440}, "mfu_pct: 440 is 440 % of the device's peak, 312 TFLOP/s: is it in other units"),
+        ({"step_time_s": 0.0187}, "step_time_s: 0.0187 is [0-9,]+ % of the device's peak"),
         ({"tokens_per_s_per_gpu": 8e6}, "of the device's peak"),
     ],
 )

@@ -85,7 +85,12 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_cell_that_is_no_number_says_so(tmp_path: Path) -> None:
     (row,) = read(write(tmp_path, "gpu,n_gpus,seq_len\nh100,many,2048.5\n")).rows
-    with pytest.raises(UserError, match="devices: expected a number, got 'many'"):
+    with pytest.raises(UserError, match="n_gpus: expected a number, got 'many'"):
         row.whole("devices")
-    with pytest.raises(UserError, match="context: expected a whole number"):
+    with pytest.raises(UserError, match="seq_len: expected a whole number"):
         row.whole("context")
+
+
+def test_a_row_is_told_by_the_line_on_which_it_begins(tmp_path: Path) -> None:
+    found = read(write(tmp_path, 'gpu,notes\nh100,"a\nb\nc"\n\na100,x\n'))
+    assert [row.line for row in found.rows] == [2, 6]

@@ -52,6 +52,21 @@ def test_the_same_in_words(file: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "Not predicted: 4" in printed and "step time: mean" in printed and "ran out" in printed
 
 
+def test_what_a_row_leaves_out_is_told_beside_its_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("model,n_gpus,gpu,seq_len,micro_batch,mfu_pct\nllama-8b,8,h100,8192,1,0.4\n", encoding="utf-8")
+    assert main(["--validate", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{path}: 1 row\n" in printed
+    assert "one micro-batch a step, bfloat16, not compiled, mfu_pct 0.4 as a share, not percent" in printed
+
+
+def test_a_file_of_which_no_row_can_be_compared_is_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("model,n_gpus,gpu\nunheard of,8,h100\n", encoding="utf-8")
+    assert main(["--validate", str(path)]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
