@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, get_args
 
@@ -50,16 +50,26 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "kernels.straggling": (0.0, 1.0, "a share of 1"),
     "devices_per_host": (1, 1e5, "devices"),
     "within.latency": (0.0, 1.0, "seconds"),
-    "within.bandwidth": (1e5, 1e14, "bytes a second"),
+    "within.bandwidth": (1e6, 1e14, "bytes a second"),
     "between.latency": (0.0, 1.0, "seconds"),
-    "between.bandwidth": (1e4, 1e14, "bytes a second"),
-    "framework": (0, 1e12, "bytes"),
+    "between.bandwidth": (1e5, 1e14, "bytes a second"),
+    "framework": (1e6, 1e12, "bytes"),
     "hooks": (0.0, 0.1, "seconds"),
     "measured.fixed": (0.0, 10.0, "seconds"),
     "measured.per_flop": (0.0, 1e-6, "seconds"),
-    "measured.per_byte": (0.0, 1e-3, "seconds"),
+    "measured.per_byte": (0.0, 1e-6, "seconds"),
     "measured.per_block": (0.0, 1.0, "seconds"),
 }
+
+
+_OR_NONE = frozenset({"framework"})
+"""Whose number may also be 0, which says that it is not known."""
+
+_PRODUCTS = ("mm", "addmm", "matmul")
+"""Operators that reach about what matrices multiply at."""
+
+_SLOWEST, _FASTEST = 1e-3, 1.5
+"""Of the device's peak, between which products were ever measured."""
 
 
 def write(path: str | Path, hardware: Hardware) -> None:
@@ -110,6 +120,7 @@ def read(path: str | Path) -> Hardware:
                 f"{path}: measured.{name}: no plan looks for it; expected an operator with a dtype, such as "
                 "'mm float32', a collective with its ranks, such as 'all_reduce 2', or update, copy_in, cast or squares"
             )
+    _require_likely(path, found)
     for name in ("peak", "ceiling"):
         if unknown := sorted(getattr(found.device, name).keys() - set(DTYPES)):
             near = difflib.get_close_matches(unknown[0], DTYPES, n=1, cutoff=0.3)
@@ -125,9 +136,27 @@ def read(path: str | Path) -> Hardware:
     return found
 
 
+def _require_likely(path: str | Path, found: Hardware) -> None:
+    """Refuses names that would garble what is printed, and measured rates that no work takes or the device denies."""
+    for name, text in (("device.name", found.device.name), ("source", found.source)):
+        if not text.isprintable():
+            raise UserError(f"{path}: {name}: expected one line of printable text, got {text!r}")
+    for name, rates in found.measured.items():
+        if not any(astuple(rates)):
+            raise UserError(f"{path}: measured.{name}: expected seconds above 0, got none of any kind")
+        operator, _, dtype = name.partition(" ")
+        peak = found.device.peak.get(dtype)
+        if peak and operator in _PRODUCTS and rates.per_flop and not _SLOWEST < 1 / rates.per_flop / peak <= _FASTEST:
+            raise UserError(
+                f"{path}: measured.{name}.per_flop: {rates.per_flop:g} seconds are {1 / rates.per_flop:.3g} operations "
+                f"a second, which does not go with device.peak.{dtype}, {peak:.3g}; make it anew with `paceline plan "
+                "--here`"
+            )
+
+
 def _values(path: str | Path) -> dict[str, Any]:
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8-sig") as file:  # as some editors write it
             text = file.read(_LARGEST_FILE + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -183,7 +212,7 @@ def _check(path: str | Path, name: str, value: float) -> None:
     # Of what goes by names, the range is that of all of them; names may have dots.
     known = f"measured.{name.rpartition('.')[2]}" if name.startswith("measured.") else name
     least, most, unit = _RANGES.get(known) or _RANGES[".".join(name.split(".")[:2])]
-    if least <= value <= most:  # which neither infinity nor what is no number is
+    if least <= value <= most or (value == 0 and name in _OR_NONE):  # which neither infinity nor what is no number is
         return
     likely = [word for factor, word in _PREFIXES.get(unit, {}).items() if least <= value * factor <= most]
     hint = f"; is it in {' or '.join(likely)}?" if likely and value > 0 else ""

@@ -47,7 +47,9 @@ def test_what_was_measured_is_written_too_and_its_numbers_are_checked(file: Path
     "name", ["matmul float", "gelu float999", "all_reduce", "all_reduce 0", "copyin", "reduce_scater 2", ""]
 )
 def test_what_no_plan_looks_for_is_refused(file: Path, name: str) -> None:
-    changed(file, "measured", value={"update": {"fixed": 0.0}, "all_gather 16": {"fixed": 0.0}, name: {"fixed": 1e-6}})
+    changed(
+        file, "measured", value={"update": {"fixed": 1e-6}, "all_gather 16": {"fixed": 1e-6}, name: {"fixed": 1e-6}}
+    )
     with pytest.raises(UserError, match=f"measured.{name}: no plan looks for it"):
         profile_file.read(file)
 
@@ -84,6 +86,19 @@ def test_what_no_plan_looks_for_is_refused(file: Path, name: str) -> None:
         (("device", "name"), "\ud800", "can't encode character"),
         (("device", "ceiling"), {"float8": 9e14}, "at least one of float32"),
         (("between", "latency"), 8, "between.latency: expected seconds, from 0 to 1, got 8"),
+        (("within", "bandwidth"), 900_000, r"within.bandwidth.*got 900000; is it in millions"),
+        (("between", "bandwidth"), 50_000, r"between.bandwidth.*got 50000; is it in billions \(GB/s\) or millions"),
+        (("framework",), 238, r"framework: expected bytes, from 1e.06 to 1e.12, got 238; is it in billions"),
+        (("device", "name"), "h100\x1b[2J", r"device.name: expected one line of printable text, got 'h100\\x1b"),
+        (("source",), "a\nb", "source: expected one line of printable text"),
+        (("measured",), {"update": {}}, "measured.update: expected seconds above 0"),
+        (
+            ("measured",),
+            {"mm bfloat16": {"per_flop": 1e-16}},
+            "1e.16 seconds are 1e.16 operations a second, which does",
+        ),
+        (("measured",), {"mm bfloat16": {"per_flop": 2e-12}}, "does not go with device.peak.bfloat16, 9.8.e.14"),
+        (("measured",), {"all_reduce 2": {"per_byte": 1e-5}}, "per_byte: expected seconds, from 0 to 1e-06"),
         (("units",), "GB, ms", "units: expected 'bytes, .*got 'GB, ms'; convert the numbers"),
     ],
 )
@@ -92,6 +107,16 @@ def test_a_mistake_in_a_file_says_where_and_what_was_expected(file: Path, keys, 
     with pytest.raises(UserError, match=words) as told:
         profile_file.read(file)
     assert str(file) in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_byte_order_mark_before_it_is_no_damage(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert profile_file.read(file) == profiles.hardware("h100")
+
+
+def test_what_the_framework_takes_may_be_left_unknown(file: Path) -> None:
+    changed(file, "framework", value=0)
+    assert profile_file.read(file).framework == 0
 
 
 def test_a_whole_number_may_be_written_with_an_exponent(file: Path) -> None:
