@@ -19,7 +19,7 @@ from paceline.plan.buffer_table import buffers
 from paceline.plan.estimate import Estimate
 from paceline.plan.explain import terms
 from paceline.plan.held import held_over_time
-from paceline.plan.numbers import forecast_numbers
+from paceline.plan.numbers import forecast_numbers, setting_numbers
 from paceline.plan.recommend import would_fit
 from paceline.plan.request import Request, request
 from paceline.plan.search import Found, search
@@ -48,6 +48,14 @@ def forecast(options: PlanArguments, devices: int) -> int:
             table.show_misfit(found, numbers["would_fit"])
     else:
         numbers |= _about(options, asked, found, best, tokens, shows)
+    if asked.own is not None:
+        try:
+            own: Estimate | UserError = asked.case.estimate(asked.own)
+        except UserError as error:
+            own = error
+        numbers["as_it_is"] = {"error": str(own)} if isinstance(own, UserError) else setting_numbers(own)
+        if shows:
+            table.show_own(options.config, own, best)
     json_file.write(options.json, numbers)
     if options.write:
         _write(options, asked, found, tokens)

@@ -40,6 +40,11 @@ class Failures:
     @property
     def in_words(self) -> str:
         """A sentence."""
+        if not self.goodput and self.restarting / self.between > _HOPELESS:
+            return (
+                f"something fails every {duration(self.between)}, before work goes on again, which takes "
+                f"{duration(self.restarting)}: this does not get on"
+            )
         if not self.goodput:
             return (
                 f"something fails every {duration(self.between)}, before what was done is saved, which takes "

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from paceline.command_line import quantities as said
 from paceline.command_line.help_page import fill
+from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.plan import scaling
 from paceline.plan.budget import Budget
+from paceline.plan.choice import ALIKE
 from paceline.plan.estimate import Estimate
 from paceline.plan.explain import Term
 from paceline.plan.failures import Failures
@@ -132,6 +134,24 @@ def show_recommended(found: Found, best: Estimate, budget: Budget | None, failur
         print(f"  budget  {budget.in_words}")
     if failures is not None:
         print(fill(f"  faults  {failures.in_words}", " " * 10))
+
+
+def show_own(config: str, own: Estimate | UserError, best: Estimate | None) -> None:
+    """Prints what a configuration takes as it is, beside the recommended setting."""
+    if isinstance(own, UserError):
+        told = str(own)
+    else:
+        told = f"{in_words(own)}, in {own.setting.strategy.precision}: {said.seconds(own.seconds)} a step"
+        if not own.fits:
+            told += f", which misses by {gib(-own.spare)} GiB"
+        elif best is not None:
+            slower = own.seconds / best.seconds - 1
+            beside = (
+                "as fast" if abs(slower) < ALIKE else f"{said.share(abs(slower))} {'longer' if slower > 0 else 'less'}"
+            )
+            told += f", {beside}, and {gib(own.spare)} GiB free"
+    print()
+    print(fill(f"{config} as it is: {told}.", "  "))
 
 
 def show_terms(terms: Sequence[Term]) -> None:

@@ -84,11 +84,13 @@ def _hugging_face(path: Path) -> nn.Module:
         # Code that comes with a model is not run: the path says nothing of who wrote it.
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         # The class that the file names; where it names none, a language model.
-        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        given: Any = config.architectures or ()
+        names = (given,) if isinstance(given, str) else given
+        named = [getattr(transformers, name, None) for name in names]
         kind = next((each for each in named if each is not None), None)
         if named and kind is None:
             raise ValueError(
-                f"architectures names {config.architectures[0]}, which transformers {transformers.__version__} has "
+                f"architectures names {names[0]}, which transformers {transformers.__version__} has "
                 "not: leave it out to plan what AutoModelForCausalLM makes of the rest"
             )
         if kind is None:
@@ -113,13 +115,18 @@ def _function(name: str) -> tuple[nn.Module, Inputs | None]:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(
                 f"--model {name}: there is no module {error.name}; expected module:function, importable from here"
             ) from None
         raise _raised(name, f"importing {module_name}", error) from error
     function: Any = getattr(module, function_name, None)
+    if isinstance(function, nn.Module):
+        raise UserError(
+            f"--model {name}: expected a function that builds the model, got a {type(function).__name__} that is built "
+            f"already: name one that does, such as def build(): return {type(function).__name__}(...)"
+        )
     if not callable(function):
         raise UserError(f"--model {name}: {module_name} has no function {function_name!r} that returns an nn.Module")
     try:
@@ -132,7 +139,7 @@ def _function(name: str) -> tuple[nn.Module, Inputs | None]:
         built = function()
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = f"{function_name}(), which builds it on the meta device (shapes without values),"
         raise _raised(name, where, error) from error
     pair = isinstance(built, tuple) and len(built) == 2
@@ -145,7 +152,7 @@ def _function(name: str) -> tuple[nn.Module, Inputs | None]:
     return model, inputs
 
 
-def _raised(name: str, what: str, error: Exception) -> UserError:
+def _raised(name: str, what: str, error: Exception | SystemExit) -> UserError:
     """What a user's own code raised, in a sentence, and then its traceback from there on."""
     trace = error.__traceback__
     while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):

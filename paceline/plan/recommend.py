@@ -70,7 +70,9 @@ def reason(found: Found) -> str:
     if too_large:
         nearest = min(too_large, key=lambda each: -each.spare)
         parts.append(f"{name(found, nearest)} would need {quantities.gib(-nearest.spare)} GiB more")
-    compared = [each for each in fitting if each.seconds > (1 + ALIKE) * best.seconds or each.spare > best.spare]
+    # Room that is worth a word: at least what shows, and a hundredth of the device.
+    room = best.spare + max(2**30 / 10, best.capacity / 100)
+    compared = [each for each in fitting if each.seconds > (1 + ALIKE) * best.seconds or each.spare > room]
     if compared:
         parts.append(_next(best, compared[0], name(found, compared[0])))
     return "; ".join(parts)
@@ -111,11 +113,12 @@ def _changes(case: Case, samples: int, precision: str) -> Iterator[str]:
         if precision in hardware.device.ceiling and would(replace(case, hardware=hardware), samples):
             yield f"--hardware {hardware.device.name}"
             break
-    for context in (case.subject.context // 2, case.subject.context // 4, case.subject.context // 8):
-        shorter = _with_context(case.subject, context)
-        if shorter is not None and would(replace(case, subject=shorter), samples):
+    context = case.subject.context // 2
+    while (shorter := _with_context(case.subject, context)) is not None:
+        if would(replace(case, subject=shorter), samples):
             yield f"--context {context}"
             break
+        context //= 2
 
 
 def _with_context(subject: Subject, context: int) -> Subject | None:

@@ -16,6 +16,7 @@ from paceline.models.presets import PRESETS
 from paceline.plan import profiles, quantities
 from paceline.plan.arguments import PlanArguments
 from paceline.plan.case import Case
+from paceline.plan.estimate import Setting
 from paceline.plan.hardware import Hardware
 from paceline.plan.models import meta_model_and_inputs
 from paceline.plan.subject import Kernels, Subject, of_module, transformer
@@ -39,6 +40,7 @@ class Request:
         precisions: What may be computed in.
         config: The run's configuration, for models that `paceline train` trains.
         usual: Samples of a step by the preset, where its step is planned.
+        own: How the user's configuration makes a step, with the batch that is planned, where one is asked about.
     """
 
     case: Case
@@ -46,6 +48,7 @@ class Request:
     precisions: tuple[str, ...]
     config: TrainConfig | None
     usual: int = 0
+    own: Setting | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -95,7 +98,27 @@ def request(options: PlanArguments, devices: int) -> Request:
         _precisions(options, hardware, subject, config),
         config,
         usual,
+        _own(options, config, samples * devices, devices, hardware),
     )
+
+
+def _own(
+    options: PlanArguments, config: TrainConfig | None, batch: int, devices: int, hardware: Hardware
+) -> Setting | None:
+    if not options.config or config is None or config.plan:
+        return None
+    from paceline.plan.run_file import setting_of
+
+    setting = setting_of(replace(config, batch=batch), devices)
+    if setting.strategy.precision != "auto":
+        return setting
+    # As a run finds it: see `comm.devices.strategy_on`.
+    low = _kernels(options) == "cuda" and "bfloat16" in hardware.device.ceiling
+    return replace(setting, strategy=replace(setting.strategy, precision="bfloat16" if low else "float32"))
+
+
+def _kernels(options: PlanArguments) -> Kernels:
+    return "cpu" if options.here and not torch.cuda.is_available() else "cuda"
 
 
 def _here(devices: int) -> Hardware:
@@ -121,7 +144,7 @@ def _config(options: PlanArguments) -> TrainConfig | None:
 
 
 def _subject(options: PlanArguments, config: TrainConfig | None) -> Subject:
-    kernels: Kernels = "cpu" if options.here and not torch.cuda.is_available() else "cuda"
+    kernels = _kernels(options)
     if config is not None:
         shape = config.model.shape(config.data.vocabulary) if options.config else PRESETS[options.model]
         return transformer(options.config or options.model, _fitting(shape, options), options.context, kernels)

@@ -1,4 +1,4 @@
-"""The recommended setting as a configuration that `paceline train` runs."""
+"""From the configuration of a run to how it makes a step, and from the recommended setting to a configuration."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.core.errors import UserError
-from paceline.plan.estimate import Estimate
+from paceline.plan.estimate import Estimate, Setting
 from paceline.train.config import TrainConfig
 from paceline.train.yaml_file import to_yaml
+
+
+def setting_of(config: TrainConfig, ranks: int) -> Setting:
+    """How a configuration makes a step, for the rank with the most samples."""
+    share = share_of(config.batch, ranks)
+    samples = min(config.micro_batch, share)
+    return Setting(config.strategy, samples, math.ceil(share / samples))
+
+
+def share_of(batch: int, ranks: int) -> int:
+    """Samples of the rank with the most of them."""
+    return math.ceil(batch / ranks)
 
 
 def run_config(config: TrainConfig, estimate: Estimate, context: int, tokens: int = 0) -> TrainConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -21,9 +20,9 @@ from paceline.core.strategy import Strategy
 from paceline.launch.cores import CROWDED
 from paceline.models.config import ModelConfig
 from paceline.plan.case import Case
-from paceline.plan.estimate import Setting
 from paceline.plan.hardware import Device, Hardware, Kernels, Link
 from paceline.plan.recommend import in_words
+from paceline.plan.run_file import setting_of, share_of
 from paceline.plan.search import families, search
 from paceline.plan.subject import transformer
 from paceline.train.config import TrainConfig
@@ -166,7 +165,7 @@ def planned(config: TrainConfig, shape: ModelConfig, world: World, say: Callable
 
         say(f"plan: measuring this machine for about {SECONDS:.0f} s, once")
         hardware = measured_in_job(world, say)
-    share, case = _share(config.batch, world.world_size), _case(hardware, shape, world)
+    share, case = share_of(config.batch, world.world_size), _case(hardware, shape, world)
     looked = search(case, share, strategies=_possible(config.strategy, case))
     estimate = looked.recommended
     if estimate is None:
@@ -211,20 +210,9 @@ def _possible(strategy: Strategy, case: Case) -> list[Strategy]:
     return found
 
 
-def setting_of(config: TrainConfig, ranks: int) -> Setting:
-    """How a configuration makes a step, for the rank with the most samples."""
-    share = _share(config.batch, ranks)
-    samples = min(config.micro_batch, share)
-    return Setting(config.strategy, samples, math.ceil(share / samples))
-
-
 def _case(hardware: Hardware, shape: ModelConfig, world: World) -> Case:
     kernels = "cuda" if world.device.type == "cuda" else "cpu"
     return Case(transformer("the model", shape, kernels=kernels), hardware, world.world_size)
-
-
-def _share(batch: int, ranks: int) -> int:
-    return math.ceil(batch / ranks)
 
 
 def _held_now(device: torch.device, recomputes: bool) -> int:

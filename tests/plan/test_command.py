@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,41 @@ def test_what_is_written_is_a_run_of_paceline_train(tmp_path: Path, capsys: pyte
     capsys.readouterr()
     assert main(["plan", str(path), "--hardware", "h100", "--devices", "64", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["batch_tokens"] == 2**22
+
+
+def test_a_configuration_is_told_as_it_is_beside_what_is_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+
+    def planned(text: str, hardware: str = "h100") -> tuple[dict[str, Any], str]:
+        path.write_text(text)
+        asked = ["plan", str(path), "--hardware", hardware, "--devices", "8"]
+        assert main([*asked, "--json", "-"]) == 0
+        numbers = json.loads(capsys.readouterr().out)
+        assert main(asked) == 0
+        return numbers, " ".join(capsys.readouterr().out.split())
+
+    numbers, shown = planned("strategy: {zero: 3, recompute: unit, accumulation: each}\nbatch: 16\nmicro_batch: 1\n")
+    own, best = numbers["as_it_is"], numbers["recommended"]
+    assert (own["strategy"]["zero"], own["strategy"]["recompute"]) == (3, "unit")
+    assert own["strategy"]["precision"] == "bfloat16"
+    assert own["micro_batch"] * own["micro_batches"] == best["micro_batch"] * best["micro_batches"] == 2
+    assert own["seconds"] > 1.05 * best["seconds"]
+    slower = f"{100 * (own['seconds'] / best['seconds'] - 1):.0f} % longer"
+    assert f"{path} as it is: zero 3, 2 micro-batches of 1 sample" in shown and slower in shown
+    # As paceline train would find it there.
+    assert planned("", "v100")[0]["as_it_is"]["strategy"]["precision"] == "float32"
+    numbers, shown = planned("strategy: {zero: 2, shard: 3}\n")
+    assert "as it is: strategy.shard: 8 ranks cannot form groups of 3" in shown and numbers["as_it_is"]["error"]
+    assert "as_it_is" not in planned("plan: auto\n")[0]
+
+
+def test_what_does_not_fit_as_it_is_misses_by_so_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {preset: llama-8b}\nbatch: 64\nmicro_batch: 8\nstrategy: {zero: 0}\n")
+    assert main(["plan", str(path), "--hardware", "h100", "--devices", "8"]) == 0
+    assert re.search(r"as it is: zero 0, .* which misses by [\d,.]+ GiB\.", " ".join(capsys.readouterr().out.split()))
 
 
 def test_nothing_fits_says_by_how_much_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:

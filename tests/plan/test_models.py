@@ -91,6 +91,7 @@ def test_a_file_may_name_a_class_that_is_no_causal_language_model(
         ("no json", "not a valid JSON"),
         (json.dumps({"model_type": "vit"}), "ViTConfig"),
         (json.dumps({"model_type": "gpt2", "architectures": ["MyOwnModel"]}), "names MyOwnModel, which transformers"),
+        (json.dumps({"model_type": "gpt2", "architectures": "MyOwnModel"}), "MyOwnModel"),
         (json.dumps({"model_type": "gpt2", "n_embd": "wide"}), "n_embd"),
     ],
 )
@@ -143,6 +144,11 @@ def helped(settings):
     return nn.Linear(settings["width"], 4)
 
 shape = (1, 2)
+
+built = nn.Linear(4, 4)
+
+def leaves():
+    raise SystemExit(2)
 """
 
 
@@ -172,6 +178,8 @@ def test_what_has_memory_is_drawn_as_ever(mine: str) -> None:
         ("{}:number", "expected the function to return an nn.Module, or one and what it is called with"),
         ("{}:missing", "has no function 'missing'"),
         ("{}:shape", "has no function 'shape'"),
+        ("{}:built", "expected a function that builds the model, got a Linear that is built already"),
+        ("{}:leaves", "leaves(), which builds it on the meta device (shapes without values), raised SystemExit: 2"),
         ("{}:empty", "ReLU has no parameters"),
         ("{}:lazy", "weight has no shape before the model is called"),
         ("{}:sized", "expected a function that takes nothing (missing a required argument: 'width')"),
@@ -202,6 +210,7 @@ def test_what_a_users_function_raises_is_told_with_its_own_lines_alone(mine: str
     [
         ("import not_installed_anywhere\n", "raised ModuleNotFoundError: No module named 'not_installed_anywhere'"),
         ("def build(: pass\n", "raised SyntaxError: invalid syntax"),
+        ("import sys; sys.exit('no arguments')\n", "raised SystemExit: no arguments"),
         ("raise ValueError('no settings')\n", "raised ValueError: no settings"),
     ],
 )
