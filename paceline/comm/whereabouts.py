@@ -6,12 +6,14 @@ long that has been the same.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import re
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -70,9 +72,10 @@ class Look:
     """What is known of this rank from looking at it again and again."""
 
     def __init__(self) -> None:
-        """Looks for the first time."""
+        """Looks for the first time, in the thread that trains."""
         self._seen: tuple[Activity | None, bool] = None, True
         self._since = time.perf_counter()
+        self._thread, self._state = threading.current_thread(), _thread_state()
 
     def again(self) -> dict[str, Any]:
         """Where this rank is now.
@@ -86,7 +89,7 @@ class Look:
         if seen != self._seen:
             since = latest.since if latest is not None else None
             self._seen, self._since = seen, since or time.perf_counter()
-        calls = _places().get(threading.main_thread().ident or 0, [])
+        calls = _calls(lambda file: _dump_thread(file, self._state)) if self._thread.is_alive() else []
         words = _words(*seen, [call.file for call in calls])
         return {
             "words": words,
@@ -137,31 +140,53 @@ def _words(activity: Activity | None, has_ended: bool, files: list[str]) -> str:
     return f"paceline {before}" if theirs.startswith(_PACKAGE) else f"the program's own code {before}"
 
 
-def _places() -> dict[int, list[_Call]]:
-    """The calls that each thread is in, innermost first.
+_PYTHON = ctypes.PyDLL(None)
+_thread_state = _PYTHON.PyThreadState_Get
+_thread_state.restype = ctypes.c_void_p
+_dump_thread = _PYTHON._Py_DumpTraceback
+"""What `faulthandler` calls for one thread. It makes no frame objects: in CPython 3.11, to follow those of a thread
+that goes on meanwhile (`sys._current_frames`, `f_back`) can end the process by a segmentation fault. And it looks at no
+other thread: native ones (autograd's, Gloo's and NCCL's) make themselves known to Python while this one has the
+interpreter, and to look at one that is half known ends the process, too."""
+_dump_thread.argtypes, _dump_thread.restype = (ctypes.c_int, ctypes.c_void_p), None
 
-    Written by `faulthandler`, which reads them without making frame objects: in CPython 3.11, to follow those of a
-    thread that goes on meanwhile (`sys._current_frames`, `f_back`) can end the process by a segmentation fault. It
-    tells of the 100 youngest threads.
+
+def _places() -> dict[int, list[_Call]]:
+    """The calls that each thread is in, innermost first; of the 100 youngest threads.
+
+    For who waits in vain alone, and not for signs of life: see `_dump_thread`.
     """
+    found: dict[int, list[_Call]] = {}
+    calls: list[_Call] = []
+    for line in _dumped(lambda file: faulthandler.dump_traceback(file, all_threads=True)):
+        if head := _THREAD.match(line):
+            calls = found[int(head[1], 16)] = []
+        else:
+            calls += _call(line)
+    return found
+
+
+def _calls(dump: Callable[[int], object]) -> list[_Call]:
+    return [call for line in _dumped(dump) for call in _call(line)]
+
+
+def _call(line: str) -> list[_Call]:
+    found = _CALL.match(line)
+    return [_Call(_unescaped(found[1]), int(found[2]), _unescaped(found[3]))] if found else []
+
+
+def _dumped(dump: Callable[[int], object]) -> list[str]:
+    """Lines that a function writes into a file."""
     try:
         file = os.memfd_create("paceline stacks")
     except (AttributeError, OSError):
         # Where the system does not know it, places remain unknown.
-        return {}
+        return []
     try:
-        faulthandler.dump_traceback(file, all_threads=True)
-        text = os.pread(file, os.fstat(file).st_size, 0).decode("ascii", errors="replace")
+        dump(file)
+        return os.pread(file, os.fstat(file).st_size, 0).decode("ascii", errors="replace").splitlines()
     finally:
         os.close(file)
-    found: dict[int, list[_Call]] = {}
-    calls: list[_Call] = []
-    for line in text.splitlines():
-        if head := _THREAD.match(line):
-            calls = found[int(head[1], 16)] = []
-        elif call := _CALL.match(line):
-            calls.append(_Call(_unescaped(call[1]), int(call[2]), _unescaped(call[3])))
-    return found
 
 
 def _unescaped(text: str) -> str:

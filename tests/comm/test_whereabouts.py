@@ -69,6 +69,71 @@ def test_a_model_that_is_collected_meanwhile_does_not_stop_the_process() -> None
     assert ran.stdout == "went on\n", ran.stderr
 
 
+NATIVE = """
+import ctypes, threading, time
+from paceline.comm.whereabouts import Look
+
+library = ctypes.CDLL(None)
+called = 0
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+def call(nothing):
+    global called
+    called += 1
+
+def make():
+    while not over.is_set():
+        threads = [ctypes.c_ulong() for _ in range(8)]
+        for thread in threads:
+            library.pthread_create(ctypes.byref(thread), None, call, None)
+        for thread in threads:
+            library.pthread_join(thread, None)
+
+over = threading.Event()
+makers = [threading.Thread(target=make)]
+for maker in makers:
+    maker.start()
+look, end = Look(), time.monotonic() + 2
+while time.monotonic() < end:
+    assert "native" not in look.again()["words"]
+over.set()
+for maker in makers:
+    maker.join()
+assert called > 100, called
+print("went on")
+"""
+
+
+def test_threads_that_native_code_makes_known_meanwhile_do_not_stop_the_process() -> None:
+    # As autograd's, Gloo's and NCCL's do, whenever they call into Python or let go of a tensor that it knew.
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run([sys.executable, "-c", NATIVE], env=environment, capture_output=True, text=True, timeout=150)
+    assert ran.stdout == "went on\n", (ran.returncode, ran.stderr)
+
+
+def test_who_is_looked_at_is_the_thread_that_trains() -> None:
+    looks: list[Look] = []
+    over = threading.Event()
+
+    def trains() -> None:
+        looks.append(Look())
+        over.wait()
+
+    thread = threading.Thread(target=trains)
+    thread.start()
+    while not looks:
+        time.sleep(0.001)
+    (look,) = looks
+    found: list[str] = []
+    watch = threading.Thread(target=lambda: found.append(look.again()["at"]))
+    watch.start()
+    watch.join()
+    assert found[0].endswith("in trains")
+    over.set()
+    thread.join()
+    assert look.again()["at"] == "", "it has ended"
+
+
 def trained_while_looked_at(seconds: float) -> int:
     over, interval = threading.Event(), sys.getswitchinterval()
     # Threads take turns in the midst of everything.
