@@ -7,11 +7,15 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import EngineError, UserError
 from paceline.hooks.outputs import tensors_in
+
+_NEVER = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+"""Neither a frame nor what it calls is compiled."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -115,16 +119,13 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
 
 def untraced(method: Callable[P, T]) -> Callable[P, T]:
     """A hook into which torch.compile does not look: its bookkeeping is no part of a model."""
-    hidden: list[Callable[P, T]] = []
 
+    # What torch.compiler.disable does, which loads the compiler, and that takes longer than most first steps.
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.compiler.is_dynamo_compiling():
-            return method(*args, **kwargs)
-        # Made only once somebody compiles: loading the compiler takes longer than most first steps.
-        if not hidden:
-            hidden.append(torch.compiler.disable(method))
-        return hidden[0](*args, **kwargs)
+        return method(*args, **kwargs)
 
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    eval_frame.set_code_exec_strategy(call.__code__, _NEVER)
     return call
 
 

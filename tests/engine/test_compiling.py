@@ -250,6 +250,24 @@ def test_a_compiled_function_of_the_loop_sees_gradients(ranks: RankPool, zero: i
         assert found and all(value == 0 for value in found)
 
 
+def frames_compiled(blocks: int) -> int:
+    """How many frames are read to compile a whole parallel model of so many blocks."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build()
+    model.blocks = nn.ModuleList(Block() for _ in range(blocks)).double()
+    compiled = torch.compile(pl.parallelize(model, Strategy(zero=3, bucket_mb=1e-4)), backend="eager")
+    compiled(data(0, 4)[0]).sum().backward()
+    pl.release(model)
+    return torch._dynamo.utils.counters["frames"]["total"]
+
+
+def test_a_whole_models_blocks_are_compiled_once_and_hooks_never(ranks: RankPool) -> None:
+    # The model up to its first unit and from each to the next, which is the same place of a loop, and one block.
+    few, many = (ranks(2, frames_compiled, blocks)[0] for blocks in (3, 12))
+    assert 0 < few == many <= 12
+
+
 def steps_compiled(strategy: Strategy | None) -> dict[str, Tensor]:
     model = parallel(build(), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
