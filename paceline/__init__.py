@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from paceline.core.ops import Op
     from paceline.core.schedule import Schedule
     from paceline.core.strategy import SYSTEMS, Strategy
+    from paceline.engine.accumulate import accumulate
     from paceline.engine.api import (
-        accumulate,
         broadcast_buffers,
         clip_grad_norm_,
         engine_of,
@@ -57,8 +57,8 @@ _HOMES = {
     "paceline.verify.replicas": ("check_replicas",),
     "paceline.comm.control": ("all_gather_json", "barrier"),
     "paceline.comm.world": ("World", "init", "shutdown"),
+    "paceline.engine.accumulate": ("accumulate",),
     "paceline.engine.api": (
-        "accumulate",
         "broadcast_buffers",
         "clip_grad_norm_",
         "engine_of",

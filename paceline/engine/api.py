@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.control import all_gather_json
 from paceline.comm.world import current_world
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
@@ -22,7 +21,6 @@ from paceline.hooks.plain_copies import ENGINE, SET, copy_plain, inside, reduce_
 from paceline.materialise.freed import keep_freed_memory
 
 M = TypeVar("M", bound=nn.Module)
-T = TypeVar("T")
 
 
 def parallelize(
@@ -117,57 +115,6 @@ def engine_of(model: nn.Module) -> Engine:
     if engine is None:
         raise ValueError(f"{type(model).__name__} is not parallel: call pl.parallelize(model) first")
     return engine  # type: ignore[no-any-return]
-
-
-def accumulate(model: nn.Module, batches: Iterable[T], uneven: bool = False) -> Iterator[T]:
-    """Yields micro-batches such that only the last one's backward completes the step's gradients.
-
-    Scale each loss yourself, as in any accumulating loop.
-
-    Args:
-        model: A parallel model.
-        batches: The micro-batches of one optimizer step, on this rank.
-        uneven: Whether ranks may have different numbers of them, or none. They are then counted over ranks first, and
-            a rank without one contributes zeros. If not, every rank has equally many.
-
-    Yields:
-        Each of `batches`, as it is. A rank that has fewer than others yields its own only.
-
-    Raises:
-        ValueError: `parallelize` was not called on this model.
-
-    Example:
-        >>> model = pl.parallelize(torch.nn.Linear(4, 2))
-        >>> batch = torch.randn(8, 4).to(pl.init().device)
-        >>> for rows in pl.accumulate(model, batch.chunk(4)):
-        ...     loss = model(rows).square().mean() / 4
-        ...     loss.backward()
-    """
-    engine = engine_of(model)
-    if uneven:
-        batches = list(batches)
-        counts = all_gather_json(len(batches), "number of micro-batches")
-        try:
-            for index in range(max(counts)):
-                engine.forward.idle_ranks.there_are(index >= min(counts))
-                with engine.no_sync() if index < max(counts) - 1 else nullcontext():
-                    if index < len(batches):
-                        yield batches[index]
-                    else:
-                        engine.backward.idle()
-        finally:
-            engine.forward.idle_ranks.there_are(False)
-        return
-    iterator = iter(batches)
-    try:
-        current = next(iterator)
-    except StopIteration:
-        return
-    for following in iterator:
-        with engine.no_sync():
-            yield current
-        current = following
-    yield current
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:

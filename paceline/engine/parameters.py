@@ -11,8 +11,8 @@ from paceline.buffers.conversions import Conversions
 from paceline.buffers.edits import CopyEdits, Edits, refuse_edit
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import Tensors, parameter_in, placeholder
+from paceline.buffers.put_in_place import take_given
 from paceline.buffers.unsharded import Unsharded
-from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
 from paceline.hooks.parameters import follow_accumulators
@@ -242,36 +242,9 @@ class Parameters:
                 parameter.data = self.flat.local[index]
 
     def take_given(self) -> None:
-        """Takes values of parameters that a loop gave other data outside of `full`, where that counts.
-
-        Of another shape it does not: it is refused before all but `pl.release`, which leaves it out.
-        """
-        if self.loses_edits:
-            return
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for index in self.flat.managed:
-                parameter, whole = self.all[index], self.flat.views[index]
-                if parameter.data_ptr() != whole.data_ptr() and parameter.shape == whole.shape:
-                    whole.copy_(parameter)
-
-    def take_updated(self) -> None:
-        """Takes what an optimizer put in the place of this rank's shards, by `p.data = ...`, to where they lie.
-
-        Raises:
-            EngineError: It is of another shape.
-        """
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for index in self.flat.managed:
-                spec, parameter, shard = self.flat.layout.slots[index].spec, self.all[index], self.flat.local[index]
-                if parameter.data_ptr() == shard.data_ptr() or not spec.trainable:
-                    continue
-                if parameter.shape != shard.shape:
-                    whole, part = list(parameter.shape), list(shard.shape)
-                    raise EngineError(
-                        f"{spec.name}: the optimizer put data of shape {whole} in the place of this rank's shard, of "
-                        f"shape {part}: make it of what the parameter is inside the step, or write in place"
-                    )
-                shard.copy_(parameter)
+        """Takes values of parameters that a loop gave other data outside of `full`, where that counts."""
+        if not self.loses_edits:
+            take_given(self.flat)
 
     def updated(self) -> None:
         """The masters have changed: what was gathered is stale, and what is computed with follows them."""

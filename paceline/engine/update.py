@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.buffers.put_in_place import take_updated
 from paceline.comm.agreement import differing
 from paceline.core.errors import EngineError, UserError
 from paceline.core.ops import GRADIENTS, OPTIMIZER, READ, Key, Op
@@ -105,7 +106,7 @@ class Update:
     def suspend(self) -> None:
         """A closure runs, or a forward inside the step: parameters are what they are outside of it."""
         if self.under_way:
-            self._program.parameters.take_updated()
+            take_updated(self._program.parameters.flat)
         self._rest()
         self._is_suspended = True
 
@@ -175,7 +176,7 @@ class Update:
             self.require_reduced("optimizer.step() with a closure")
         self._give_shards_back()
         if self.under_way:
-            parameters.take_updated()
+            take_updated(parameters.flat)
         mark_states(optimizer, parameters.flat)
         self.under_way = self._is_suspended = False
         executor.end()

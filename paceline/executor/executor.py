@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from paceline.comm import whereabouts
 from paceline.comm.gpu_streams import CudaClock
 from paceline.comm.streams import CommStream, HostClock
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.events import Event
-from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
+from paceline.core.ops import PREVIOUS, Key, Op
+from paceline.core.progress import Progress
 from paceline.executor.launch_hash import LaunchHash
 from paceline.executor.records import KEPT, Record, Records
 
@@ -52,13 +51,7 @@ class Executor:
         self._records = Records(rank, clock)
         self._remember = self._records.kept.append
         self._running: Record | None = None
-        self._queues: dict[str, deque[Op]] = {}
-        self._known: dict[Key, Op] = {}
-        self._done: set[Key] = set()
-        self._skipped: set[Key] = set()
-        """Those of them that have not run, but may yet."""
-        self._to_compute: list[Key] = []
-        """Of compute ops that were loaded or admitted since everything was launched."""
+        self._progress = Progress()
         self._outstanding: dict[Key, Record] = {}
         self.launched = LaunchHash()
         self.step = 0
@@ -85,32 +78,23 @@ class Executor:
             EngineError: A CUDA graph is being captured.
         """
         self._clock.require_no_capture()
-        for name in self._queues:
-            self.skip(name)
+        progress = self._progress
+        progress.skip_streams()
+        self._advance()
         if step != self.step:
             self.step = step
-            self._done.clear()
-            self._skipped.clear()
-            self._known.clear()
-            self._to_compute.clear()
+            progress.begin_step()
             self._outstanding = {
                 key._replace(micro_batch=PREVIOUS): record for key, record in self._outstanding.items()
             }
-        for op in ops:
-            self._done.discard(op.key)
-            self._known[op.key] = op
-            if op.kind in COMPUTE:
-                self._to_compute.append(op.key)
-            else:
-                self._queues.setdefault(op.stream, deque()).append(op)
+        progress.load(ops)
         self._advance()
 
     # ---- compute ops
 
     def admit(self, op: Op) -> None:
         """Takes a compute op of a schedule's part that data asked for."""
-        self._known[op.key] = op
-        self._to_compute.append(op.key)
+        self._progress.admit(op)
 
     def begin(self, key: Key) -> None:
         """A compute op begins, once what it waits for is complete; the one that was running ends.
@@ -122,16 +106,9 @@ class Executor:
         self._running = self._begin(key)
 
     def _begin(self, key: Key) -> Record:
-        op = self._known.get(key)
-        if op is None:
-            raise RuntimeError(f"{key} is in no schedule that was loaded")
+        op = self._progress.begin(key)
         if op.after:
             self.require(op.after)
-        if key in self._skipped:
-            self._skipped.remove(key)
-        elif key in self._done:
-            # A second forward of a unit in one micro-batch, say.
-            op = replace(op, planned=False)
         records = self.records
         whereabouts.latest = record = Record(op, self.step, records, self._clock.now(records))
         if records:
@@ -154,22 +131,21 @@ class Executor:
         self.end()
         record = self._begin(key)
         record.end = record.start
-        self._done.add(key)
-        self._advance()
+        self.done(key)
 
     def done(self, *keys: Key) -> None:
         """These compute ops are complete, their results in place: launches the collectives that waited for them."""
-        self._done.update(keys)
+        self._progress.done(*keys)
         self._advance()
 
     def after(self, key: Key) -> tuple[Key, ...]:
         """What a loaded op waits for; nothing if there is none of that name."""
-        op = self._known.get(key)
+        op = self._progress.get(key)
         return op.after if op is not None else ()
 
     def knows(self, key: Key) -> bool:
         """Whether an op of this name was loaded in this step."""
-        return key in self._known
+        return self._progress.get(key) is not None
 
     # ---- waiting
 
@@ -181,15 +157,7 @@ class Executor:
         """
         for key in keys:
             record = self._outstanding.get(key)
-            if record is None and key not in self._done:
-                op = self._known.get(key)
-                if op is None:
-                    if key.micro_batch == PREVIOUS:
-                        # What is left of the step before is outstanding; the rest is complete.
-                        continue
-                    raise RuntimeError(f"{key} is waited for, but in no schedule that was loaded")
-                if op.kind in COMPUTE:
-                    raise RuntimeError(f"{key} is waited for, but has not run")
+            if record is None and (op := self._progress.needed(key)) is not None:
                 self.skip(op.stream, key)
                 record = self._outstanding.get(key)
             if record is not None:
@@ -227,46 +195,24 @@ class Executor:
     # ---- launching
 
     def skip(self, stream: str, last: Key | None = None) -> None:
-        """Lets what is left on a stream go: compute ops that it comes after and that did not run count as done.
-
-        This rank skips them, or runs them in another order; others may not, and wait for the collectives.
-
-        Args:
-            stream: Its name.
-            last: The collective with which to stop; None: all.
-        """
-        for op in tuple(self._queues.get(stream, ())):
-            self._skip_before(op)
-            if op.key == last:
-                break
+        """Launches what is left on a stream, up to `last`, as if this rank had run what that comes after."""
+        self._progress.skip(stream, last)
         self._advance()
-
-    def _skip_before(self, op: Op) -> None:
-        for key in op.after:
-            if key in self._done:
-                continue
-            if (other := self._known[key]).kind in COMPUTE:
-                self._done.add(key)
-                self._skipped.add(key)
-            else:
-                self.skip(other.stream, key)
 
     def drop(self, stream: str) -> None:
         """Forgets what is left on a stream: the model runs its units in an order that the schedule did not foresee."""
-        self._queues.pop(stream, None)
+        self._progress.drop(stream)
 
     def skip_all(self) -> None:
-        """Lets everything that is left go: compute ops that did not run count as done.
+        """Launches whatever is left, as if every compute op had run.
 
         Raises:
             RuntimeError: A collective waits for what was not loaded.
         """
         self.end()
-        self._done.update(self._to_compute)
-        self._to_compute.clear()
+        self._progress.skip_all()
         self._advance()
-        if any(self._queues.values()):
-            raise RuntimeError(f"collectives that nothing launches: {self._queues}")
+        self._progress.require_empty()
 
     def complete(self) -> None:
         """Launches whatever is left, then waits for every collective launched; the time of that is exposed.
@@ -285,8 +231,9 @@ class Executor:
             work: Performs the only one; by default what performs such ops of a schedule.
         """
         for op in ops:
-            self._known[op.key] = op
+            self._progress.admit(op)
             self._launch(op, work or self._work(op))
+            self._progress.done(op.key)
         self.require([op.key for op in ops])
 
     def drain(self) -> list[Event]:
@@ -297,18 +244,9 @@ class Executor:
         return events
 
     def _advance(self) -> None:
-        """Launches queued collectives whose conditions hold, in order on each stream."""
-        progressed = True
-        while progressed:
-            # A collective may wait for one on another stream, which it then follows on that one's completion.
-            progressed = False
-            for queue in self._queues.values():
-                while queue and self._done.issuperset(queue[0].after):
-                    self._launch_op(queue.popleft())
-                    progressed = True
-
-    def _launch_op(self, op: Op) -> None:
-        self._launch(op, self._work(op), [self._outstanding[key] for key in op.after if key in self._outstanding])
+        """Launches collectives whose conditions hold."""
+        for op in self._progress.ready():
+            self._launch(op, self._work(op), [self._outstanding[k] for k in op.after if k in self._outstanding])
 
     def _launch(self, op: Op, work: Callable[[], Traffic], after: Sequence[Record] = ()) -> None:
         record = Record(op, self.step, self.records)
@@ -318,7 +256,6 @@ class Executor:
         self._outstanding[op.key] = record
         if self.records:
             self._remember(record)
-        self._done.add(op.key)
         self.launched.add(op.stream, op.target)
 
     def _wait(self, record: Record) -> None:

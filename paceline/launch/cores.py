@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from paceline.core.errors import UserError
+from paceline.launch.screen import show
 
 CGROUPS = Path("/sys/fs/cgroup")
 MOST_THREADS = 4096
@@ -37,6 +38,23 @@ def threads_per_rank(threads: int, local_ranks: int) -> int:
             raise UserError(f"OMP_NUM_THREADS: expected at most {MOST_THREADS}, got {wanted}; set fewer, or unset it")
         return wanted
     return max(1, available_cores() // local_ranks)
+
+
+def threads_each(workers: int, threads: int) -> int:
+    """Threads of each worker; warns of more than there are cores for.
+
+    Args:
+        workers: Ranks that compute at once.
+        threads: Of each; 0: as OMP_NUM_THREADS says, else the cores shared out.
+    """
+    cores, threads = available_cores(), threads_per_rank(threads, workers)
+    if workers * threads > cores:
+        show(
+            f"warning: {workers} workers of {threads} threads share {cores} cores, which is slower than "
+            f"--workers {max(1, cores // threads)}" + (" or --threads 1" if threads > 1 else ""),
+            warning=True,
+        )
+    return threads
 
 
 CROWDED = 0.25

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import UserError
+from paceline.launch.cores import threads_each
 from paceline.launch.failure import read_failure
 from paceline.launch.host_line import HostLine
 from paceline.launch.host_meeting import JOINING_SECONDS, PATIENT_SECONDS, HostMeeting, reach_leader
@@ -16,7 +17,7 @@ from paceline.launch.process import Command
 from paceline.launch.screen import show
 from paceline.launch.seated import SeatedJob
 from paceline.launch.temporary_folder import TemporaryFolder
-from paceline.launch.workers import POLL_SECONDS, threads_each
+from paceline.launch.workers import POLL_SECONDS
 
 _PAUSE_SECONDS = 0.2
 _LONGEST = 1 << 14

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from paceline.core.errors import UserError
+from paceline.launch.cores import threads_each
 from paceline.launch.failure import Failure, write_failure
 from paceline.launch.host_line import HostLine
 from paceline.launch.host_meeting import JOINING_SECONDS, PATIENT_SECONDS, HostMeeting, LeadingEnd
@@ -24,7 +25,7 @@ from paceline.launch.replacing import ReplacingJob
 from paceline.launch.screen import show
 from paceline.launch.stop import ended_at_once
 from paceline.launch.temporary_folder import TemporaryFolder
-from paceline.launch.workers import POLL_SECONDS, threads_each
+from paceline.launch.workers import POLL_SECONDS
 
 
 def lead(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.cores import threads_each
 from paceline.launch.failure import read_failure
 from paceline.launch.members import Members
 from paceline.launch.process import Command
@@ -16,7 +17,6 @@ from paceline.launch.screen import show
 from paceline.launch.seat import Place, place_message
 from paceline.launch.seated import SeatedJob
 from paceline.launch.temporary_folder import TemporaryFolder
-from paceline.launch.workers import threads_each
 
 SILENT_SECONDS = 120.0
 """After a loss, how long other ranks may compute before they notice it; those that do not are ended."""

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO
 
 from paceline.core.errors import UserError
-from paceline.launch.cores import available_cores, threads_per_rank
+from paceline.launch.cores import threads_each
 from paceline.launch.failure import first_failure, memory_kills, read_failure
 from paceline.launch.forking import ForkedProcess, Forks
 from paceline.launch.process import Command, LocalProcess, Process
@@ -58,23 +58,6 @@ def launch(command: Command, workers: int, threads: int = 0) -> int:
     """
     with TemporaryFolder("job") as folder:
         return Job(folder.path, command, workers, threads_each(workers, threads)).run()
-
-
-def threads_each(workers: int, threads: int) -> int:
-    """Threads of each worker; warns of more than there are cores for.
-
-    Args:
-        workers: Ranks that compute at once.
-        threads: See `launch`.
-    """
-    cores, threads = available_cores(), threads_per_rank(threads, workers)
-    if workers * threads > cores:
-        show(
-            f"warning: {workers} workers of {threads} threads share {cores} cores, which is slower than "
-            f"--workers {max(1, cores // threads)}" + (" or --threads 1" if threads > 1 else ""),
-            warning=True,
-        )
-    return threads
 
 
 class Job:

@@ -49,9 +49,11 @@ def ungated(stack: ExitStack) -> None:
     """Collectives start as soon as they are loaded."""
 
     def advanced(self: Executor) -> None:
-        for queue in self._queues.values():
+        for queue in self._progress._queues.values():
             while queue:
-                self._launch_op(queue.popleft())
+                op = queue.popleft()
+                self._launch(op, self._work(op), [self._outstanding[k] for k in op.after if k in self._outstanding])
+                self._progress.done(op.key)
 
     stack.enter_context(patch.object(Executor, "_advance", advanced))
 
@@ -67,8 +69,9 @@ def gathers_out_of_turn_unwaited(stack: ExitStack) -> None:
 
     def run(self: Executor, ops: Any, work: Any = None) -> None:
         for op in ops:
-            self._known[op.key] = op
+            self._progress.admit(op)
             self._launch(op, work or self._work(op))
+            self._progress.done(op.key)
 
     stack.enter_context(patch.object(Executor, "run", run))
 

@@ -146,7 +146,7 @@ def ordered_streams() -> Iterator[Watch]:
 
         def watched_begin(executor: Executor, key: Key) -> None:
             begin(executor, key)
-            watch.touch(executor._known[key])
+            watch.touch(executor._progress.get(key))
 
         def watched_end(executor: Executor) -> None:
             running: Any = executor._running
