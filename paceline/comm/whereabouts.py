@@ -89,7 +89,7 @@ class Look:
         if seen != self._seen:
             since = latest.since if latest is not None else None
             self._seen, self._since = seen, since or time.perf_counter()
-        calls = _calls(lambda file: _dump_thread(file, self._state)) if self._thread.is_alive() else []
+        calls = _calls_in(self._state) if self._thread.is_alive() else []
         words = _words(*seen, [call.file for call in calls])
         return {
             "words": words,
@@ -143,18 +143,30 @@ def _words(activity: Activity | None, has_ended: bool, files: list[str]) -> str:
 _PYTHON = ctypes.PyDLL(None)
 _thread_state = _PYTHON.PyThreadState_Get
 _thread_state.restype = ctypes.c_void_p
-_dump_thread = _PYTHON._Py_DumpTraceback
-"""What `faulthandler` calls for one thread. It makes no frame objects: in CPython 3.11, to follow those of a thread
-that goes on meanwhile (`sys._current_frames`, `f_back`) can end the process by a segmentation fault. And it looks at no
-other thread: native ones (autograd's, Gloo's and NCCL's) make themselves known to Python while this one has the
-interpreter, and to look at one that is half known ends the process, too."""
-_dump_thread.argtypes, _dump_thread.restype = (ctypes.c_int, ctypes.c_void_p), None
+
+
+def _calls_in(state: int) -> list[_Call]:
+    """The calls that a thread is in, innermost first; none where Python's library does not offer to tell.
+
+    By what `faulthandler` calls for one thread. It makes no frame objects: in CPython 3.11, to follow those of a thread
+    that goes on meanwhile (`sys._current_frames`, `f_back`) can end the process by a segmentation fault. And it looks
+    at no other thread: native ones (autograd's, Gloo's and NCCL's) make themselves known to Python while this one has
+    the interpreter, and to look at one that is half known ends the process, too.
+
+    Args:
+        state: Of a thread that has not ended, as `_thread_state` gives it there.
+    """
+    dump = getattr(_PYTHON, "_Py_DumpTraceback", None)
+    if dump is None:
+        return []
+    dump.argtypes, dump.restype = (ctypes.c_int, ctypes.c_void_p), None
+    return [call for line in _dumped(lambda file: dump(file, state)) for call in _call(line)]
 
 
 def _places() -> dict[int, list[_Call]]:
     """The calls that each thread is in, innermost first; of the 100 youngest threads.
 
-    For who waits in vain alone, and not for signs of life: see `_dump_thread`.
+    For who waits in vain alone, and not for signs of life: see `_calls_in`.
     """
     found: dict[int, list[_Call]] = {}
     calls: list[_Call] = []
@@ -164,10 +176,6 @@ def _places() -> dict[int, list[_Call]]:
         else:
             calls += _call(line)
     return found
-
-
-def _calls(dump: Callable[[int], object]) -> list[_Call]:
-    return [call for line in _dumped(dump) for call in _call(line)]
 
 
 def _call(line: str) -> list[_Call]:
