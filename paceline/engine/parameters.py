@@ -143,7 +143,7 @@ class Parameters:
 
         A module that casts its own, as some routers do, has a copy; so has one that was given another memory format.
         """
-        parameter, whole = self.all[index], self.flat.views[index]
+        parameter, whole = self.all[index], self.pinned.get(index, self.flat.views[index])
         if parameter.data_ptr() == whole.data_ptr() or parameter.dtype != whole.dtype:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -205,11 +205,14 @@ class Parameters:
         """Hides what `pin` made whole.
 
         Raises:
-            EngineError: One was written to meanwhile.
+            EngineError: One was written to meanwhile, or given other data.
         """
         if not self.pinned:
             return
-        if (edited := self._copy_edits.found(self._pins)) is not None:
+        edited = self._copy_edits.found(self._pins)
+        if edited is None:
+            edited = next(filter(self._is_moved, self.pinned), None)
+        if edited is not None:
             refuse_edit(edited, self.flat)
         indices, self.pinned, self._pins = list(self.pinned), {}, {}
         closed = [index for index in indices if self.flat.layout.slots[index].spec.unit not in self._open]

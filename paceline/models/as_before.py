@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class ChangedBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self._idle: set[tuple[Place, bool]] = set()
         """Large ones that forwards leave alone, where their submodule is training, or is not."""
 
@@ -60,7 +61,7 @@ class ChangedBuffers:
                     self._idle.add((place, modes[place[0]]))
             elif is_written:
                 raise EngineError(
-                    f"{type(self._module).__name__}: its forward wrote to the buffer {place[1]}, which the first "
+                    f"{type(self.module).__name__}: its forward wrote to the buffer {place[1]}, which the first "
                     "forward had not, so that recompute has no copy of what it was: leave this block out of recompute"
                 )
             elif not is_there:
@@ -80,7 +81,7 @@ class ChangedBuffers:
         """
         if any(each._version != version for each, version in zip(tensors, versions, strict=True)):
             raise EngineError(
-                f"{type(self._module).__name__}: a tensor that its forward is given was written to in place (as by "
+                f"{type(self.module).__name__}: a tensor that its forward is given was written to in place (as by "
                 "x.add_(...)), so that recompute, which keeps no copy of it, would compute with another one: write to "
                 "a copy (x = x + ...), or set strategy.recompute to none"
             )
@@ -88,7 +89,7 @@ class ChangedBuffers:
     def _now(self) -> dict[Place, Tensor]:
         return {
             (owner, name): buffer
-            for owner in self._module.modules()
+            for owner in self.module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
         }
@@ -100,8 +101,49 @@ def _copies(tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
     return {place: copies[id(each)] for place, each in tensors.items()}
 
 
+class _Part(NamedTuple):
+    """A submodule as a forward finds it: evaluating or not, with parameters of its own or lent ones.
+
+    `torch.func.functional_call` lends some for one forward, and who evaluates between forward and backward switches.
+    """
+
+    module: nn.Module
+    is_training: bool
+    parameters: dict[str, nn.Parameter | None]
+
+    def is_so(self) -> bool:
+        now = self.module._parameters
+        same = len(now) == len(self.parameters) and all(now.get(name) is p for name, p in self.parameters.items())
+        return same and self.module.training == self.is_training
+
+    def put(self) -> None:
+        self.module.training = self.is_training
+        self.module._parameters.clear()
+        self.module._parameters.update(self.parameters)
+
+
+def _part(module: nn.Module) -> _Part:
+    return _Part(module, module.training, dict(module._parameters))
+
+
+@contextmanager
+def _as_they_were(parts: Sequence[_Part]) -> Iterator[None]:
+    changed = [part for part in parts if not part.is_so()]
+    now = [_part(part.module) for part in changed]
+    for part in changed:
+        part.put()
+    try:
+        yield
+    finally:
+        for part in now:
+            part.put()
+
+
 class AsBefore:
-    """One forward of a module: computed again, it finds caches, lists, dictionaries and buffers as they were before."""
+    """One forward of a module: computed again, it finds what it reads as it was before.
+
+    Caches, lists and dictionaries that it is given, buffers, parameters that it was lent, and whether it trains.
+    """
 
     def __init__(
         self, forward: Callable[..., Any], buffers: ChangedBuffers, args: Sequence[Any], kwargs: dict[str, Any]
@@ -109,6 +151,7 @@ class AsBefore:
         self._forward, self._buffers = forward, buffers
         self._given = [_copied(each) if _may_grow(each) else None for each in (*args, *kwargs.values())]
         self._before = buffers.before()
+        self._parts = [_part(part) for part in buffers.module.modules()]
         self._is_first = True
         self._versions: list[int] = []
 
@@ -135,7 +178,8 @@ class AsBefore:
         try:
             for (owner, name), buffer in _copies(self._before).items():
                 owner._buffers[name] = buffer
-            return self._forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+            with _as_they_were(self._parts):
+                return self._forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         finally:
             # However it ends: checkpoint stops as soon as it has what it needs.
             for (owner, name), was in after.items():

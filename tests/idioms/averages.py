@@ -26,6 +26,29 @@ def average_by_copy_and_lerp(side: Side) -> Found:
     return state(average)
 
 
+@idiom(refused=(("zero 3", "k.0.weight was edited.*pl.full_parameters"),), off=0.08)
+def momentum_encoder_that_its_forward_moves(side: Side) -> Found:
+    # As MoCo's own code does.
+    class Contrast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = mlp(side), mlp(side).requires_grad_(False)
+
+        def forward(self, x):
+            q = self.q(x)
+            with torch.no_grad():
+                for mine, theirs in zip(self.k.parameters(), self.q.parameters(), strict=True):
+                    mine.data = mine.data * 0.9 + theirs.data * 0.1
+                k = self.k(x)
+            return q - k + 1
+
+    model = Contrast()
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.q.parameters(), 0.1)
+    fit(side, net, optimizer)
+    return state(model)
+
+
 @idiom()
 def average_of_parameters_in_full(side: Side) -> Found:
     model = mlp(side)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.idioms.side import WIDTH, Found, Paceline, Side, idiom, trained
+from tests.idioms.side import WIDTH, Found, Paceline, Side, idiom, state, trained
 
 WRITTEN = tuple(
     (place, "a tensor that its forward is given was written to in place")
@@ -87,3 +88,52 @@ def recomputed_blocks_write_to_their_own(side: Side) -> Found:
         return mine.add_(x)
 
     return recomputed(side, compute, lambda block, x, beside: block(x).mul_(0.9))
+
+
+class Halved(nn.Module):
+    """What dropout would do, without chance."""
+
+    def forward(self, x):
+        return x if self.training else x / 2
+
+
+def loop_recomputed(side: Side, model: nn.Module) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    """For loops of their own: the model, what is called in its place, and an optimizer."""
+    if isinstance(side, Paceline):
+        side.strategy = replace(side.strategy, recompute="unit")
+    model = model.to(side.dtype)
+    return model, side.parallel(model), torch.optim.SGD(model.parameters(), 0.1)
+
+
+@idiom()
+def recomputed_blocks_evaluated_before_backward(side: Side) -> Found:
+    torch.manual_seed(0)
+    plain = Model(lambda block, x: x + block.halved(block.linear(x).tanh()), lambda block, x, beside: block(x))
+    for block in plain.blocks:
+        block.halved = Halved()
+    model, net, optimizer = loop_recomputed(side, plain)
+    for step in range(3):
+        x, y = side.batch(step)
+        loss = (net(x) - y).square().mean()
+        model.eval()
+        with torch.no_grad():
+            net(x)
+        loss.backward()
+        model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom(refused=(("zero 3", "."),))
+def recomputed_blocks_with_parameters_that_are_lent(side: Side) -> Found:
+    torch.manual_seed(0)
+    plain = Model(lambda block, x: x + block.linear(x).tanh(), lambda block, x, beside: block(x))
+    model, _, optimizer = loop_recomputed(side, plain)
+    for step in range(3):
+        x, y = side.batch(step)
+        lent = {name: p * 1.5 for name, p in model.named_parameters() if name.startswith("blocks")}
+        (torch.func.functional_call(model, lent, (x,)) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
