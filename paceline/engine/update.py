@@ -78,6 +78,8 @@ class Update:
                 cut, division = parameters.flat.cut(index, gradient), parameters.flat.division(index)
                 found[index] = shard = as_shard(cut, None, division)
                 set_gradient(parameters.all[index], shard)
+        if parameters.flat.shards == 1 and parameters.flat.has_masters:
+            self._widen(found)
         parameters.show_local()
         shards = {index: each for index, each in found.items() if isinstance(each, GradientShard)}
         with torch._C.DisableTorchFunctionSubclass():
@@ -87,6 +89,17 @@ class Update:
             parameters.all[index].grad = None
         for shard in self._shards:
             shard.__class__ = Tensor  # type: ignore[assignment]
+
+    def _widen(self, found: dict[int, Tensor | None]) -> None:
+        """Makes gradients that the loop has made itself, in what is computed in, as wide as what is updated."""
+        flat = self._program.parameters.flat
+        for index in flat.managed:
+            gradient, local = found[index], flat.local[index]
+            with torch._C.DisableTorchFunctionSubclass():
+                if gradient is None or gradient.dtype == local.dtype:
+                    continue
+                wide = gradient.to(local.dtype)
+            set_gradient(flat.all[index], wide)
 
     def _require_own(self) -> None:
         """Refuses gradients of other parameters: before any parameter is a shard. See `require_own`."""

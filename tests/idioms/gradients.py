@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tests.idioms.side import Found, Side, descend, fit, idiom, mlp, state
+from tests.idioms.side import WIDTH, Found, Side, descend, fit, idiom, mlp, state
 
 
 @idiom()
@@ -300,6 +300,23 @@ def gradients_kept_over_a_step_are_put_back(side: Side) -> Found:
                 net(x)
         for p, gradient in zip(model.parameters(), kept, strict=True):
             p.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom(off=0.08)
+def gradients_of_autograd_grad_are_assigned(side: Side) -> Found:
+    model = mlp(side)
+    side.parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    for step in range(3):
+        # Each rank computes those of the whole batch.
+        x, y = side.tensor(8, WIDTH, seed=2 * step), side.tensor(8, 2, seed=2 * step + 1)
+        loss = (model(x) - y).square().mean()
+        parameters = list(model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad()
     return state(model)
