@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,48 +100,76 @@ def _copies(tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
     return {place: copies[id(each)] for place, each in tensors.items()}
 
 
-class _Part(NamedTuple):
-    """A submodule as a forward finds it: evaluating or not, with parameters of its own or lent ones.
+_MACHINERY = frozenset(vars(nn.Module())) - {"training", "_parameters"}
+"""What torch keeps in a module, of which buffers have a way of their own."""
 
-    `torch.func.functional_call` lends some for one forward, and who evaluates between forward and backward switches.
+
+class _Part:
+    """A submodule as a forward finds it: its attributes, whether it trains, and its parameters, of its own or lent.
+
+    `torch.func.functional_call` lends some for one forward, and who evaluates between forward and backward switches
+    modes. Of lists, dictionaries and sets there are copies; tensors, which may be large, are not kept alive.
     """
 
-    module: nn.Module
-    is_training: bool
-    parameters: dict[str, nn.Parameter | None]
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
+        self.tensors = {name for name, value in own.items() if isinstance(value, Tensor)}
+        self.own = {name: _shallow(value) for name, value in own.items() if name not in self.tensors}
+        self.random = [(each, each.get_state()) for each in own.values() if isinstance(each, torch.Generator)]
 
     def is_so(self) -> bool:
-        now = self.module._parameters
-        same = len(now) == len(self.parameters) and all(now.get(name) is p for name, p in self.parameters.items())
-        return same and self.module.training == self.is_training
+        """Whether it is as it was."""
+        now = {name: value for name, value in vars(self.module).items() if self._counts(name, value)}
+        if now.keys() != self.own.keys() or not all(_same(now[name], value) for name, value in self.own.items()):
+            return False
+        return all(torch.equal(generator.get_state(), state) for generator, state in self.random)
 
-    def put(self) -> None:
-        self.module.training = self.is_training
-        self.module._parameters.clear()
-        self.module._parameters.update(self.parameters)
+    def put(self) -> Callable[[], None]:
+        """Makes it what it was; returns what undoes that."""
+        now, was = vars(self.module), dict(vars(self.module))
+        states = [(generator, generator.get_state()) for generator, _ in self.random]
+        kept = {name: value for name, value in was.items() if not self._counts(name, value)}
+        _replace(now, {**kept, **{name: _shallow(value) for name, value in self.own.items()}})
+        _set_states(self.random)
+
+        def undo() -> None:
+            _replace(now, was)
+            _set_states(states)
+
+        return undo
+
+    def _counts(self, name: str, value: Any) -> bool:
+        left_out = name in _MACHINERY or name in self.tensors
+        return not left_out and (name in self.own or not isinstance(value, Tensor))
 
 
-def _part(module: nn.Module) -> _Part:
-    return _Part(module, module.training, dict(module._parameters))
+def _shallow(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict, set) else value
 
 
-@contextmanager
-def _as_they_were(parts: Sequence[_Part]) -> Iterator[None]:
-    changed = [part for part in parts if not part.is_so()]
-    now = [_part(part.module) for part in changed]
-    for part in changed:
-        part.put()
-    try:
-        yield
-    finally:
-        for part in now:
-            part.put()
+def _same(now: Any, before: Any) -> bool:
+    if type(now) is not type(before) or type(now) not in (list, dict, set):
+        return now is before
+    if type(now) is dict:
+        return now.keys() == before.keys() and all(now[key] is value for key, value in before.items())
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+def _replace(attributes: dict[str, Any], others: dict[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(others)
+
+
+def _set_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 class AsBefore:
-    """One forward of a module: computed again, it finds what it reads as it was before.
+    """One forward of a module: computed again, it finds what it reads as it was, and leaves it as it is.
 
-    Caches, lists and dictionaries that it is given, buffers, parameters that it was lent, and whether it trains.
+    Caches, lists and dictionaries that it is given, buffers, and attributes of its submodules.
     """
 
     def __init__(
@@ -151,7 +178,9 @@ class AsBefore:
         self._forward, self._buffers = forward, buffers
         self._given = [_copied(each) if _may_grow(each) else None for each in (*args, *kwargs.values())]
         self._before = buffers.before()
-        self._parts = [_part(part) for part in buffers.module.modules()]
+        self._parts = [_Part(part) for part in buffers.module.modules()]
+        self._written: set[int] = set()
+        """Places of those to which the first forward wrote."""
         self._is_first = True
         self._versions: list[int] = []
 
@@ -168,6 +197,7 @@ class AsBefore:
             answer = self._buffers.watch(lambda: self._forward(*args, **kwargs), self._before)
             self._buffers.require_unwritten(versions, tensors)
             self._versions = [each._version for each in self._referred(args, kwargs)]
+            self._written = {index for index, part in enumerate(self._parts) if not part.is_so()}
             return answer
         self._buffers.require_unwritten(self._versions, self._referred(args, kwargs))
         given = [
@@ -175,15 +205,17 @@ class AsBefore:
             for each, before in zip((*args, *kwargs.values()), self._given, strict=True)
         ]
         after = {(owner, name): owner._buffers.get(name) for owner, name in self._before}
+        undo = [part.put() for index, part in enumerate(self._parts) if index in self._written or not part.is_so()]
         try:
             for (owner, name), buffer in _copies(self._before).items():
                 owner._buffers[name] = buffer
-            with _as_they_were(self._parts):
-                return self._forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+            return self._forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         finally:
             # However it ends: checkpoint stops as soon as it has what it needs.
             for (owner, name), was in after.items():
                 owner._buffers[name] = was
+            for put_back in undo:
+                put_back()
 
     def _referred(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that are not arguments themselves, whose versions autograd compares, but named or inside one."""

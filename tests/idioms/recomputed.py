@@ -137,3 +137,34 @@ def recomputed_blocks_with_parameters_that_are_lent(side: Side) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return state(model)
+
+
+@idiom()
+def recomputed_blocks_count_anneal_and_draw(side: Side) -> Found:
+    torch.manual_seed(0)
+
+    def compute(block, x):
+        block.calls += 1
+        block.seen.append(block.calls)
+        if block.table is None:
+            block.table = torch.linspace(0.5, 1, WIDTH, dtype=x.dtype)
+        drawn = torch.rand(WIDTH, generator=block.generator, dtype=torch.float64).to(x.dtype)
+        return x * block.table + block.scale / block.calls * drawn * block.linear(x).tanh()
+
+    plain = Model(compute, lambda block, x, beside: block(x))
+    for block in plain.blocks:
+        block.calls, block.seen, block.table, block.scale = 0, [], None, 1.0
+        block.generator = torch.Generator().manual_seed(3)
+    model, net, optimizer = loop_recomputed(side, plain)
+    for step in range(3):
+        x, y = side.batch(step)
+        loss = (net(x) - y).square().mean()
+        for block in model.blocks:
+            block.scale *= 0.5
+            block.seen = block.seen[-1:]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    calls = torch.tensor([float(block.calls) for block in model.blocks])
+    seen = torch.tensor([float(len(block.seen)) for block in model.blocks])
+    return state(model) | {"calls": calls, "seen": seen}
