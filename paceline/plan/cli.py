@@ -47,9 +47,9 @@ def main(arguments: Sequence[str]) -> int:
         with told_to(partial(show, warning=True)):
             return forecast(options, devices)
     if needing := [name for name in _NEED_HARDWARE if _given(options, name)]:
+        given = options.config if needing[0] == "config" else _flag(needing[0])
         raise UserError(
-            f"{_flag(needing[0])}: needs to know what the devices are: add --hardware, such as "
-            "--hardware h100, or --here"
+            f"{given}: needs to know what the devices are: add --hardware, such as --hardware h100, or --here"
         )
     with ended_at_once():
         from paceline.plan import exact_table

@@ -49,8 +49,10 @@ def forecast(options: PlanArguments, devices: int) -> int:
     else:
         numbers |= _about(options, asked, found, best, tokens, shows)
     if asked.own is not None:
+        from paceline.plan.run_file import estimate_of
+
         try:
-            own: Estimate | UserError = asked.case.estimate(asked.own)
+            own: Estimate | UserError = estimate_of(asked.own, asked.case, asked.batch)
         except UserError as error:
             own = error
         numbers["as_it_is"] = {"error": str(own)} if isinstance(own, UserError) else setting_numbers(own)

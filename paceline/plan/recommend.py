@@ -105,7 +105,9 @@ def _changes(case: Case, samples: int, precision: str) -> Iterator[str]:
 
     for times in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         if would(replace(case, devices=case.devices * times), max(1, samples // times)):
-            yield f"{case.devices * times:,} devices"
+            # Each device needs samples of its own.
+            batch = "" if samples % times == 0 else f" and a step of {case.devices * times:,} samples"
+            yield f"{case.devices * times:,} devices{batch}"
             break
     larger = [profiles.hardware(each) for each in profiles.names()]
     larger = [each for each in larger if each.device.memory > case.hardware.device.memory]

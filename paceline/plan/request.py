@@ -54,6 +54,8 @@ class Request:
     def warnings(self) -> tuple[str, ...]:
         """What could not be found out, or is not as one would think."""
         found = self.case.subject.work(1, self.precisions[0]).warnings
+        if self.config is not None and self.config.tf32 and "float32" in self.precisions:
+            found = (*found, "tf32 is no part of forecasts: in float32 matrices are taken to multiply without it")
         if not self.usual or self.usual == self.batch:
             return found
         return (

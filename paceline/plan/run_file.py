@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.core.errors import UserError
+from paceline.plan.case import Case
 from paceline.plan.estimate import Estimate, Setting
 from paceline.train.config import TrainConfig
 from paceline.train.yaml_file import to_yaml
@@ -17,6 +18,25 @@ def setting_of(config: TrainConfig, ranks: int) -> Setting:
     share = share_of(config.batch, ranks)
     samples = min(config.micro_batch, share)
     return Setting(config.strategy, samples, math.ceil(share / samples))
+
+
+def estimate_of(setting: Setting, case: Case, batch: int) -> Estimate:
+    """What a configuration's setting costs where its last micro-batch is smaller: all take as long as their mean.
+
+    Args:
+        setting: As `setting_of` gives it.
+        case: Model and machines.
+        batch: Samples of a step over all devices.
+
+    Raises:
+        UserError: The setting does not suit the devices.
+    """
+    mean = math.ceil(share_of(batch, case.devices) / setting.micro_batches)
+    if mean == setting.samples:
+        return case.estimate(setting)
+    alike = case.estimate(replace(setting, samples=mean))
+    tokens = batch * case.subject.context
+    return replace(alike, setting=setting, tokens=tokens, memory=case.footprint(setting))
 
 
 def share_of(batch: int, ranks: int) -> int:

@@ -124,13 +124,15 @@ def families(case: Case, precision: str) -> list[Strategy]:
 
 
 def groups(case: Case, hosts: Sequence[int]) -> list[int]:
-    """Sizes of groups: the devices of so many hosts, or where the last host is not full a part that all hosts share."""
+    """Sizes of groups: the devices of about so many hosts, or where the last host is not full a part that all share."""
     devices, host = case.devices, case.hardware.devices_per_host
-    sizes = [count * host for count in hosts]
-    if devices > host:
-        # It divides a host's devices, so that no group lies on two hosts.
-        sizes.insert(0, math.gcd(devices, host))
-    return [size for size in dict.fromkeys(sizes) if 1 < size < devices and devices % size == 0]
+    # It divides a host's devices, so that no group lies on two hosts.
+    sizes = [math.gcd(devices, host)] if devices > host else []
+    if devices % host == 0:
+        whole = devices // host
+        divisors = [count for count in range(1, whole + 1) if whole % count == 0]
+        sizes += [host * min(divisors, key=lambda each: abs(math.log(each / count))) for count in hosts]
+    return [size for size in dict.fromkeys(sizes) if 1 < size < devices]
 
 
 def micro_batches(samples: int) -> list[int]:

@@ -95,6 +95,12 @@ def test_a_configuration_is_told_as_it_is_beside_what_is_recommended(
     numbers, shown = planned("strategy: {zero: 2, shard: 3}\n")
     assert "as it is: strategy.shard: 8 ranks cannot form groups of 3" in shown and numbers["as_it_is"]["error"]
     assert "as_it_is" not in planned("plan: auto\n")[0]
+    # Micro-batches of 3 and 1 samples, and not of 3 and 3.
+    uneven = planned("batch: 32\nmicro_batch: 3\n")[0]
+    assert uneven["as_it_is"]["tokens_per_second"] * uneven["as_it_is"]["seconds"] == pytest.approx(
+        uneven["batch_tokens"]
+    )
+    assert "tf32 is no part of forecasts" in planned("tf32: true\nstrategy: {precision: float32}\n")[1]
 
 
 def test_what_does_not_fit_as_it_is_misses_by_so_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,9 +115,19 @@ def test_nothing_fits_says_by_how_much_and_what_would(capsys: pytest.CaptureFixt
     assert main(arguments) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r"Nothing fits: zero 0, .* misses by [\d.]+ GiB", shown)
-    assert re.search(r"It would fit with 2 devices or --hardware \w+", shown)
+    assert re.search(r"It would fit with 2 devices( and a step of 2 samples)? or --hardware \w+", shown)
     assert main([*arguments, "--write", "run.yaml"]) == 2
     assert "nothing fits" in capsys.readouterr().err
+
+
+def test_devices_that_are_advised_may_need_a_larger_step(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "llama-8b", "--hardware", "h100", "--context", "32768"]
+    assert main([*asked, "--devices", "3", "--batch-tokens", str(3 * 32768)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    advised = re.search(r"It would fit with ([\d,]+) devices and a step of ([\d,]+) samples", shown)
+    assert advised is not None
+    devices, samples = (int(each.replace(",", "")) for each in advised.groups())
+    assert main([*asked, "--devices", str(devices), "--batch-tokens", str(samples * 32768)]) == 0
 
 
 @pytest.mark.parametrize(

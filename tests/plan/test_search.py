@@ -12,7 +12,7 @@ from paceline.models.presets import PRESETS
 from paceline.plan import profiles
 from paceline.plan.case import Case
 from paceline.plan.recommend import in_words, reason, would_fit
-from paceline.plan.search import _settings, families, fits, micro_batches, search
+from paceline.plan.search import _settings, families, fits, groups, micro_batches, search
 from paceline.plan.subject import of_module, transformer
 
 SMALL = transformer("small", PRESETS["small"])
@@ -72,7 +72,7 @@ def test_nothing_fits_and_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Case, "estimate", lambda *_: pytest.fail("what would fit needs no simulation"))
     changes = would_fit(case, 1, "bfloat16")
     monkeypatch.undo()
-    assert changes[0] == "4 devices" and changes[1].startswith("--hardware ")
+    assert changes[0] == "4 devices and a step of 4 samples" and changes[1].startswith("--hardware ")
     assert search(replace(case, devices=4), 1).recommended is not None
     larger = profiles.hardware(changes[1].removeprefix("--hardware "))
     assert search(replace(case, hardware=larger), 1).recommended is not None
@@ -123,3 +123,12 @@ def test_where_hosts_are_not_full_groups_within_them_save_rings_through_all_rank
 )
 def test_sizes_of_micro_batches_divide_a_devices_samples(samples: int, sizes: list[int]) -> None:
     assert micro_batches(samples) == sizes
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes"),
+    [(1024, [8, 16, 32, 128, 512]), (256, [8, 16, 32, 128]), (1000, [8, 40, 200]), (8, []), (100, [4]), (1021, [])],
+)
+def test_groups_are_of_whole_hosts_and_divide_the_devices(devices: int, sizes: list[int]) -> None:
+    subject = transformer("nano", PRESETS["nano"])
+    assert groups(Case(subject, profiles.hardware("h100"), devices), (1, 2, 4, 16, 64)) == sizes
