@@ -69,8 +69,11 @@ def predict(row: Row, constants: Constants = FITTED) -> Prediction:
 def _unsaid(row: Row, described: Described) -> list[str]:
     """How a row's numbers are computed where neither it nor the program that it names says that, in words."""
     said = [] if _SAID & row.values.keys() else [described.run.dtype]
-    if described.stack == "fsdp" and described.compiled is None:
-        said.append("not compiled")
+    if described.stack == "fsdp":
+        known = row.values.keys()
+        said += ["not compiled"] if described.compiled is None else []
+        said += ["nothing recomputed"] if "recompute" not in known and described.run.recompute == "none" else []
+        said += [] if known & {"sharding", "parallelism", "dp_shard"} else ["sharded as by FSDP"]
     return said
 
 

@@ -58,7 +58,8 @@ def test_what_a_row_leaves_out_is_told_beside_its_forecast(tmp_path: Path, capsy
     assert main(["--validate", str(path)]) == 0
     printed = capsys.readouterr().out
     assert f"{path}: 1 row\n" in printed
-    assert "one micro-batch a step, bfloat16, not compiled, mfu_pct 0.4 as a share, not percent" in printed
+    told = "one micro-batch a step, bfloat16, not compiled, nothing recomputed, sharded as by FSDP"
+    assert f"{told}, mfu_pct 0.4 as a share, not percent" in printed
 
 
 def test_a_file_of_which_no_row_can_be_compared_is_a_failure(tmp_path: Path) -> None:
