@@ -61,6 +61,10 @@ def test_a_spare_takes_a_killed_ranks_place_and_losses_are_the_same_to_the_bit(
     flags = ["--workers", "2", "--spares", "1", "--strategy.zero", zero, "--checkpoint.every", "10"]
     with program(paceline("train", *nano, *FLAGS, *flags, "--folder", "run"), tmp_path) as started:
         wait_for_step(started, tmp_path / "run", 15)
+        while not list((tmp_path / "run").glob("checkpoints/*/manifest.json")):
+            # It is written beside training, which a busy machine lets go on faster.
+            assert started.process.poll() is None, started.process.communicate()
+            time.sleep(0.02)
         os.kill(seated(started)[lost], signal.SIGKILL)
         status, out, err = started.finish()
         assert not started.alive()
