@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,7 @@ class ForwardPass:
         self.idle_ranks = IdleRanks(program.collectives)
         self._index = 0
         self._depth = 0
+        self._thread: threading.Thread | None = None
 
     # ---- a pass
 
@@ -123,7 +125,9 @@ class ForwardPass:
         """
         kind = self._state.begin_forward()
         if kind == "within":
+            self._require_one_thread()
             return
+        self._thread = threading.current_thread()
         self.whole.close_states()
         self._program.module_buffers.adopt()
         if kind == "extra" or self._state.micro_batch == 0:
@@ -136,6 +140,15 @@ class ForwardPass:
             self._index = self._state.micro_batch
             self._program.executor.load(self._state.step, self._program.schedule.forward(self._index))
         self._unshard_idle()
+
+    def _require_one_thread(self) -> None:
+        """Refuses that backward computes with units in turns: autograd orders what each thread did by itself."""
+        if self._program.schedule.reshards_after_forward and threading.current_thread() is not self._thread:
+            raise EngineError(
+                "forwards before one backward run in more than one thread, so that backward goes through the units of "
+                "each in turns, while zero=3 reshards a unit once the one before it begins. Run them in one thread, "
+                "call backward after each, or set strategy.zero to 2 or less, or strategy.accumulation to hold"
+            )
 
     def _load_extra(self) -> None:
         self._index = EXTRA

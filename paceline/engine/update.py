@@ -39,7 +39,8 @@ class Update:
         """An optimizer is about to step: it is shown this rank's shards.
 
         Raises:
-            EngineError: The gradients are partial, this rank's own, or of a backward that the hooks did not see.
+            EngineError: The gradients are partial, this rank's own, or of a backward that the hooks did not see; or
+                parameters are whole, inside `pl.full_parameters`.
             UserError: The optimizer cannot step on shards.
         """
         program, parameters = self._program, self._program.parameters
@@ -48,6 +49,11 @@ class Update:
             raise UserError(
                 "SparseAdam takes sparse gradients alone, and between ranks those of an embedding with sparse=True are "
                 "dense once they are reduced: use Adam"
+            )
+        if self._forward.whole.is_full:
+            raise EngineError(
+                "optimizer.step() inside pl.full_parameters, where parameters are whole while an optimizer updates "
+                "this rank's shards of them: step before it or after it"
             )
         self.require_reduced("optimizer.step()")
         if program.gradients is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.comm.transport import CommunicationError
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from tests.engine.models import (
+    SHARDED,
     STAGES,
     assert_all_same,
     assert_same,
@@ -213,6 +215,29 @@ def test_a_parameter_that_is_swapped_by_hand_counts_or_stays_as_it_was(ranks, st
     for state, told in ranks(2, swapped_by_hand, strategy):
         assert bool(told) == (strategy.zero > 0)
         assert_same(state, alone(swaps=not told), atol=1e-12)
+
+
+def stepped_inside(strategy: Strategy) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights before and after an optimizer's step that was refused inside `full_parameters`, and its message."""
+    model = pl.parallelize(make(), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = snapshot(model)
+    loss_on(model, 0).backward()
+    with pytest.raises(EngineError) as caught, pl.full_parameters(model):
+        optimizer.step()
+    pl.reset(model)
+    return str(caught.value), before, snapshot(model)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [*SHARDED.values(), replace(SHARDED["zero 1"], share_parameters=True), Strategy(zero=0, precision="bfloat16")],
+    ids=[*SHARDED, "shared parameters", "zero 0 in bfloat16"],
+)
+def test_a_step_inside_full_parameters_is_an_error_and_changes_nothing(ranks, strategy) -> None:
+    for message, before, after in ranks(2, stepped_inside, strategy):
+        assert "optimizer.step() inside pl.full_parameters" in message
+        assert_same(after, before, atol=0)
 
 
 def converted(strategy: Strategy) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
+from paceline.core.errors import EngineError
 from paceline.core.strategy import SYSTEMS, Strategy
 from tests.engine.models import (
     NEAREST_GROUPS,
@@ -25,6 +27,7 @@ from tests.engine.models import (
     loss_on,
     make,
     rows,
+    several_ranks,
     snapshot,
 )
 
@@ -68,6 +71,43 @@ def two_forwards(model: nn.Module) -> Found:
 def test_two_forwards_then_one_backward(ranks, strategy, n) -> None:
     for found in ranks(n, in_parallel, strategy, Stack, two_forwards):
         assert_all_same(found, two_forwards(make()))
+
+
+def in_threads(model: nn.Module) -> Found:
+    """A backward of forwards that each ran in a thread of their own, which autograd does in turns."""
+    losses: list[torch.Tensor] = []
+    errors: list[Exception] = []
+
+    def forward(seed: int) -> None:
+        try:
+            losses.append(loss_on(model, seed))
+        except EngineError as error:
+            errors.append(error)
+
+    for seed in (0, 1, 2):
+        thread = threading.Thread(target=forward, args=(seed,))
+        thread.start()
+        thread.join()
+    if errors:
+        raise errors[0]
+    sum(losses, torch.zeros(())).backward()
+    return [gradients(model)]
+
+
+def in_threads_or_refused(strategy: Strategy) -> str | Found:
+    try:
+        return in_parallel(strategy, Stack, in_threads)
+    except EngineError as error:
+        return str(error)
+
+
+@several_ranks
+def test_forwards_in_threads_of_their_own(ranks, strategy, n) -> None:
+    for found in ranks(n, in_threads_or_refused, strategy):
+        if strategy.zero == 3 and strategy.accumulation != "hold":
+            assert "more than one thread" in found and "zero to 2 or less" in found
+        else:
+            assert_all_same(found, in_threads(make()))
 
 
 class Normed(nn.Module):
