@@ -26,7 +26,7 @@ class PlanArguments:
     """A preset such as llama-70b, the path of a Hugging Face config.json, or module:function for one of your own."""
     devices: int | None = None
     """Number of devices, one rank on each."""
-    hardware: str = ""
+    hardware: str | None = None
     """What they are: h100, a100, a100-40gb, h200, b200, v100 ..., or the file of a profile."""
     here: bool = False
     """Measures this machine for a minute, once, and plans for devices like it."""
@@ -40,7 +40,7 @@ class PlanArguments:
     """Of a device for an hour, in any currency."""
     power_price: Annotated[float, Value("NUMBER")] = 0.0
     """Of a kilowatt-hour."""
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "auto"
     """What is computed in. auto: what is fastest; float32 leaves the model as it is."""
     all: bool = False
     """Show every strategy that was looked at."""

@@ -10,6 +10,7 @@ from paceline.command_line import json_file
 from paceline.command_line.json_file import JsonFile
 from paceline.command_line.parse import parse_known
 from paceline.core.errors import UserError
+from paceline.plan.text import count
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,15 @@ def main(arguments: Sequence[str]) -> int:
         return int(bool(report.faults))
     parameters, strategy = sum(parameter.numel() for parameter in model.parameters()), config.strategy
     print(
-        f"{config.model.preset}: {parameters:,} parameters, zero {strategy.stage}, {_count(report.ranks, 'rank')}, "
-        f"{_count(micro_batches, 'micro-batch', 'es')} a step"
+        f"{config.model.preset}: {parameters:,} parameters, zero {strategy.stage}, {count(report.ranks, 'rank')}, "
+        f"{count(micro_batches, 'micro-batch', 'es')} a step"
     )
     if report.faults:
         print("wrong, which is a mistake in paceline:", *report.faults, sep="\n")
         return 1
     print(
-        f"right: {_count(report.ops, 'op')} of each rank, {report.collectives:,} of them collectives; "
-        f"{_count(report.pairs, 'pair')} on the same memory in order\n"
+        f"right: {count(report.ops, 'op')} of each rank, {report.collectives:,} of them collectives; "
+        f"{count(report.pairs, 'pair')} on the same memory in order\n"
         f"a rank sends {report.sent / 2**20:,.2f} MiB a step and holds {report.memory.total / 2**20:,.2f} MiB"
     )
     return 0
-
-
-def _count(number: int, word: str, plural: str = "s") -> str:
-    return f"{number:,} {word}{plural if number != 1 else ''}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from paceline.command_line.parse import parse
 from paceline.core.errors import UserError
+from paceline.core.strategy import PRECISIONS
 from paceline.launch.screen import show
 from paceline.launch.stop import ended_at_once
 from paceline.plan.arguments import PlanArguments
@@ -25,6 +27,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return validate(arguments)
     options = parse(PlanArguments, arguments, "paceline plan")
+    options = replace(options, precision=PRECISIONS.get(options.precision, options.precision))  # type: ignore[arg-type]
     _check(options)
     devices = options.devices
     if devices is None:
@@ -32,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, other in _GO_WITH.items():
         if _given(options, name) and not _given(options, other):
             raise UserError(f"{_flag(name)}: plays no part without {_flag(other)}; add it")
-    if options.hardware or options.here:
+    if options.hardware is not None or options.here:
         if of_exact := [name for name in _WITHOUT_HARDWARE if _given(options, name)]:
             raise UserError(
                 f"{_flag(of_exact[0])}: is of the exact bytes, shown without --hardware and --here; with them groups "
@@ -104,7 +107,7 @@ def _check(options: PlanArguments) -> None:
     if bool(options.model) == bool(options.config):
         given = "got both" if options.model else "got neither"
         raise UserError(f"paceline plan: expected --model or a configuration such as run.yaml, {given}")
-    if options.hardware and options.here:
+    if options.hardware is not None and options.here:
         raise UserError("paceline plan: expected --hardware or --here, got both")
     for name in ("price", "power_price", "failures", "save_seconds", "restart_seconds", "context"):
         _range(options, name, 0.0, "0 or more")

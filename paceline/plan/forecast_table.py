@@ -20,7 +20,7 @@ from paceline.plan.recommend import in_words, name, reason
 from paceline.plan.request import Request
 from paceline.plan.scaling import Point
 from paceline.plan.search import Found
-from paceline.plan.text import print_table
+from paceline.plan.text import count, print_table
 
 _RECOMPUTED = {"none": "none", "keep_attention": "but attn", "unit": "all"}
 SHOWN = 8
@@ -49,10 +49,10 @@ def show_head(request: Request) -> None:
     hardware, subject = case.hardware, case.subject
     hosts = math.ceil(case.devices / hardware.devices_per_host)
     where = f", {hosts:,} hosts of {hardware.devices_per_host}" if hosts > 1 else ""
-    kind = f"samples of {subject.context:,}" if subject.context > 1 else "samples"
+    samples = count(request.batch, "sample") + (f" of {subject.context:,}" if subject.context > 1 else "")
     print(
         f"{subject.name}, {subject.shapes.numel:,} parameters, on {case.devices:,} x {hardware.device.name}{where}\n"
-        f"a step: {request.batch_tokens:,} tokens, {request.batch:,} {kind}, {request.samples:,} on each device"
+        f"a step: {count(request.batch_tokens, 'token')}, {samples}, {request.samples:,} on each device"
     )
     for warning in request.warnings:
         print(fill(f"warning: {warning}", "  "))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from paceline.command_line.quantities import digits
 from paceline.core.errors import UserError
+from paceline.plan.text import count
 
 _WRITTEN = re.compile(r"((?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
 """Commas stand between thousands only: 1,5M is 1.5 million where commas are decimal points, and refused."""
@@ -66,8 +67,8 @@ def share(whole: int, devices: int, what: str) -> int:
     fewer = max(count for count in range(1, min(whole, devices) + 1) if whole % count == 0)
     more = -(-whole // devices) * devices
     raise UserError(
-        f"{what}: {devices:,} devices cannot share the step's {whole:,} samples equally; use {fewer:,} devices, or a "
-        f"batch of {more:,} samples"
+        f"{what}: {count(devices, 'device')} cannot share the step's {count(whole, 'sample')} equally, and no "
+        f"forecast is made of unequal shares; use {count(fewer, 'device')}, or a batch of {count(more, 'sample')}"
     )
 
 

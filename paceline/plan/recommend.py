@@ -13,6 +13,7 @@ from paceline.plan.choice import ALIKE
 from paceline.plan.estimate import Estimate
 from paceline.plan.search import Found, fits
 from paceline.plan.subject import Subject
+from paceline.plan.text import count
 
 _WHAT = {
     0: "every rank holds all and gathers nothing",
@@ -33,8 +34,7 @@ def in_words(estimate: Estimate, called: str = "") -> str:
     """A setting: "zero 2, 8 micro-batches of 1 sample, nothing recomputed", or what its strategy is called."""
     setting = estimate.setting
     parts = [called or estimate.name]
-    samples = f"{setting.samples} sample{'s' * (setting.samples > 1)}"
-    parts.append(f"{setting.micro_batches} micro-batch{'es' * (setting.micro_batches > 1)} of {samples}")
+    parts.append(f"{count(setting.micro_batches, 'micro-batch', 'es')} of {count(setting.samples, 'sample')}")
     parts.append(recomputed(setting.strategy))
     if setting.strategy.accumulation != "auto":
         parts.append(f"accumulation {setting.strategy.accumulation}")

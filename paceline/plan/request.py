@@ -82,7 +82,7 @@ def request(options: PlanArguments, devices: int) -> Request:
         UserError: They name what there is not, or sizes that do not go together.
     """
     # What is misspelt is told first: a machine's name before a model is traced, a model's before a machine is measured.
-    named = None if options.here else profiles.hardware(options.hardware)
+    named = None if options.hardware is None else profiles.hardware(options.hardware)
     config = _config(options)
     subject = _subject(options, config)
     usual = 0
@@ -196,9 +196,9 @@ def _precisions(
     options: PlanArguments, hardware: Hardware, subject: Subject, config: TrainConfig | None
 ) -> tuple[str, ...]:
     known = hardware.device.ceiling
-    asked = options.precision
+    asked: str = options.precision
     if asked == "auto" and options.config and config is not None:
-        asked = config.strategy.precision  # type: ignore[assignment]
+        asked = config.strategy.precision
     if asked != "auto":
         if asked not in known:
             raise UserError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.command_line.quantities import digits
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.plan.case import Case
@@ -81,9 +82,9 @@ def cells(point: Point) -> tuple[str, ...]:
 def _cells(each: Estimate | None, rate: bool) -> tuple[str, ...]:
     if each is None:
         return ("-", "", "", "", *([""] if rate else []))
-    shown = f"{each.seconds:#.3g} s" if each.seconds < 1000 else f"{each.seconds:,.0f} s"
-    shares = (f"{100 * each.mfu:.1f}%", f"{100 * each.network / each.seconds:.1f}%")
-    return (each.name.replace("groups of", "by"), shown, *shares, *([short(each.tokens_per_second)] if rate else []))
+    share = (f"{100 * each.mfu:.1f}%", f"{100 * each.network / each.seconds:.1f}%")
+    told = (each.name.replace("groups of", "by"), f"{digits(each.seconds)} s", *share)
+    return (*told, short(each.tokens_per_second)) if rate else told
 
 
 def in_words(points: Sequence[Point]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 def count(number: int, word: str, plural: str = "s") -> str:
     """A number of things in words, such as "8 devices"."""
-    return f"{number} {word}{plural if number > 1 else ''}"
+    return f"{number:,} {word}{plural if number != 1 else ''}"
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:

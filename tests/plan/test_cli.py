@@ -37,6 +37,20 @@ def test_json_has_the_same_numbers_in_bytes(capsys: pytest.CaptureFixture[str]) 
     assert [cells[1:] for cells in shown] == [[f"{size / 2**20:,.2f}" for size in row.values()] for row in numbers]
 
 
+@pytest.mark.parametrize("more", [[], ["--hardware", "a100"]])
+def test_precisions_go_by_their_short_names_too(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for precision in ("bf16", "bfloat16"):
+        assert main(["plan", "--model", "nano", "--devices", "2", "--precision", precision, *more]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+def test_hardware_without_a_name_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "nano", "--devices", "2", "--hardware", ""]) == 2
+    assert "expected one of v100" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

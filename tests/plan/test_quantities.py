@@ -40,7 +40,7 @@ def test_a_batch_of_millions_may_be_binary() -> None:
 
 
 def test_a_batch_that_cannot_be_shared_says_what_could() -> None:
-    with pytest.raises(UserError, match="96 devices cannot share the step's 512 samples equally; use 64 devices, or a"):
+    with pytest.raises(UserError, match=r"96 devices cannot share .* 512 samples equally, .* use 64 devices, or"):
         samples("4M", 8192, 96)
     with pytest.raises(UserError, match="batch of 576 samples"):
         samples("4M", 8192, 96)
