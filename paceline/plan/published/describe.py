@@ -131,10 +131,12 @@ def describe(row: Row) -> Described:
     )
     if tensor * pipeline * context_ranks > 1:
         assumed.append("tensor, pipeline and context ranks by formula")
+    network, how = _network(row, per_host)
+    assumed += [how] if how and run.data * tensor * pipeline * context_ranks > per_host else []
     return Described(
         run=run,
         gpu=gpu,
-        network=_network(row, per_host),
+        network=network,
         stack=stack,
         devices_per_host=row.whole("devices_per_host"),
         compiled=_compiled(row),
@@ -269,21 +271,28 @@ def _fused_attention(row: Row) -> bool | None:
     return None if not text else text not in ("unfused", "torch", "eager", "local", "math", "false", "no")
 
 
-def _network(row: Row, per_host: int) -> float | None:
-    """Bytes a second of each device between hosts, of words such as "1600 Gb/s per node", "8x400 Gbps" or "50 GB/s"."""
+def _network(row: Row, per_host: int) -> tuple[float | None, str]:
+    """Bytes a second of each device between hosts, and how a row's words were read where they leave that open.
+
+    Of words such as "1600 Gb/s per node", "8x400 Gbps" or "50 GB/s"; None where they tell no rate.
+    """
+    said = row.values.get("network", "")
     told = re.search(r"\d+(\.\d+)?\s*[GT]b(ps|/s).*", row.values.get("table", ""))
-    for part in re.split(r"[,;+&]| and ", row.values.get("network") or (told[0] if told else "")):
+    for part in re.split(r"[,;+&]| and ", said or (told[0] if told else "")):
         found = re.search(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*([GT])(B|b|ig)", part)
         if not found or re.search(r"nvlink|nvswitch|pcie", part, re.IGNORECASE):
             continue
         size = float(found[2]) * {"G": 1e9, "T": 1e12}[found[3]] / (1 if found[4] == "B" else 8)
         size *= int(found[1] or 1)
+        if not size:
+            break
+        if re.search(r"per[ _-]*(gpu|device)|/gpu", part, re.IGNORECASE):
+            return size, ""
         # No device has a wire of its own of more than 800 Gb/s.
-        shared = bool(found[1]) or re.search(r"node|host|server|machine", part, re.IGNORECASE) or size > 100e9
-        if size and not re.search(r"per[ _-]*(gpu|device)|/gpu", part, re.IGNORECASE):
-            return size / (per_host if shared else 1)
-        return size or None
-    return None
+        if found[1] or re.search(r"node|host|server|machine", part, re.IGNORECASE) or size > 100e9:
+            return size / per_host, ""
+        return size, f"network {part.strip()!r} for each device"
+    return None, f"network {said!r} tells no rate between hosts, the datasheet's assumed" if said else ""
 
 
 def measured_in_tests(row: Row) -> str:

@@ -81,6 +81,16 @@ def test_a_network_is_a_host_s_or_a_device_s(tmp_path: Path, words: str, size: f
     assert described.network == (None if size is None else pytest.approx(size))
 
 
+def test_how_a_network_was_read_is_told_where_its_words_leave_that_open(tmp_path: Path) -> None:
+    def told(words: str, gpus: int) -> list[str]:
+        cells = {**CELLS, "interconnect": words, "n_gpus": gpus}
+        return [each for each in predict(row(tmp_path, **cells)).described.assumed if "network" in each]
+
+    assert told("InfiniBand", 16) == ["network 'InfiniBand' tells no rate between hosts, the datasheet's assumed"]
+    assert told("200 Gbps", 16) == ["network '200 Gbps' for each device"]
+    assert told("8x400 Gb/s", 16) == told("50 GB/s per GPU", 16) == told("InfiniBand", 8) == []
+
+
 def test_a_row_s_network_is_what_its_forecast_uses(tmp_path: Path) -> None:
     described = predict(row(tmp_path, **CELLS, network="200 Gbps")).described
     assert machines(described).between.bandwidth == pytest.approx(0.8 * 25e9)
