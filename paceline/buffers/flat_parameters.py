@@ -260,6 +260,17 @@ class FlatParameters:
                 "or the model itself after pl.release(model)"
             )
 
+    def require_shapes(self) -> None:
+        """Refuses to go on with parameters that were given another shape.
+
+        Raises:
+            EngineError: One was.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, slot in zip(self.all, self.layout.slots, strict=True):
+                if parameter.shape != slot.spec.shape:
+                    slot.spec.require_shape(parameter.shape)
+
     def parameter_at(self, bucket: Bucket, element: int) -> int:
         """The parameter that an element of a bucket belongs to."""
         return max(

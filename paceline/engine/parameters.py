@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from paceline.buffers.conversions import Conversions
 from paceline.buffers.edits import CopyEdits, Edits, refuse_edit
 from paceline.buffers.flat_parameters import FlatParameters
-from paceline.buffers.memory import Tensors, parameter_in, placeholder
+from paceline.buffers.memory import Tensors, placeholder
+from paceline.buffers.pinned import Pinned
 from paceline.buffers.put_in_place import take_given
 from paceline.buffers.unsharded import Unsharded
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
 from paceline.hooks.parameters import follow_accumulators
 from paceline.tensors.sharded_parameter import Owner, guard, own, show, unguard
+from paceline.tensors.transforms import follow_transforms
 
 
 class Parameters:
@@ -33,7 +35,7 @@ class Parameters:
         waiting: Names of the buckets whose update is still on its way from the ranks that made it.
         conversions: Which parameters are of another dtype than they are laid out in.
         are_touched: Whether a loop has ever used parameters between steps: it may have their memory, as `p.data`.
-        pinned: Sharded parameters, by index, that were used outside their unit: whole until the next forward or update.
+        pinned: Sharded parameters that were used outside their unit: whole until the next forward or update.
     """
 
     def __init__(
@@ -60,9 +62,8 @@ class Parameters:
         self.all = flat.all
         self.unsharded, self._kept = Unsharded(schedule), schedule.kept_buckets
         self.waiting: set[str] = set()
-        self.pinned: dict[int, Tensor] = {}
+        self.pinned = Pinned(flat)
         self.are_touched = False
-        self._pins: dict[str, Tensor] = {}
         self._open: set[str] = set()
         self._version = 0
         self._placeholder: dict[int, Tensor] = {}
@@ -70,6 +71,7 @@ class Parameters:
         lost = flat.managed if self.loses_edits and not flat.is_sharded else []
         self._edits = Edits(self.all, {index: flat.own_part(index) for index in lost})
         self._copy_edits, self.conversions = CopyEdits(flat), Conversions(flat)
+        follow_transforms()
         for index in flat.managed:
             own(self.all[index], owner, index)
         if flat.is_sharded:
@@ -115,7 +117,7 @@ class Parameters:
                 self._hide(self.flat.managed_of.get(unit, ()))
 
     def _present(self, indices: Iterable[int]) -> None:
-        shown = {index: self.all[index] for index in indices if index not in self.pinned}
+        shown = {index: self.all[index] for index in indices if index not in self.pinned.views}
         show(shown.values())
         if self.flat.is_sharded:
             views = self.flat.views
@@ -124,7 +126,7 @@ class Parameters:
             self._set_versions(shown.values(), self._version)
 
     def _hide(self, indices: Iterable[int]) -> None:
-        hidden = {index: self.all[index] for index in indices if index not in self.pinned}
+        hidden = {index: self.all[index] for index in indices if index not in self.pinned.views}
         for index in hidden:
             if self._is_changed(index):
                 refuse_edit(index, self.flat)
@@ -143,7 +145,7 @@ class Parameters:
 
         A module that casts its own, as some routers do, has a copy; so has one that was given another memory format.
         """
-        parameter, whole = self.all[index], self.pinned.get(index, self.flat.views[index])
+        parameter, whole = self.all[index], self.pinned.views.get(index, self.flat.views[index])
         if parameter.data_ptr() == whole.data_ptr() or parameter.dtype != whole.dtype:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -156,7 +158,7 @@ class Parameters:
     def rest(self) -> None:
         """Lets all parameters be what they are outside of forward and backward, unedited as they are now."""
         self._open.clear()
-        rests = {index: self.all[index] for index in self.flat.managed if index not in self.pinned}
+        rests = {index: self.all[index] for index in self.flat.managed if index not in self.pinned.views}
         data = self._placeholder if self.flat.is_sharded else self.flat.views
         with torch._C.DisableTorchFunctionSubclass():
             for index, parameter in rests.items():
@@ -182,24 +184,12 @@ class Parameters:
         self.waiting.difference_update(buckets)
 
     def pin(self, index: int, gather: Callable[[Bucket, Tensor], None]) -> None:
-        """Makes a sharded parameter whole in memory of its own, until `unpin`.
-
-        Args:
-            index: Which.
-            gather: (bucket, memory): gathers a bucket there. A collective call.
-        """
-        bucket = self.flat.bucket_of[index]
-        memory = self._pins.get(bucket.name)
-        if memory is None:
-            memory = torch.empty(bucket.numel, dtype=self.flat.dtype(bucket), device=self.flat.device)
-            self._pins[bucket.name] = memory
-        gather(bucket, memory)
-        for other in bucket.slots:
-            view = parameter_in(memory, self.flat.layout.slots[other], bucket.start)
-            self.pinned[other] = view
-            unguard(self.all[other])
-            self.all[other].data = view
-        self._set_versions([self.all[other] for other in bucket.slots], self._version)
+        """Makes a sharded parameter whole in memory of its own, until `unpin`: see `Pinned.gather`."""
+        indices = self.pinned.gather(index, gather)
+        for each in indices:
+            unguard(self.all[each])
+            self.all[each].data = self.pinned.views[each]
+        self._set_versions([self.all[each] for each in indices], self._version)
 
     def unpin(self) -> None:
         """Hides what `pin` made whole.
@@ -207,14 +197,15 @@ class Parameters:
         Raises:
             EngineError: One was written to meanwhile, or given other data.
         """
-        if not self.pinned:
+        if not self.pinned.views:
             return
-        edited = self._copy_edits.found(self._pins)
+        edited = self._copy_edits.found(self.pinned.copies)
         if edited is None:
-            edited = next(filter(self._is_moved, self.pinned), None)
+            edited = next(filter(self._is_moved, self.pinned.views), None)
         if edited is not None:
             refuse_edit(edited, self.flat)
-        indices, self.pinned, self._pins = list(self.pinned), {}, {}
+        indices = list(self.pinned.views)
+        self.pinned.clear()
         closed = [index for index in indices if self.flat.layout.slots[index].spec.unit not in self._open]
         self._present([index for index in indices if index not in closed])
         for index in closed:
@@ -223,7 +214,7 @@ class Parameters:
 
     def drop_pins(self) -> None:
         """Forgets what `pin` made whole, whatever became of it: all rest."""
-        self.pinned, self._pins = {}, {}
+        self.pinned.clear()
         self.rest()
 
     # ---- updates
@@ -265,7 +256,7 @@ class Parameters:
             EngineError: A parameter was edited since `rest`, converted to another dtype or given another shape.
         """
         self.conversions.require_none()
-        self._require_shapes()
+        self.flat.require_shapes()
         self.narrow()
         self.flat.require_in_place()
         self.flat.former.require_unedited()
@@ -278,12 +269,6 @@ class Parameters:
         if edited is not None:
             refuse_edit(edited, self.flat)
 
-    def _require_shapes(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, slot in zip(self.all, self.flat.layout.slots, strict=True):
-                if parameter.shape != slot.spec.shape:
-                    slot.spec.require_shape(parameter.shape)
-
     def narrow(self) -> None:
         """Parameters that were made as wide as they are updated outside of that are computed with as ever."""
         if self.conversions.undo():
@@ -293,7 +278,7 @@ class Parameters:
         """The index of a gathered parameter that no longer is what its shards are; None where there is none."""
         for unit in self._open:
             indices = self.flat.managed_of.get(unit, ())
-            changed = (index for index in indices if index not in self.pinned and self._is_changed(index))
+            changed = (index for index in indices if index not in self.pinned.views and self._is_changed(index))
             if (edited := next(changed, self._copy_edits.sampled(unit))) is not None:
                 return edited
         kept = {b.name: self.flat.whole(b) for b in self._kept if self._open.issuperset(b.units)}  # small ones

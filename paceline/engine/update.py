@@ -39,8 +39,7 @@ class Update:
         """An optimizer is about to step: it is shown this rank's shards.
 
         Raises:
-            EngineError: The gradients are partial, this rank's own, or of a backward that the hooks did not see; or
-                parameters are whole, inside `pl.full_parameters`.
+            EngineError: Gradients are partial, this rank's own or of a backward that went unseen, or parameters whole.
             UserError: The optimizer cannot step on shards.
         """
         program, parameters = self._program, self._program.parameters

@@ -96,7 +96,7 @@ class ShardedParameter(ReducedGradParameter):
             given = args[:1] if name == "type_as" else (*args, *kwargs.values())
             written = {id(parameter) for parameter in tensors_of(_written(func, name, args, kwargs), ShardedParameter)}
             for parameter in {id(parameter): parameter for parameter in tensors_of(given, ShardedParameter)}.values():
-                _ask(parameter, name, id(parameter) in written, _given_shape(name, args))
+                ask(parameter, name, id(parameter) in written, _given_shape(name, args))
             # What it is computed with may be a part of something, which goes with no whole parameter.
             for kind in (StateShard, GradientShard):
                 if next(tensors_of((*args, *kwargs.values()), kind), None) is not None:
@@ -106,7 +106,7 @@ class ShardedParameter(ReducedGradParameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is a plain parameter, with the values that were asked for."""
-        _ask(self, "deepcopy", False)
+        ask(self, "deepcopy", False)
         with torch._C.DisableTorchFunctionSubclass():
             copied = nn.Parameter(self.detach().clone().as_subclass(Tensor), self.requires_grad)
         memo[id(self)] = copied
@@ -120,7 +120,8 @@ _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Whom each parameter of a parallel model asks, and by which index; not kept on it, as it may be copied and pickled."""
 
 
-def _ask(parameter: nn.Parameter, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
+def ask(parameter: nn.Parameter, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
+    """Lets the owner make a parameter whole before it is used: see `Owner.parameter_used`."""
     owner, index = _OWNERS.get(parameter, (lambda: None, 0))
     alive: Owner | None = owner()
     if alive is not None:

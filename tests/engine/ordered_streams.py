@@ -140,7 +140,7 @@ def ordered_streams() -> Iterator[Watch]:
             watch.use("a parameter outside of its unit", memory)
 
         def watched_unpin(parameters: Parameters) -> None:
-            for name in parameters._pins:
+            for name in parameters.pinned.copies:
                 watch.give_back(f"pinned {name}")
             unpin(parameters)
 

@@ -148,7 +148,7 @@ ASKING: dict[str, tuple[Callable[[Any], Any], list[tuple[int, bool]]]] = {
 }
 
 
-LIMITS = {"nn.Parameter": "torch refuses subclasses", "torch.func.grad": "functorch asks no subclass"}
+LIMITS = {"nn.Parameter": "torch refuses subclasses"}
 
 
 @pytest.mark.parametrize(

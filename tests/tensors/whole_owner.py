@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.tensors.sharded_parameter import guard, own, unguard
+from paceline.tensors.transforms import follow_transforms
 
 X = torch.tensor([[1.0, 2.0, 3.0]])
 
@@ -20,6 +21,7 @@ class Whole:
         self.values = [torch.arange(float(torch.Size(shape).numel())).view(shape) + 1 for shape in shapes]
         self.parameters = [nn.Parameter(torch.full(shape, torch.nan)) for shape in shapes]
         self._opens = opens
+        follow_transforms()
         for index, parameter in enumerate(self.parameters):
             own(parameter, self, index)
             guard(parameter)
