@@ -245,7 +245,11 @@ class FlatParameters:
 
         To be asked where parameters rest.
         """
-        return bool(self.former) or self._uses() > self._own_uses
+        return bool(self.former) or self.is_used_beside(0)
+
+    def is_used_beside(self, moved: int) -> bool:
+        """Whether others have tensors in these buffers, where so many resting parameters are elsewhere."""
+        return self._uses() + moved > self._own_uses
 
     def require_in_place(self) -> None:
         """Refuses to go on where parameters were moved out of the buffers that are updated and sent.

@@ -8,16 +8,29 @@ from paceline.buffers.flat_parameters import FlatParameters
 from paceline.core.errors import EngineError
 
 
-def take_given(flat: FlatParameters) -> None:
+def take_given(flat: FlatParameters, writes_over: bool = False) -> None:
     """Takes what a loop put in the place of whole parameters.
 
     Of another shape it stays: it is refused before all but `pl.release`, which leaves it out.
+
+    Args:
+        flat: Where they lie.
+        writes_over: Whether to do so even if the loop still has what they were.
+
+    Raises:
+        EngineError: The loop still has what the parameters were, which would be written over.
     """
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        for index in flat.managed:
-            parameter, whole = flat.all[index], flat.views[index]
-            if parameter.data_ptr() != whole.data_ptr() and parameter.shape == whole.shape:
-                whole.copy_(parameter)
+        moved = [index for index in flat.managed if flat.all[index].data_ptr() != flat.views[index].data_ptr()]
+        given = [index for index in moved if flat.all[index].shape == flat.views[index].shape]
+        if given and not writes_over and flat.is_used_beside(len(moved)):
+            raise EngineError(
+                f"{flat.layout.slots[given[0]].spec.name} was given other data, by p.data = ..., while something still "
+                "has a tensor of what parameters were, whose memory is to take that data: keep p.data.clone() instead, "
+                "and write back by p.data.copy_(...)"
+            )
+        for index in given:
+            flat.views[index].copy_(flat.all[index])
 
 
 def take_updated(flat: FlatParameters) -> None:

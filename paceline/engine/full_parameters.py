@@ -113,7 +113,6 @@ class FullParameters:
             self._wait_for_updates()
             parameters.flat.require_in_place()
             parameters.flat.former.require_unedited()
-            parameters.take_given()
         managed = parameters.flat.managed and (edits or parameters.loses_edits)
         self._states.append(self.full(call, edits, is_state=True) if managed else nullcontext())
         self._states[-1].__enter__()

@@ -235,10 +235,10 @@ class Parameters:
             if self.flat.layout.slots[index].spec.trainable:
                 parameter.data = self.flat.local[index]
 
-    def take_given(self) -> None:
-        """Takes values of parameters that a loop gave other data outside of `full`, where that counts."""
+    def take_given(self, writes_over: bool = False) -> None:
+        """Takes values of parameters that a loop gave other data outside of `full`, where that counts: see there."""
         if not self.loses_edits:
-            take_given(self.flat)
+            take_given(self.flat, writes_over)
 
     def updated(self) -> None:
         """The masters have changed: what was gathered is stale, and what is computed with follows them."""

@@ -34,7 +34,7 @@ def reset(engine: Engine) -> None:
     for parameter in program.parameters.all:
         parameter.grad = None
     program.parameters.waiting.clear()
-    program.parameters.take_given()
+    program.parameters.take_given(writes_over=True)
     program.parameters.drop_pins()
     if program.collectives is not None:
         program.collectives.reopen()

@@ -38,7 +38,7 @@ def complete_with_its_unit(stack: ExitStack) -> None:
 
 def placeholders_read(stack: ExitStack) -> None:
     """What is computed with a parameter whose values are elsewhere is computed with what stands in its place."""
-    stack.enter_context(patch.object(sharded_parameter, "_ask", lambda *args: None))
+    stack.enter_context(patch.object(sharded_parameter, "ask", lambda *args: None))
 
 
 def forward_over_an_update(stack: ExitStack) -> None:
