@@ -108,20 +108,24 @@ class _Part:
     """A submodule as a forward finds it: its attributes, whether it trains, and its parameters, of its own or lent.
 
     `torch.func.functional_call` lends some for one forward, and who evaluates between forward and backward switches
-    modes. Of lists, dictionaries and sets there are copies; tensors, which may be large, are not kept alive.
+    modes. Of lists, dictionaries, sets and small tensors there are copies; large tensors are not kept alive.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
-        self.tensors = {name for name, value in own.items() if isinstance(value, Tensor)}
+        self.tensors = {name for name, value in own.items() if isinstance(value, Tensor) and not _is_small(value)}
         self.own = {name: _shallow(value) for name, value in own.items() if name not in self.tensors}
+        small = {name: value for name, value in self.own.items() if isinstance(value, Tensor)}
+        self.copies = {name: (value._version, value.detach().clone()) for name, value in small.items()}
         self.random = [(each, each.get_state()) for each in own.values() if isinstance(each, torch.Generator)]
 
     def is_so(self) -> bool:
         """Whether it is as it was."""
         now = {name: value for name, value in vars(self.module).items() if self._counts(name, value)}
         if now.keys() != self.own.keys() or not all(_same(now[name], value) for name, value in self.own.items()):
+            return False
+        if any(now[name]._version != version for name, (version, _) in self.copies.items()):
             return False
         return all(torch.equal(generator.get_state(), state) for generator, state in self.random)
 
@@ -130,7 +134,8 @@ class _Part:
         now, was = vars(self.module), dict(vars(self.module))
         states = [(generator, generator.get_state()) for generator, _ in self.random]
         kept = {name: value for name, value in was.items() if not self._counts(name, value)}
-        _replace(now, {**kept, **{name: _shallow(value) for name, value in self.own.items()}})
+        written = {name: c.clone() for name, (v, c) in self.copies.items() if self.own[name]._version != v}
+        _replace(now, {**kept, **{name: _shallow(value) for name, value in self.own.items()}, **written})
         _set_states(self.random)
 
         def undo() -> None:
@@ -141,7 +146,12 @@ class _Part:
 
     def _counts(self, name: str, value: Any) -> bool:
         left_out = name in _MACHINERY or name in self.tensors
-        return not left_out and (name in self.own or not isinstance(value, Tensor))
+        return not left_out and (name in self.own or not isinstance(value, Tensor) or _is_small(value))
+
+
+def _is_small(value: Tensor) -> bool:
+    """Whether a copy costs nothing, and keeps no graph alive either, as one of an auxiliary loss would."""
+    return type(value) is Tensor and value.numel() <= _SMALL and value.grad_fn is None and not value.is_inference()
 
 
 def _shallow(value: Any) -> Any:
