@@ -57,6 +57,7 @@ class ForwardPass:
             )
         if records:
             self.enter()
+            self._require_one_thread()
             if not self._program.schedule.order:
                 self._begin_unit(ROOT)
         elif not in_backward():
@@ -125,7 +126,6 @@ class ForwardPass:
         """
         kind = self._state.begin_forward()
         if kind == "within":
-            self._require_one_thread()
             return
         self._thread = threading.current_thread()
         self.whole.close_states()
@@ -142,7 +142,7 @@ class ForwardPass:
         self._unshard_idle()
 
     def _require_one_thread(self) -> None:
-        """Refuses that backward computes with units in turns: autograd orders what each thread did by itself."""
+        """Refuses whole forwards that backward computes in turns: autograd orders what each thread did by itself."""
         if self._program.schedule.reshards_after_forward and threading.current_thread() is not self._thread:
             raise EngineError(
                 "forwards before one backward run in more than one thread, so that backward goes through the units of "
