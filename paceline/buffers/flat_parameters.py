@@ -195,7 +195,7 @@ class FlatParameters:
             name = _name(slot.flat)
             whole = self._tensors.by_name[name]
             view = parameter_in(whole, slot, 0)
-            return self._handed_out.view(name, whole, view) if self.shards > 1 else view
+            return self._handed_out.view(name, whole, view) if self.shards > 1 or self.has_server else view
         if bucket is None:
             # It has no elements.
             return torch.empty_strided(

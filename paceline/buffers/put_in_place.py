@@ -23,7 +23,7 @@ def take_given(flat: FlatParameters, writes_over: bool = False) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         moved = [index for index in flat.managed if flat.all[index].data_ptr() != flat.views[index].data_ptr()]
         given = [index for index in moved if flat.all[index].shape == flat.views[index].shape]
-        if given and not (writes_over or flat.has_server) and flat.is_used_beside(len(moved)):
+        if given and not writes_over and flat.is_used_beside(len(moved)):
             raise EngineError(
                 f"{flat.layout.slots[given[0]].spec.name} was given other data, by p.data = ..., while something still "
                 "has a tensor of what parameters were, whose memory is to take that data: keep p.data.clone() instead, "

@@ -9,7 +9,7 @@ from torch import nn
 import paceline as pl
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
-from tests.engine.models import STAGES, Stack, assert_all_same, in_parallel, loss_on, make, snapshot
+from tests.engine.models import PARALLEL, STAGES, Stack, assert_all_same, in_parallel, loss_on, make, snapshot
 
 WHOLE = pytest.mark.parametrize("stage", ["zero 0", "zero 1", "zero 2"])
 
@@ -65,8 +65,8 @@ def trained_on_others(strategy: Strategy) -> tuple[str, dict[str, torch.Tensor],
     return message, before, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", ["zero 1", "zero 2"])
-def test_what_was_kept_is_not_written_over(ranks, stage) -> None:
-    for message, before, after in ranks(2, trained_on_others, STAGES[stage]):
+@pytest.mark.parametrize("place", ["zero 1", "zero 2", "parameter server"])
+def test_what_was_kept_is_not_written_over(ranks, place) -> None:
+    for message, before, after in ranks(2, trained_on_others, PARALLEL[place]):
         assert "head.weight was given other data" in message and "keep p.data.clone()" in message
         assert all(torch.equal(value, before[name]) for name, value in after.items())

@@ -153,8 +153,7 @@ _MOVED = "moved to other memory, as model.share_memory"
 @idiom(
     refused=(
         *((place, "was edited, but this rank updates") for place in ("low", "shared parameters", "zero 3")),
-        ("zero 1", _MOVED),
-        ("zero 2", _MOVED),
+        *((place, _MOVED) for place in ("zero 1", "zero 2", "parameter server")),
     )
 )
 def shared_with_other_processes_half_way(side: Side) -> Found:
