@@ -129,7 +129,7 @@ class CopyEdits:
             samples = self._samples_of[unit] = tuple(made)
         for sample in samples:
             if (element := sample.first_edited()) is not None:
-                return self._flat.parameter_at(sample.bucket, element)
+                return self._flat.layout.slot_at(sample.bucket, element)
         return None
 
     @property
@@ -154,7 +154,7 @@ class CopyEdits:
             start = self._flat.shard_index * shard.numel()
             element = self._first_edited(name, whole[start : start + shard.numel()], shard)
             if element is not None and element >= 0:
-                return self._flat.parameter_at(bucket, start + int(element))
+                return self._flat.layout.slot_at(bucket, start + int(element))
         return None
 
     def in_rounded(self) -> int | None:
@@ -174,7 +174,7 @@ class CopyEdits:
                 rounded = self._memory_like(part).copy_(master[first : first + size])
                 element = self._first_edited(f"{name} from {first}", part, rounded)
                 if element is not None and element >= 0:
-                    return flat.parameter_at(bucket, flat.shard_index * own.numel() + first + int(element))
+                    return flat.layout.slot_at(bucket, flat.shard_index * own.numel() + first + int(element))
         return None
 
     def _memory_like(self, part: Tensor) -> Tensor:

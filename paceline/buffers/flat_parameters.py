@@ -275,13 +275,6 @@ class FlatParameters:
                 if parameter.shape != slot.spec.shape:
                     slot.spec.require_shape(parameter.shape)
 
-    def parameter_at(self, bucket: Bucket, element: int) -> int:
-        """The parameter that an element of a bucket belongs to."""
-        return max(
-            (index for index in bucket.slots if self.layout.slots[index].offset - bucket.start <= element),
-            key=lambda index: self.layout.slots[index].offset,
-        )
-
     @property
     def number(self) -> list[int]:
         """Which of how many shards is this rank's."""

@@ -184,6 +184,13 @@ class Layout:
         start = min(max(place.offset, first), last)
         return start, max(start, min(place.stop, last))
 
+    def slot_at(self, bucket: Bucket, element: int) -> int:
+        """The index of the parameter that an element of a bucket, counted from the bucket's start, belongs to."""
+        return max(
+            (index for index in bucket.slots if self.slots[index].offset - bucket.start <= element),
+            key=lambda index: self.slots[index].offset,
+        )
+
     @property
     def padding_bytes(self) -> int:
         """Bytes of the trainable flat buffers that hold no parameter."""

@@ -66,7 +66,6 @@ class Parameters:
         self.are_touched = False
         self._open: set[str] = set()
         self._version = 0
-        self._placeholder: dict[int, Tensor] = {}
         # Where edits of what is computed with would not reach what is updated, or would reach other ranks.
         lost = flat.managed if self.loses_edits and not flat.is_sharded else []
         self._edits = Edits(self.all, {index: flat.own_part(index) for index in lost})
@@ -74,8 +73,8 @@ class Parameters:
         follow_transforms()
         for index in flat.managed:
             own(self.all[index], owner, index)
-        if flat.is_sharded:
-            self._placeholder = {index: placeholder(flat.views[index]) for index in flat.managed}
+        hidden = flat.managed if flat.is_sharded else ()
+        self._placeholder = {index: placeholder(flat.views[index]) for index in hidden}
         self.rest()
         flat.count_own_uses()
 
@@ -127,9 +126,8 @@ class Parameters:
 
     def _hide(self, indices: Iterable[int]) -> None:
         hidden = {index: self.all[index] for index in indices if index not in self.pinned.views}
-        for index in hidden:
-            if self._is_changed(index):
-                refuse_edit(index, self.flat)
+        if (edited := next(filter(self._is_changed, hidden), None)) is not None:
+            refuse_edit(edited, self.flat)
         for index, parameter in hidden.items():
             parameter.data = self._placeholder[index]
             guard(parameter)
