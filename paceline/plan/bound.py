@@ -21,14 +21,21 @@ class Spent:
         compute: Multiplying matrices, attention included.
         moving: Reading and writing the device's memory.
         launching: What the host takes to launch kernels beyond what these take.
+        moved: Bytes of those that read and write memory.
     """
 
     compute: float = 0.0
     moving: float = 0.0
     launching: float = 0.0
+    moved: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(self.compute + other.compute, self.moving + other.moving, self.launching + other.launching)
+        return Spent(
+            self.compute + other.compute,
+            self.moving + other.moving,
+            self.launching + other.launching,
+            self.moved + other.moved,
+        )
 
 
 def spent(work: Work, hardware: Hardware) -> Spent:
@@ -45,15 +52,16 @@ def spent(work: Work, hardware: Hardware) -> Spent:
 
 
 def _spent(operations: Iterable[Operation], hardware: Hardware) -> Spent:
-    compute = moving = launches = 0.0
+    compute = moving = launches = moved = 0.0
     for operation in operations:
         took = seconds(operation, hardware)
         if took > seconds(replace(operation, kind="memory", flops=0.0), hardware):
             compute += took
         else:
             moving += took
+            moved += operation.bytes * operation.count
         launches += operation.count * hardware.kernels.launch
-    return Spent(compute, moving, max(0.0, launches - compute - moving))
+    return Spent(compute, moving, max(0.0, launches - compute - moving), moved)
 
 
 def binding(spent: Spent, split: Mapping[str, float]) -> Bound:

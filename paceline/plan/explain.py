@@ -53,24 +53,36 @@ def _computing(case: Case, estimate: Estimate) -> Iterator[Term]:
     operations = [op for unit in work.units for op in (*unit.forward, *unit.backward)]
     spent = case.spent(setting)
     flops = {kind: sum(op.flops * op.count for op in operations if op.kind == kind) for kind in ("matmul", "attention")}
-    moved = sum(op.bytes * op.count for op in operations)
+    matrices = sum(op.bytes * op.count for op in operations if op.kind == "matmul" and op.flops)
     count = sum(op.count for op in operations)
-    ceiling = hardware.device.ceiling[precision]
+    matmuls, attention = f"matmuls {si(flops['matmul'])}FLOP", f"attention {si(flops['attention'])}FLOP"
+    moved = f"{si(spent.moved)}B by kernels that do not multiply"
+    if hardware.measured:
+        attention, moved = f"{attention}, measured at their sizes", f"{moved}, measured at their sizes"
+    else:
+        rate = f"({si(hardware.device.bandwidth)}B/s x {kernels.memory_efficiency:g})"
+        ceiling = si(hardware.device.ceiling[precision])
+        matmuls += f" / ({ceiling}FLOP/s x {kernels.matmul_efficiency:g}) + {kernels.matmul_passes:g} passes over "
+        matmuls += f"their {si(matrices)}B / {rate}"
+        attention += f" at {kernels.attention_efficiency:g} of that ceiling"
+        moved += f" / {rate}"
     yield Term(
         "multiplying",
         f"{said.seconds(spent.compute)} a micro-batch",
-        f"matmuls {si(flops['matmul'])}FLOP at {si(ceiling)}FLOP/s x {kernels.matmul_efficiency:g} and "
-        f"{kernels.matmul_passes:g} passes over their matrices, attention {si(flops['attention'])}FLOP at "
-        f"{kernels.attention_efficiency:g} of it",
+        f"{matmuls}, and {attention}",
         f"operations: {work.source}; ceiling: {hardware.source}; shares: docs/accuracy.md",
     )
     yield Term(
         "moving",
         f"{said.seconds(spent.moving)} a micro-batch",
-        f"{si(moved)}B in {count:,} kernels; those that only move take bytes / "
-        f"({si(hardware.device.bandwidth)}B/s x {kernels.memory_efficiency:g}), and all at least "
-        f"{1e6 * kernels.launch:g} us to launch",
+        moved,
         "roofline (Williams et al. 2009)",
+    )
+    yield Term(
+        "launching",
+        f"{said.seconds(spent.launching)} a micro-batch",
+        f"{count:,} kernels x {1e6 * kernels.launch:g} us, where that is more than a unit's kernels take",
+        "the host runs ahead of the device by units",
     )
     plain = setting.micro_batches * (spent.compute + spent.moving + spent.launching)
     yield Term(

@@ -43,3 +43,28 @@ def test_collectives_that_are_told_are_those_of_a_step(stage: int, micro_batches
     buffers = sum(float(re.match(r"([\d.]+) GiB a step in [\d,]+", value)[1]) for value in told)  # type: ignore[index]
     halves = 2 if stage == 0 else 1  # an all-reduce sends each part twice
     assert estimate.sent / 2**30 == pytest.approx(halves * buffers * 7 / 8, rel=0.02)
+
+
+def number(text: str) -> float:
+    """A number with a unit's prefix, as formulas have it: "3.35T"."""
+    return float(text[:-1]) * {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}[text[-1]]
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "v100"])
+def test_formulas_of_kernels_give_the_times_that_are_shown(device: str) -> None:
+    case = Case(GPT2, profiles.hardware(device), 8)
+    setting = Setting(Strategy(zero=1, precision="float16" if device == "v100" else "bfloat16"), 4, 2)
+    told = {each.name: each.formula for each in terms(case, case.estimate(setting))}
+    found = re.search(
+        r"matmuls (\S+)FLOP / \((\S+)FLOP/s x (\S+)\) \+ (\S+) passes over their (\S+)B / \((\S+)B/s x (\S+)\), and "
+        r"attention (\S+)FLOP at (\S+) of that ceiling",
+        told["multiplying"],
+    )
+    assert found, told["multiplying"]
+    flops, ceiling, share, passes, matrices, bandwidth, reached, attention, of_it = found.groups()
+    rate = number(bandwidth) * float(reached)
+    multiplying = number(flops) / (number(ceiling) * float(share)) + float(passes) * number(matrices) / rate
+    multiplying += number(attention) / (number(ceiling) * float(of_it))
+    spent = case.spent(setting)
+    assert spent.compute == pytest.approx(multiplying, rel=0.02)
+    assert spent.moving == pytest.approx(number(told["moving"].split("B by")[0]) / rate, rel=0.02)
