@@ -93,37 +93,71 @@ def test_who_waits_for_a_rank_that_knows_of_nothing_is_told_of_another_one_that_
     assert seconds < 3
 
 
-def train_until_one_leaves(fails: bool) -> None:
-    """Rank 1 leaves the job after two steps, and rank 0 goes on."""
+class Broken(ValueError):
+    """A failure that knows when it was."""
+
+    def __init__(self) -> None:
+        super().__init__("a broken batch")
+        self.at = time.monotonic()
+
+
+def broken(*_: object) -> None:
+    raise Broken
+
+
+def train_until_one_leaves(how: str) -> None:
+    """Rank 1 leaves the job in its third step, and rank 0 goes on."""
     world = pl.init()
     model = pl.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), pl.Strategy(zero=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         for step in range(4):
-            if world.rank == 1 and step == 2:
-                if fails:
-                    raise ValueError("a broken batch")
+            leaves = how if world.rank == 1 and step == 2 else ""
+            if leaves == "returns":
                 return
-            model(torch.ones(3, 4)).sum().backward()
+            if leaves == "raises in the loop":
+                broken()
+            if leaves == "raises in forward":
+                model[1].register_forward_hook(broken)
+            output = model(torch.ones(3, 4))
+            if leaves == "raises in backward":
+                output.register_hook(broken)
+            if leaves == "raises as a gradient is there":
+                model[0].weight.register_post_accumulate_grad_hook(broken)
+            if leaves == "raises in step":
+                optimizer.register_step_pre_hook(broken)
+            output.sum().backward()
             optimizer.step()
     finally:
         pl.shutdown()
 
 
-def told_of_one_that_leaves(fails: bool) -> str:
+def told_of_one_that_leaves(how: str) -> tuple[str, float]:
+    """What a rank raises, and when."""
     try:
-        train_until_one_leaves(fails)
-    except (CommunicationError, ValueError) as error:
-        return str(error)
-    return ""
+        train_until_one_leaves(how)
+    except Broken as error:
+        return str(error), error.at
+    except CommunicationError as error:
+        return str(error), time.monotonic()
+    return "", time.monotonic()
+
+
+HOOKS = ("forward", "backward", "step")
 
 
 @pytest.mark.parametrize("transport", ["auto", full("tcp")])
-@pytest.mark.parametrize("fails", [False, True])
-def test_who_waits_for_a_rank_that_leaves_the_job_is_told_why(ranks, transport: str, fails: bool) -> None:
-    told, _ = ranks(2, told_of_one_that_leaves, fails, transport=transport)
-    cause = "ValueError: a broken batch" if fails else "pl.shutdown() while models were parallel: pl.release them first"
+@pytest.mark.parametrize(
+    "how",
+    ["returns", "raises in the loop", *(f"raises in {hook}" for hook in HOOKS), "raises as a gradient is there"],
+)
+def test_who_waits_for_a_rank_that_leaves_the_job_is_told_why_at_once(ranks, transport: str, how: str) -> None:
+    (told, at), (_, left) = ranks(2, told_of_one_that_leaves, how, transport=transport)
+    fails = how != "returns"
+    cause = "Broken: a broken batch" if fails else "pl.shutdown() while models were parallel: pl.release them first"
     assert told.startswith(f"rank 1 gave up: {cause}")
+    # Some hundredths of a second, on a machine that is not busy.
+    assert at - left < 3
 
 
 def leave_with_a_collective_under_way() -> str:
