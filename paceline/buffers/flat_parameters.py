@@ -97,6 +97,7 @@ class FlatParameters:
         self.assign_slots(schedule)
         for parameter, whole in zip(self.all, self.views, strict=True):
             parameter.data = whole
+        self.former.move_views(self.all)
 
     def _may_stay(self, index: int, flat: Flat) -> bool:
         """Whether the parameters of a flat buffer can be computed with and updated where they are."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.buffers.handed_out import storage_of, uses_of
 from paceline.buffers.memory import bits_of
 from paceline.core.errors import EngineError
+from paceline.tensors.stale_view import become_stale, views_of
 
 K = TypeVar("K")
 
@@ -34,10 +35,28 @@ class FormerMemory:
         # Each lies there twice meanwhile: as the parameter and as this.
         self._kept = used_elsewhere({index: p.data for index, p in parameters.items()}, 2)
         self._unedited = {index: former.clone() for index, former in self._kept.items()}
+        kept = {index: parameters[index] for index in self._kept}
+        self._views = list(views_of(kept)) if kept else []
 
     def __bool__(self) -> bool:
         """Whether there is any."""
         return bool(self._kept)
+
+    def move_views(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Moves views that have a graph along, as autograd takes a view to be in its parameter's memory.
+
+        Args:
+            parameters: All, where they lie now.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for index, view in self._views:
+                now, former = parameters[index].data, self._kept[index]
+                if now.dtype == former.dtype == view.dtype and now.stride() == former.stride():
+                    offset = now.storage_offset() + view.storage_offset() - former.storage_offset()
+                    view.data = now.as_strided(view.shape, view.stride(), offset)
+                else:
+                    become_stale(view, self._names[index], "before pl.parallelize")
+        self._views = []
 
     def follow(self, values: Sequence[Tensor]) -> None:
         """Copies what parameters have become to where they were.

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from paceline.buffers.conversions import refuse_conversion
 from paceline.buffers.flat_parameters import FlatParameters
+from paceline.buffers.handed_out import storage_of, uses_of
 from paceline.buffers.memory import parameter_in
 from paceline.core.buffers import has_master
 from paceline.core.layout import Bucket
 from paceline.tensors.sharded_parameter import unguard
+from paceline.tensors.stale_view import become_stale, views_of
 
 Gather = Callable[[Tensor, Tensor, str], None]
 """(buffer, this rank's shard, label): fills the buffer from all shards; a collective call."""
@@ -35,6 +37,7 @@ class WholeParameters:
         self._flat = flat
         self._buckets: dict[str, Tensor] = {}
         self._widened: dict[int, Tensor] = {}
+        self._own_uses = 0
         with torch.no_grad():
             if gather is not None:
                 for bucket, whole in gathered(flat, gather):
@@ -64,7 +67,19 @@ class WholeParameters:
         shown = {index: self._view(index) for index in self._flat.managed} | self._widened
         for index, data in shown.items():
             self._flat.all[index].data = data
+        self._own_uses = self._uses()
         return shown
+
+    def part_views(self) -> None:
+        """Parts views with a graph that somebody keeps from the parameters, which are about to be elsewhere."""
+        if self._uses() > self._own_uses:
+            memory = {storage_of(whole) for whole in self._buckets.values()}
+            for index, view in views_of({index: self._flat.all[index] for index in self._flat.managed}):
+                if storage_of(view) in memory:
+                    become_stale(view, self._flat.layout.slots[index].spec.name, "inside pl.full_parameters")
+
+    def _uses(self) -> int:
+        return sum(map(uses_of, self._buckets.values()))
 
     def narrow(self, edits: bool) -> None:
         """Rounds frozen parameters again, to what they have become where that is kept."""

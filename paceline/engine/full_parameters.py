@@ -150,6 +150,8 @@ def full(
     try:
         yield shown
     finally:
+        if not is_state:
+            whole.part_views()
         whole.narrow(edits)
         try:
             if edits:

@@ -17,7 +17,7 @@ _OVERWRITES = frozenset({"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_
 _ALIASES = frozenset({"detach", "detach_", "data", "requires_grad_"})
 """Functions and attributes that give the same values again, unread."""
 
-_DESCRIPTIONS = frozenset(
+DESCRIPTIONS = frozenset(
     {
         *("shape", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "ndim", "itemsize", "nbytes"),
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "data_ptr"),
@@ -52,7 +52,7 @@ class FormerGradient(Tensor):
         read = list(tensors_of(given, FormerGradient))
         if name in ("__repr__", "__format__"):
             return f"former gradient of {read[0]._name}, of which this rank has its shard alone"
-        if read and name not in _DESCRIPTIONS and name not in _ALIASES:
+        if read and name not in DESCRIPTIONS and name not in _ALIASES:
             raise EngineError(refusal(read[0]._name))
         for former in written:
             former.__class__ = former._was  # type: ignore[assignment]
