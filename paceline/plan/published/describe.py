@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import UserError
+from paceline.plan.published.division import count_devices, divide_among_stages, divide_batch, stated_ranks
 from paceline.plan.published.settings import precision, recompute, sharding, unread
 from paceline.plan.published.shapes import shape
 from paceline.plan.published.table import Row
@@ -78,13 +79,13 @@ def describe(row: Row) -> Described:
         raise UserError("gpu: expected the device's name, got none")
     per_host = row.whole("devices_per_host") or DEVICES_PER_HOST
     stack = stack_of(row)
-    named = _parallelism(row)
+    named = stated_ranks(row)
 
     def ranks(name: str) -> int:
         return row.whole(name) or named.get(name, 1)
 
     tensor, pipeline, context_ranks = ranks("tp"), ranks("pp"), ranks("cp")
-    devices = _devices(row, tensor * pipeline * context_ranks, per_host)
+    devices = count_devices(row, tensor * pipeline * context_ranks, per_host)
     data = devices // (tensor * pipeline * context_ranks)
     if devices % (tensor * pipeline * context_ranks):
         raise UserError(
@@ -92,9 +93,9 @@ def describe(row: Row) -> Described:
         )
     if (stated := row.whole("dp")) is not None and stated != data and row.whole("ep") in (None, 1):
         raise UserError(f"expected dp = n_gpus / (tp x pp x cp) = {data}, got {stated}")
-    samples, micro_batches, batch_assumed = _batch(row, data, config.context, pipeline)
+    samples, micro_batches, batch_assumed = divide_batch(row, data, config.context, pipeline)
     if stack == "torchtitan" and pipeline > 1 and row.whole("micro_batches") is None:
-        samples, micro_batches, batch_assumed = _in_stages(samples * micro_batches, pipeline)
+        samples, micro_batches, batch_assumed = divide_among_stages(samples * micro_batches, pipeline)
     assumed += batch_assumed
     zero, shard = sharding(row, stack, devices, per_host)
     if shard > 1 and data % shard:
@@ -177,78 +178,6 @@ def _gpu_in(row: Row) -> str:
     """A device's name in the words of the table."""
     found = re.search(r"\b(gb200|gh200|[ahbv]\d00|l40s|mi300x)\b", row.text("table") + " " + row.text("source"))
     return found[1] if found else ""
-
-
-_WORDS = {"tensor": "tp", "pipeline": "pp", "context": "cp"}
-_DIMENSION = r"(?<![a-z])(tp|pp|cp|tensor|pipeline|context)"
-
-
-def _parallelism(row: Row) -> dict[str, int]:
-    """Sizes in words such as "FSDP 8, TP 4", "dp=8 tp=2" or "8-way TP".
-
-    Raises:
-        UserError: It speaks of tensor, pipeline or context ranks and neither it nor a column says how many.
-    """
-    found: dict[str, int] = {}
-    text = row.text("parallelism")
-    after = rf"{_DIMENSION}(?:[ _-]*parallel\w*)?(?:[ _-]*(?:size|degree))?[ _:=x(-]*(\d+)"
-    before = rf"(\d+)[ -]*way[ -]*{_DIMENSION}"
-    named = [*re.findall(after, text), *((word, size) for size, word in re.findall(before, text))]
-    for word, size in named:
-        found[_WORDS.get(word, word)] = int(size)
-    for word in re.findall(_DIMENSION, text):
-        short = _WORDS.get(word, word)
-        if short not in found and short not in row.values:
-            raise UserError(
-                f"parallelism: expected a number of ranks beside {word!r}, got {row.values['parallelism']!r}"
-            )
-    return found
-
-
-def _devices(row: Row, cut: int, per_host: int) -> int:
-    devices, hosts = row.whole("devices"), row.whole("hosts")
-    if devices is None and hosts is not None:
-        devices = hosts * per_host
-    data = row.whole("dp")
-    if data is None and row.text("dp_shard").isdecimal() and row.number("dp_shard"):
-        data = (row.whole("dp_shard") or 1) * (row.whole("dp_replicate") or 1)
-    if devices is None and data is not None:
-        devices = data * cut
-    if devices is None:
-        raise UserError("n_gpus: expected the number of devices, got none")
-    return devices
-
-
-def _batch(row: Row, data: int, context: int, stages: int) -> tuple[int, int, list[str]]:
-    """Sequences of a micro-batch and micro-batches of a step: two of three numbers tell the third."""
-    samples, micro_batches, batch = row.whole("samples"), row.whole("micro_batches"), row.whole("global_batch")
-    if batch is None and (tokens := row.number("global_batch_tokens")):
-        batch = round(tokens / context)
-    if samples is not None and batch is not None:
-        if batch % (samples * data):
-            raise UserError(f"expected a global batch that {data} ranks x {samples} samples divide, got {batch}")
-        return samples, batch // (samples * data), []
-    if batch is not None:
-        micro_batches = micro_batches or 1
-        if batch % (micro_batches * data):
-            raise UserError(f"expected a global batch that {data} ranks x {micro_batches} divide, got {batch}")
-        each = batch // (micro_batches * data)
-        if row.whole("micro_batches") is None and each > 1:
-            return 1, each, ["micro-batches of 1 sequence"]
-        return each, micro_batches, []
-    if samples is not None:
-        if micro_batches is None and stages > 1:
-            return 1, samples, ["a local batch cut into micro-batches of 1 sequence"]
-        return samples, micro_batches or 1, [] if micro_batches else ["one micro-batch a step"]
-    raise UserError("expected a micro-batch or a global batch, got neither")
-
-
-def _in_stages(local: int, stages: int) -> tuple[int, int, list[str]]:
-    """What a pipeline of torchtitan takes at once is a local batch, in as many micro-batches as it has stages."""
-    count = min(local, stages)
-    if local % count:
-        raise UserError(f"expected a local batch that {count} micro-batches divide, got {local}")
-    return local // count, count, [f"a local batch cut into {count} micro-batches, as torchtitan does"]
 
 
 def _overlaps(row: Row, stack: str) -> bool:

@@ -78,15 +78,6 @@ def test_a_row_of_torchtitan_names_its_model_alone(tmp_path: Path) -> None:
     assert (hybrid.run.zero, hybrid.run.shard, hybrid.run.samples) == (3, 8, 1)
 
 
-def test_torchtitan_s_pipelines_take_as_many_micro_batches_as_they_have_stages(tmp_path: Path) -> None:
-    cells = {"source": "pytorch/torchtitan", "model": "Llama 3.1 405B", "n_gpus": 512, "gpu": "h100", "seq_len": 8192}
-    cut = {**cells, "tp": 8, "pp": 8, "local_batch_size": 32, "global_batch": 256}
-    run = describe(row(tmp_path, **cut)).run
-    assert (run.samples, run.micro_batches) == (4, 8)
-    assert describe(row(tmp_path, **{**cut, "local_batch_size": 4, "global_batch": 32})).run.micro_batches == 4
-    assert describe(row(tmp_path, **cut, grad_accum=1)).run.micro_batches == 1
-
-
 def test_rows_of_ibm_are_of_llama_2_and_reduce_in_what_they_compute_in(tmp_path: Path) -> None:
     cells = {"model": "70b", "n_gpus": 128, "gpu": "a100", "seq_len": 4096, "local_batch_size": 2}
     for source in ("foundation-model-stack/fms-fsdp", "pytorch.org/blog/maximizing-training", "IBM"):
