@@ -59,6 +59,14 @@ def without(ops: list[Op], *keys: Key) -> list[Op]:
     return [replace(op, after=tuple(k for k in op.after if k not in gone)) for op in ops if op.key not in gone]
 
 
+def moved(ops: list[Op], key: Key, before: Key) -> list[Op]:
+    """The list with an op, which then waits for nothing, in front of another."""
+    (op,) = [op for op in ops if op.key == key]
+    rest = [other for other in ops if other.key != key]
+    place = next(index for index, other in enumerate(rest) if other.key == before)
+    return [*rest[:place], replace(op, after=()), *rest[place:]]
+
+
 def key_of(ops: Sequence[Op], kind: str, target: str, phase: str | None = None, micro_batch: int = 0) -> Key:
     return next(
         op.key
