@@ -1,8 +1,7 @@
-"""What looks odd but is right comes out right: gradients taken by hand, closures, a unit's own parameter, release."""
+"""What looks odd but is right comes out right: gradients taken by hand, closures, a unit's own parameter."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -28,7 +27,6 @@ from tests.engine.models import (
     rows,
     shares,
     snapshot,
-    stages,
     train,
 )
 from tests.quick import full
@@ -172,37 +170,6 @@ def test_a_unit_may_return_its_own_parameter(ranks, strategy, n) -> None:
         assert_all_same(found, train(make(WithQuery)))
 
 
-def released(strategy: Strategy) -> dict:
-    model = pl.parallelize(make(), strategy)
-    x, y = (shares(part) for part in data(0, 8))
-    F.mse_loss(model(x), y).backward()
-    sharded = pl.engine_of(model).schedule.shards > 1
-    with pytest.warns(UserWarning, match="drops gradients that no optimizer has used") if sharded else nullcontext():
-        pl.release(model)
-    assert sharded == all(p.grad is None for p in model.parameters())
-    model.zero_grad()
-    F.mse_loss(model(x), y).backward()  # this rank's own again
-    own = gradients(model)
-    model.zero_grad()
-    pl.parallelize(model, strategy)
-    F.mse_loss(model(x), y).backward()
-    reduced = gradients(model)
-    pl.release(model)
-    return {"own": own, "reduced": reduced}
-
-
-@stages
-def test_a_released_model_is_a_plain_one_and_can_be_made_parallel_again(ranks, strategy) -> None:
-    model = make()
-    x, y = data(0, 8)
-    F.mse_loss(model(x), y).backward()
-    for rank, result in enumerate(ranks(2, released, strategy)):
-        assert_same(result["reduced"], gradients(model))
-        alone = make()
-        F.mse_loss(alone(x[rank::2]), y[rank::2]).backward()
-        assert_same(result["own"], gradients(alone))
-
-
 def zeroed_between(how: str) -> dict:
     model = pl.parallelize(make(), Strategy(bucket_mb=1e-4))
     (x0, y0), (x1, y1), (x2, y2) = ([shares(part) for part in data(seed, 8)] for seed in (0, 1, 2))
@@ -283,20 +250,3 @@ def joined_twice() -> str:
         pl.init()
     assert pl.init() == world
     return str(refused.value)
-
-
-def released_between(strategy: Strategy) -> str:
-    model = pl.parallelize(make(), strategy)
-    x, y = (shares(part) for part in data(0, 8))
-    loss = F.mse_loss(model(x), y)
-    pl.release(model)
-    with pytest.raises(EngineError) as refused:
-        loss.backward()
-    F.mse_loss(model(x), y).backward()
-    return str(refused.value)
-
-
-@stages
-def test_a_backward_after_a_release_is_refused_and_a_new_forward_is_the_ranks_own(ranks, strategy) -> None:
-    for told in ranks(2, released_between, strategy):
-        assert told.startswith("pl.release ended this model's engine between this forward and its backward")
