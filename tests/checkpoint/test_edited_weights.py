@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import paceline as pl
 from tests.buffers.loops import build
+from tests.quick import full
 
 
 def other_data(model: nn.Module) -> None:
@@ -64,3 +65,35 @@ def test_edits_that_are_lost_in_low_precision_are_refused(ranks, tmp_path: Path,
 def test_every_rank_is_told_where_one_has_moved_its_weights(ranks, tmp_path: Path) -> None:
     for said, _ in ranks(2, saved, tmp_path, pl.Strategy(zero=1), "shared"):
         assert "as model.share_memory() does" in said
+
+
+def edited(path: Path, strategy: pl.Strategy) -> list[float]:
+    model = pl.parallelize(nn.Linear(4, 4), strategy)
+    with pl.full_parameters(model):
+        nn.init.constant_(model.weight, 7)
+        with pytest.raises(pl.EngineError, match="inside `with"):
+            pl.save(path / "x", model, step=1)
+    pl.save(path / "x", model, step=1)
+    with pl.full_parameters(model), pytest.raises(pl.EngineError, match="inside `with"):
+        pl.load(path / "x", model)
+    pl.load(path / "x", model)
+    return model.state_dict()["weight"].unique().tolist()
+
+
+@pytest.mark.parametrize("strategy", [pl.Strategy(zero=1, precision="bfloat16"), full(pl.Strategy(zero=3))])
+def test_what_is_edited_is_saved_when_it_counts(ranks, tmp_path: Path, strategy: pl.Strategy) -> None:
+    assert ranks(2, edited, tmp_path, strategy) == [[7.0], [7.0]]
+
+
+def edited_in_place(path: Path) -> list[float]:
+    model = pl.parallelize(nn.Linear(4, 4), pl.Strategy())
+    with pl.full_parameters(model):
+        nn.init.constant_(model.weight, 7)
+        pl.save(path / "x", model, step=1)
+        nn.init.constant_(model.weight, 8)
+        pl.load(path / "x", model)
+    return model.state_dict()["weight"].unique().tolist()
+
+
+def test_what_is_edited_where_nothing_is_ever_hidden_counts_at_once(ranks, tmp_path: Path) -> None:
+    assert ranks(2, edited_in_place, tmp_path) == [[7.0], [7.0]]

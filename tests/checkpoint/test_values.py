@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,6 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.checkpoint import folder, writing
-from tests.quick import full
 
 
 def parallel() -> nn.Module:
@@ -110,62 +107,6 @@ def test_an_error_without_words_is_one(ranks, tmp_path: Path) -> None:
     assert not (tmp_path / "x" / "manifest.json").exists()
 
 
-def test_memory_that_runs_out_while_writing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("paceline.checkpoint.writing.write_rank_file", fail)
-    saving = pl.save(tmp_path / "x", parallel(), step=1, background=True)
-    with pytest.raises(pl.UserError, match="x was not saved: MemoryError"):
-        saving.wait()
-
-
-def gone_back(path: Path) -> int:
-    model = parallel()
-    pl.save(path / "step-00000001", model, step=1)
-    if pl.init().rank == 0:
-        # Takes its time, as a large one does.
-        writing.complete, real = _later, writing.complete
-    try:
-        pl.save(path / "step-00000002", model, step=2, background=True)
-        return pl.load(path, model).step
-    finally:
-        if pl.init().rank == 0:
-            writing.complete = real
-
-
-def _later(path: Path, manifest: Any) -> None:
-    time.sleep(0.3)
-    folder.complete(path, manifest)
-
-
-def test_load_waits_for_what_is_being_saved(ranks, tmp_path: Path) -> None:
-    assert ranks(2, gone_back, tmp_path) == [2, 2]
-
-
-def saved_again_and_again(path: Path) -> list[bool]:
-    """Saves in the background between steps; whether each checkpoint holds what was there then."""
-    model = pl.parallelize(torch.nn.Linear(64, 64), pl.Strategy(zero=2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    expected = []
-    for step in range(1, 4):
-        model(torch.randn(4, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append({name: value.clone() for name, value in pl.full_state_dict(model).items()})
-        pl.save(path / f"step-{step:08}", model, optimizer, step=step, background=True)
-    same = []
-    for step, values in enumerate(expected, 1):
-        pl.load(path / f"step-{step:08}", model, optimizer)
-        found = pl.full_state_dict(model)
-        same.append(all(torch.equal(found[name], values[name]) for name in values))
-    return same
-
-
-def test_memory_that_the_next_save_takes_over_is_written_before(ranks, tmp_path: Path) -> None:
-    assert ranks(2, saved_again_and_again, tmp_path) == [[True] * 3] * 2
-
-
 def test_a_home_folder_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     model = parallel()
@@ -194,38 +135,6 @@ def with_one_loader(path: Path) -> str:
 def test_a_loader_that_one_rank_had_is_said(ranks, tmp_path: Path) -> None:
     for message in ranks(2, with_one_loader, tmp_path):
         assert "saved without a loader on rank 1" in message
-
-
-def edited(path: Path, strategy: pl.Strategy) -> list[float]:
-    model = pl.parallelize(nn.Linear(4, 4), strategy)
-    with pl.full_parameters(model):
-        nn.init.constant_(model.weight, 7)
-        with pytest.raises(pl.EngineError, match="inside `with"):
-            pl.save(path / "x", model, step=1)
-    pl.save(path / "x", model, step=1)
-    with pl.full_parameters(model), pytest.raises(pl.EngineError, match="inside `with"):
-        pl.load(path / "x", model)
-    pl.load(path / "x", model)
-    return model.state_dict()["weight"].unique().tolist()
-
-
-@pytest.mark.parametrize("strategy", [pl.Strategy(zero=1, precision="bfloat16"), full(pl.Strategy(zero=3))])
-def test_what_is_edited_is_saved_when_it_counts(ranks, tmp_path: Path, strategy: pl.Strategy) -> None:
-    assert ranks(2, edited, tmp_path, strategy) == [[7.0], [7.0]]
-
-
-def edited_in_place(path: Path) -> list[float]:
-    model = pl.parallelize(nn.Linear(4, 4), pl.Strategy())
-    with pl.full_parameters(model):
-        nn.init.constant_(model.weight, 7)
-        pl.save(path / "x", model, step=1)
-        nn.init.constant_(model.weight, 8)
-        pl.load(path / "x", model)
-    return model.state_dict()["weight"].unique().tolist()
-
-
-def test_what_is_edited_where_nothing_is_ever_hidden_counts_at_once(ranks, tmp_path: Path) -> None:
-    assert ranks(2, edited_in_place, tmp_path) == [[7.0], [7.0]]
 
 
 class Moody:
