@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tests.idioms.side import WIDTH, Found, Side, descend, fit, idiom, mlp, state
+from tests.idioms.side import Found, Side, descend, fit, idiom, mlp, state
 
 
 @idiom()
@@ -241,82 +240,4 @@ def slopes_by_vjp_in_the_loss(side: Side) -> Found:
         return (output - y).square().mean() + slope.square().mean()
 
     fit(side, net, torch.optim.SGD(model.parameters(), 0.1), loss_of=loss_of)
-    return state(model)
-
-
-@idiom()
-def gradients_averaged_from_a_copy(side: Side) -> Found:
-    """First-order meta-learning: a copy learns, and its gradients, averaged by hand, are the model's."""
-    model = mlp(side)
-    net = side.parallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        x, y = side.batch(step)
-        learner = copy.deepcopy(model)
-        (learner(x) - y).square().mean().backward()
-        (net(x) * 0).sum().backward()
-        for p, own in zip(model.parameters(), learner.parameters(), strict=True):
-            p.grad = side.mean(own.grad).to(p.grad.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
-    return state(model)
-
-
-@idiom()
-def gradients_added_up_in_a_dictionary(side: Side) -> Found:
-    """Accumulation by hand: each backward's are kept and dropped, and their mean is put back."""
-    model = mlp(side)
-    net = side.parallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(2):
-        sums: dict[str, Tensor] = {}
-        for part in range(2):
-            x, y = side.batch(2 * step + part)
-            (net(x) - y).square().mean().backward()
-            for name, p in model.named_parameters():
-                sums[name] = sums[name] + p.grad if part else p.grad.clone()
-            model.zero_grad()
-        for name, p in model.named_parameters():
-            p.grad = sums[name] / 2
-        optimizer.step()
-        optimizer.zero_grad()
-    return state(model)
-
-
-@idiom()
-def gradients_kept_over_a_step_are_put_back(side: Side) -> Found:
-    """Before and after a forward of evaluation, in which parameters are there to compute with."""
-    model = mlp(side)
-    net = side.parallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(2):
-        x, y = side.batch(2 * step)
-        (net(x) - y).square().mean().backward()
-        kept = [p.grad for p in model.parameters()]
-        optimizer.zero_grad()
-        fit(side, net, optimizer, 1)
-        if step:
-            with torch.no_grad():
-                net(x)
-        for p, gradient in zip(model.parameters(), kept, strict=True):
-            p.grad = gradient
-        optimizer.step()
-        optimizer.zero_grad()
-    return state(model)
-
-
-@idiom(off=0.08)
-def gradients_of_autograd_grad_are_assigned(side: Side) -> Found:
-    model = mlp(side)
-    side.parallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
-    for step in range(3):
-        # Each rank computes those of the whole batch.
-        x, y = side.tensor(8, WIDTH, seed=2 * step), side.tensor(8, 2, seed=2 * step + 1)
-        loss = (model(x) - y).square().mean()
-        parameters = list(model.parameters())
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        optimizer.zero_grad()
     return state(model)

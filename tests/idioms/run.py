@@ -14,15 +14,18 @@ import paceline as pl
 from paceline.core.errors import EngineError
 from tests.idioms import (
     averages,
+    beside_the_model,
     buffers,
     closures,
     conversions,
     frozen,
     gradients,
+    gradients_assigned,
     layouts,
     loops,
     losses,
     modules,
+    odd_modules,
     optimizers,
     own_optimizers,
     parts,
@@ -35,8 +38,8 @@ from tests.idioms.side import IDIOMS, Ddp, Found, Paceline, Side
 from tests.ranks import RankError, RankPool
 
 WRITTEN_IN = (
-    *(averages, buffers, closures, conversions, frozen, gradients, layouts, loops),
-    *(losses, modules, optimizers, own_optimizers, parts, recomputed, several, tables, weights),
+    *(averages, beside_the_model, buffers, closures, conversions, frozen, gradients, gradients_assigned, layouts),
+    *(loops, losses, modules, odd_modules, optimizers, own_optimizers, parts, recomputed, several, tables, weights),
 )
 """Importing them registers the idioms."""
 

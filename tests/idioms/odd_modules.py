@@ -1,0 +1,121 @@
+"""Parameters that modules use in other ways than once each: shared, made by a network, empty, in a backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.idioms.side import WIDTH, Found, Side, idiom, mlp, trained
+
+
+@idiom()
+def a_shared_block_at_two_depths(side: Side) -> Found:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            self.first, self.second = shared, shared
+            self.head = nn.Linear(WIDTH, 2)
+
+        def forward(self, x):
+            return self.head(self.second(x + self.first(x)))
+
+    torch.manual_seed(0)
+    return trained(side, Model())
+
+
+@idiom()
+def weights_made_by_a_network(side: Side) -> Found:
+    """A hypernetwork: the weights of a layer are computed, and used by functional_call."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.makes = nn.Linear(3, 2 * WIDTH)
+            self.layer = nn.Linear(WIDTH, 2)
+            self.seed = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            weight = self.makes(self.seed).view(2, WIDTH)
+            return torch.func.functional_call(self.layer, {"weight": weight + self.layer.weight}, (x,))
+
+    torch.manual_seed(0)
+    return trained(side, Model(), lr=0.05)
+
+
+@idiom()
+def complex_and_scalar_parameters(side: Side) -> Found:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.gain = mlp(side), nn.Parameter(torch.tensor(1.5))
+            self.empty = nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, x):
+            return self.body(x) * self.gain + self.empty.sum()
+
+    return trained(side, Model())
+
+
+@idiom(
+    against="ddp",
+    low=False,
+    refused=(("zero 3", "all_gather cell .* a unit another number of times.* set strategy.accumulation to hold"),),
+)
+def a_cell_run_another_number_of_times_on_each_rank(side: Side) -> Found:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.cell = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            self.other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            self.head = nn.Linear(WIDTH, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(1 + side.rank):
+                x = x + self.other(self.cell(x))
+            return self.head(x)
+
+    torch.manual_seed(0)
+    return trained(side, Model())
+
+
+class Adjoint(torch.autograd.Function):
+    """Of an ODE: backward computes it again, and asks torch.autograd.grad for the gradients of its parameters."""
+
+    @staticmethod
+    def forward(ctx, function, x, *parameters):
+        ctx.function = function
+        ctx.save_for_backward(x, *parameters)
+        for _ in range(3):
+            x = x + 0.3 * function(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            y = x = x.detach().requires_grad_()
+            for _ in range(3):
+                y = y + 0.3 * ctx.function(y)
+            return (None, *torch.autograd.grad(y, [x, *parameters], gradient))
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
+
+
+@idiom()
+def the_adjoint_of_an_ode(side: Side) -> Found:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.function, self.head = mlp(side, outputs=WIDTH), nn.Linear(WIDTH, 2)
+            self.function[1].requires_grad_(False)
+
+        def forward(self, x):
+            return self.head(Adjoint.apply(self.function, x, *filter(_is_trained, self.function.parameters())))
+
+    torch.manual_seed(0)
+    return trained(side, Model())
