@@ -1,4 +1,4 @@
-"""Which module knows which."""
+"""Which module knows which, and how long one may be."""
 
 from __future__ import annotations
 
@@ -48,3 +48,10 @@ def test_ops_are_made_by_the_schedule_alone() -> None:
     made_in = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if makes_ops(path)}
     # How long one takes is measured with one of its own.
     assert made_in - {"bench/events.py"} == {"core/schedule.py", "core/transfers.py"}
+
+
+def test_files_are_of_one_idea_and_so_no_longer_than_300_lines() -> None:
+    files = [path for root in (ROOT, Path(__file__).parent) for path in root.rglob("*.py")]
+    lengths = {path: len(path.read_text().splitlines()) for path in files}
+    assert len(lengths) > 900
+    assert {path.as_posix(): lines for path, lines in lengths.items() if lines > 300} == {}
