@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.train.progress import ValidationProgress
+from paceline.train.status_text import ValidationProgress
 from paceline.train.summary import VALIDATING
 from paceline.train.training import Training
 from paceline.train.validate import Validation, validate

@@ -34,12 +34,12 @@ from paceline.train.metrics import check_trackers
 from paceline.train.not_finite import marks
 from paceline.train.optim import learning_rate
 from paceline.train.outputs import Outputs
-from paceline.train.progress import Progress
 from paceline.train.resume import Resume, as_planned, find_resume
 from paceline.train.rewind import run_and_go_back
 from paceline.train.run_folder import RunFolder, check_run_folder, create_run_folder
 from paceline.train.samples import write_samples
 from paceline.train.skipped import require_progress, tell_skipped
+from paceline.train.status_text import TrainingProgress
 from paceline.train.summary import SAVING, crowded, opening, validation_line
 from paceline.train.training import Training
 
@@ -128,7 +128,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
     with opened as loader, former.stop if former else StopRequest() as stop:
         # The folder comes last of what may fail, so that a mistake leaves none behind.
         folder = _run_folder(config, resume) if world.rank == 0 else None
-        with Outputs(world, folder, Progress(config.steps)) as outputs:
+        with Outputs(world, folder, TrainingProgress(config.steps)) as outputs:
             if folder is not None:
                 outputs.begin(replace(config, resume=None), corpus, threads, is_known=goes_on)
                 if not goes_on:

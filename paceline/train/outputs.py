@@ -21,8 +21,8 @@ from paceline.models.transformer import Transformer
 from paceline.train.config import TrainConfig
 from paceline.train.environment import environment_facts
 from paceline.train.metrics import Tracker, open_trackers
-from paceline.train.progress import Progress
 from paceline.train.run_folder import CONFIG, ENVIRONMENT, TOKENIZER, WEIGHTS, RunFolder
+from paceline.train.status_text import TrainingProgress
 from paceline.train.yaml_file import to_yaml
 
 TELL_SECONDS = 10.0
@@ -40,7 +40,7 @@ class Outputs:
         seconds: How long what is no training took, by what it was.
     """
 
-    def __init__(self, world: World, folder: RunFolder | None, progress: Progress) -> None:
+    def __init__(self, world: World, folder: RunFolder | None, progress: TrainingProgress) -> None:
         """Writes and shows nothing yet."""
         self.world, self.folder, self.progress = world, folder, progress
         self.trackers: list[Tracker] = []

@@ -1,4 +1,4 @@
-"""What the status line says while a model is trained, validated and saved."""
+"""The status line's text while a model is trained, validated and saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Point(NamedTuple):
     nats: float
 
 
-class Progress:
+class TrainingProgress:
     """Steps, loss and rates of a training; read by another thread than the one that trains."""
 
     def __init__(self, steps: int) -> None:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.train import progress as module
-from paceline.train.progress import Progress, ValidationProgress, with_bar
+from paceline.train import status_text as module
+from paceline.train.status_text import TrainingProgress, ValidationProgress, with_bar
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_figures_come_when_they_mean_something(clock: SimpleNamespace) -> None:
-    progress = Progress(1000)
+    progress = TrainingProgress(1000)
     assert "step 0/1000" in progress.text(80)
     clock.now += 60
     # The first step warms up: its time is in no rate.
@@ -40,7 +40,7 @@ def test_figures_come_when_they_mean_something(clock: SimpleNamespace) -> None:
 
 
 def test_a_step_that_was_left_out_gives_no_loss(clock: SimpleNamespace) -> None:
-    progress = Progress(10)
+    progress = TrainingProgress(10)
     for step, nats in ((1, 1.0), (2, 200.0), (3, math.nan), (4, 200.0)):
         clock.now += 1
         progress.step(step, 100, nats)
@@ -48,7 +48,7 @@ def test_a_step_that_was_left_out_gives_no_loss(clock: SimpleNamespace) -> None:
 
 
 def test_rates_are_of_the_last_seconds_and_pauses_belong_to_no_step(clock: SimpleNamespace) -> None:
-    progress = Progress(10_000)
+    progress = TrainingProgress(10_000)
     for step in range(1, 200):
         clock.now += 1.0 if step < 100 else 0.1
         progress.step(step, 100, 200.0)
