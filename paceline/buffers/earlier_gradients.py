@@ -48,7 +48,7 @@ class EarlierGradients:
         self.carried: dict[int, Tensor] = {}
         self.filled: set[int] = set()
         self.used: set[int] = set()
-        self._late: dict[int, Tensor] = {}
+        self._for_next_reduction: dict[int, Tensor] = {}
         self.held = HeldGradients()
 
     def replace(self, flat: FlatGradients, parameters: FlatParameters) -> None:
@@ -84,10 +84,10 @@ class EarlierGradients:
             self._share_out(with_gradient)
         elif self._low:
             self._take_aside(with_gradient)
-        for index, gradient in self._late.items():
+        for index, gradient in self._for_next_reduction.items():
             if index in with_gradient:
                 self._all[index].grad = gradient
-        self._late.clear()
+        self._for_next_reduction.clear()
 
     def _present(self) -> dict[int, Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -111,17 +111,17 @@ class EarlierGradients:
                 gradients[index] = gradient.clone()
                 set_gradient(self._all[index], gradients[index])
 
-    def keep_late(self, late: Iterable[int]) -> None:
-        """Keeps gradients that came after a reduction of which the step has another, for that one."""
-        for index in late:
+    def keep_for_next_reduction(self, indices: Iterable[int]) -> None:
+        """Keeps gradients that came after their copy-in for the next reduction of the step."""
+        for index in indices:
             gradient = self._all[index].grad
             assert gradient is not None
-            self._late[index] = gradient
+            self._for_next_reduction[index] = gradient
             self._all[index].grad = None
 
     def forget(self) -> None:
         """Forgets what a step that is given up has left."""
-        self._late.clear()
+        self._for_next_reduction.clear()
         self.used.clear()
         self.carried.clear()
         self.held.forget()

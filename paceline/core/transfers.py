@@ -117,7 +117,7 @@ class Transfers(Placement):
             )
         return tuple(ops)
 
-    def reduce_late(self, bucket: Bucket, index: int) -> tuple[Op, ...]:
+    def reduce_again(self, bucket: Bucket, index: int) -> tuple[Op, ...]:
         """The ops that reduce gradients which came after their bucket was: from memory of their own, then added."""
         return tuple(replace(op, planned=False, after=(), reads=(), writes=()) for op in self.reduce(bucket, index))
 

@@ -31,7 +31,7 @@ class BackwardPass:
         program: The model's.
         state: Which step and micro-batch the training loop is in.
         order: In which units run.
-        reduced_late: Whether gradients came after their unit was copied in, in the latest step.
+        reduced_again: Whether gradients came after their copy-in in the latest step, and were reduced once more.
         when_over: Is called at the end of each.
         fired, meet_gradient: See `hooks.parameters.Follower`.
         has_streams: Whether autograd adds to gradients on streams that need not be followed yet.
@@ -41,7 +41,7 @@ class BackwardPass:
         """Takes the forward order from `forward`, which also unshards parameters."""
         self.program, self.state, self._forward = program, state, forward
         self.order = UnitOrder(program, forward)
-        self.reduced_late = False
+        self.reduced_again = False
         self.has_streams = program.world.backend != "gloo"
         self._outstanding: Counter[str] = Counter()
         self._uncopied: list[str] = []
@@ -49,7 +49,7 @@ class BackwardPass:
         self._over_from = 0
         self._begun: set[str] = set()
         self.fired: set[int] = set()
-        self._slow: set[int] = set()
+        self._incomplete: set[int] = set()
         self.when_over: Callable[[], None] = lambda: None
         self._autograd = AutogradPass(program, self.order, self._end)
 
@@ -156,7 +156,7 @@ class BackwardPass:
         self.fired.clear()
         self._over.clear()
         self._over_from = len(program.schedule.order)
-        self._slow.clear()
+        self._incomplete.clear()
         program.executor.load(state.step, program.schedule.backward(state.micro_batch, state.synchronises))
         if program.gradients is not None:
             self._uncopied = list(program.schedule.copied_units)
@@ -197,7 +197,7 @@ class BackwardPass:
             if id(parameter) in self.fired or not parameter.requires_grad:
                 continue
             if not is_complete(parameter):
-                self._slow.add(index)
+                self._incomplete.add(index)
                 return False
         return True
 
@@ -227,12 +227,12 @@ class BackwardPass:
         if gradients is not None:
             for unit in list(self._uncopied):
                 self._copy_in(unit)
-            late = gradients.late()
-            gradients.came_late(late)
+            after_copy_in = gradients.after_copy_in()
+            gradients.note_after_copy_in(after_copy_in)
             if program.collectives is None:
-                gradients.copy_in(late)
+                gradients.copy_in(after_copy_in)
             if state.synchronises:
-                self._synchronise(gradients, late)
+                self._synchronise(gradients, after_copy_in)
         executor.skip_all() if not state.synchronises else executor.complete()
         if state.synchronises:
             program.statistics.close()
@@ -245,12 +245,12 @@ class BackwardPass:
         state.end_backward()
         self.when_over()
 
-    def _synchronise(self, gradients: Gradients, late: Sequence[int]) -> None:
+    def _synchronise(self, gradients: Gradients, after_copy_in: Sequence[int]) -> None:
         """Lets the ranks agree on a step, waits for its reductions and publishes them. A collective call.
 
         Args:
             gradients: The model's, all copied in.
-            late: Indices of parameters of which more came after they were copied in.
+            after_copy_in: Indices of parameters to whose gradient autograd has added after its copy-in.
 
         Raises:
             EngineError: Ranks saw the step differently.
@@ -258,14 +258,14 @@ class BackwardPass:
         program, executor, micro_batch = self.program, self.program.executor, self.state.micro_batch
         statistics, buffers, first = program.statistics, program.module_buffers, self.state.step == 0
         used: Collection[int] = gradients.used_in_step
-        slow = sorted(self._slow.union(late))
+        incomplete = sorted(self._incomplete.union(after_copy_in))
         if program.collectives is not None:
             key = Key("statistics", STATISTICS, micro_batch, "backward")
             executor.begin(key)
             squares = gradients.square_sum() if program.schedule.shards > 1 else None
             weights = weights_hash(program.parameters.all) if program.schedule.has_server else 0
             checks = (micro_batch, executor.launched.take(), weights)
-            statistics.fill(used, slow, squares, gradients.carries, checks, buffers.unknown())
+            statistics.fill(used, incomplete, squares, gradients.carries, checks, buffers.unknown())
             executor.end()
             executor.done(key)
         publish = Key("publish", GRADIENTS, micro_batch, "backward")
@@ -274,7 +274,7 @@ class BackwardPass:
         executor.begin(key)
         if program.collectives is not None:
             statistics.require_alike()
-            self._reduce_late(late, statistics.late(slow, first))
+            self._reduce_again(after_copy_in, statistics.incomplete(incomplete, first))
             if statistics.changes_buffers(first):
                 buffers.agree()
             # No other rank need be asked where every parameter has a gradient on this one.
@@ -286,14 +286,14 @@ class BackwardPass:
             executor.mark(publish)
         program.send_buffers(micro_batch, "backward")
 
-    def _reduce_late(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
+    def _reduce_again(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
         """Reduces what came after its unit was copied in; from now on these units wait for the whole backward."""
         program = self.program
-        self.reduced_late = bool(anyones)
+        self.reduced_again = bool(anyones)
         if not anyones:
             return
         for bucket in program.schedule.reduced_buckets:
             if not set(anyones).isdisjoint(bucket.slots):
-                program.reduce_late(bucket, mine, self.state.micro_batch)
+                program.reduce_again(bucket, mine, self.state.micro_batch)
         program.defer(program.parameters.flat.units_of(anyones))
         self.order.slots_changed = program.schedule.reuses_gradient_slots

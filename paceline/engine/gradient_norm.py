@@ -58,15 +58,15 @@ class GradientNorm:
             if gradient is not None and (flat.shards == 1 or index in flat.local)
         ]
 
-    def as_reduced(self, late: bool) -> Tensor:
+    def as_reduced(self, reduced_again: bool) -> Tensor:
         """The 2-norm of the gradients that the last synchronised backward reduced, known to every rank since.
 
         What was done to `p.grad` afterwards is not in it; see `now`.
 
         Args:
-            late: Whether some gradients came after the sum of their squares was taken.
+            reduced_again: Whether some gradients were reduced once more, after the sum of their squares was taken.
         """
-        known = self._program.schedule.shards > 1 and not late
+        known = self._program.schedule.shards > 1 and not reduced_again
         squares = self._program.statistics.squares() if known else None
         return self.now() if squares is None else self._as_norm(squares / self._program.schedule.replicas)
 

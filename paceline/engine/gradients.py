@@ -132,7 +132,7 @@ class Gradients:
                         fresh.append(gradient)
                 if low:
                     filled.add(index)
-                # Autograd must not add to memory that a collective reads: what is late comes apart.
+                # Autograd must not add to memory that a collective reads: what comes after this lies apart.
                 assign_gradient(parameter, None if sends or low else self.flat.shown_whole(index))
             if views:
                 torch._foreach_copy_(views, fresh)
@@ -141,22 +141,22 @@ class Gradients:
         if self._norms.is_on and sends:
             self._norms.add_local({index: self.flat.views[index] for index in indices if index in self.used})
 
-    def came_late(self, late: Collection[int]) -> None:
-        """Gradients of these parameters arrived after they were copied in; see `late`."""
-        self.used.update(late)
-        self._norms.came_late(late)
+    def note_after_copy_in(self, indices: Collection[int]) -> None:
+        """Counts the parameters that `after_copy_in` gives as used, and leaves their norms out."""
+        self.used.update(indices)
+        self._norms.omit(indices)
 
-    def late(self) -> list[int]:
-        """Parameters whose gradient arrived after they were copied in."""
+    def after_copy_in(self) -> list[int]:
+        """Returns the indices of parameters to whose gradient autograd has added after its copy-in."""
         with torch._C.DisableTorchFunctionSubclass():
             found = ((index, gradient_of(self._all[index])) for index in self._copied)
             views = self.flat.views
             return sorted(i for i, g in found if g is not None and g.data_ptr() != views[i].data_ptr())
 
-    def write_late(self, bucket: Bucket, late: Collection[int], spare: Tensor) -> None:
-        """Writes gradients that came late, and zeros, to memory like a bucket's."""
+    def copy_in_again(self, bucket: Bucket, indices: Collection[int], spare: Tensor) -> None:
+        """Copies gradients that came after their copy-in, zero elsewhere, into memory like a bucket's."""
         spare.zero_()
-        for index in set(late) & set(bucket.slots):
+        for index in set(indices) & set(bucket.slots):
             gradient = self._all[index].grad
             assert gradient is not None
             parameter_in(spare, self.flat.schedule.layout.slots[index], bucket.start).copy_(gradient)
@@ -233,12 +233,12 @@ class Gradients:
     def end_local(self) -> None:
         """Ends a backward that is not its step's last: each gradient is where the next one adds to it."""
         if self.flat.each:
-            self.earlier.keep_late(self.late())
+            self.earlier.keep_for_next_reduction(self.after_copy_in())
             self._publish_sums()
             return
         if self._low:
             with torch.no_grad():
-                for index in self.late():
+                for index in self.after_copy_in():
                     gradient = self._all[index].grad
                     assert gradient is not None
                     self.flat.views[index].add_(gradient)

@@ -253,21 +253,21 @@ class Program:
             op, memory, self.parameters.flat.contents[bucket.name], shard=self.parameters.flat.shard(bucket)
         )
 
-    def reduce_late(self, bucket: Bucket, late: Collection[int], micro_batch: int) -> None:
+    def reduce_again(self, bucket: Bucket, indices: Collection[int], micro_batch: int) -> None:
         """Reduces gradients that came after their bucket was, and adds them to it. A collective call.
 
         Args:
             bucket: Holds a parameter that some rank has such a gradient for.
-            late: Parameters whose gradient came late on this rank.
+            indices: Of parameters that this rank has such a gradient for.
             micro_batch: Number within the step.
         """
         collectives, gradients = self.collectives, self.gradients
         assert collectives is not None and gradients is not None
         whole = gradients.flat.whole(bucket)
         spare = collectives.transports["reduce"].allocate(bucket.numel, whole.dtype)
-        gradients.write_late(bucket, late, spare)
+        gradients.copy_in_again(bucket, indices, spare)
         own = gradients.flat.own(bucket, spare)
-        first, *between = self.schedule.reduce_late(bucket, micro_batch)
+        first, *between = self.schedule.reduce_again(bucket, micro_batch)
         contents = self.parameters.flat.contents[bucket.name]
         self.executor.run([first], collectives.carry_out(first, spare, contents, scale=self.schedule.scale))
         for op in between:

@@ -40,7 +40,7 @@ class NormRecords:
         self._copies: dict[int, Tensor] | None = None
         self._parameters, self._micro_batch = parameters, 0
         self._local: list[tuple[int, Sequence[int], Tensor]] = []
-        self._late: set[tuple[int, int]] = set()
+        self._omitted: set[tuple[int, int]] = set()
         self._reduced: list[tuple[Sequence[int], Tensor]] = []
 
     def begin(self, micro_batch: int) -> None:
@@ -49,7 +49,7 @@ class NormRecords:
         self._copies = {} if self.is_on and self.keeps else None
         if micro_batch == 0:
             self._local, self._reduced = [], []
-            self._late.clear()
+            self._omitted.clear()
 
     def add_local(self, gradients: dict[int, Tensor]) -> None:
         """These are about to be reduced."""
@@ -58,10 +58,10 @@ class NormRecords:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._copies |= {index: gradient.clone() for index, gradient in gradients.items()}
 
-    def came_late(self, indices: Collection[int]) -> None:
-        """More came of these parameters in this micro-batch after their norm was taken, so it is not told."""
+    def omit(self, indices: Collection[int]) -> None:
+        """Leaves norms of these parameters out for this micro-batch: more came after they were taken."""
         if self.is_on:
-            self._late.update((self._micro_batch, index) for index in indices)
+            self._omitted.update((self._micro_batch, index) for index in indices)
             self._copies = None if indices else self._copies
 
     def take_reduced(self, gradients: dict[int, Tensor]) -> None:
@@ -86,7 +86,7 @@ class NormRecords:
         for micro_batch, indices, _ in self._local:
             for index in indices:
                 value = next(values)
-                local[micro_batch][index] = None if (micro_batch, index) in self._late else value
+                local[micro_batch][index] = None if (micro_batch, index) in self._omitted else value
         for indices, _ in self._reduced:
             for index in indices:
                 reduced[index] = next(values)

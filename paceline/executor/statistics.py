@@ -13,7 +13,7 @@ from paceline.core.errors import EngineError
 
 
 class Statistics:
-    """One fp64 vector: which parameters got a gradient, which got it late, and the training loop's own sums.
+    """One fp64 vector: which parameters got a gradient, whose was incomplete, and the training loop's own sums.
 
     Attributes:
         buffer: What is reduced: (`statistics_numel(parameters)`,), fp64.
@@ -56,7 +56,7 @@ class Statistics:
     def fill(
         self,
         used: Iterable[int],
-        late: Iterable[int],
+        incomplete: Iterable[int],
         squares: Tensor | None,
         carries: bool,
         checks: Sequence[int],
@@ -66,14 +66,14 @@ class Statistics:
 
         Args:
             used: Parameters that have a gradient.
-            late: Those whose gradient was not complete when their unit's backward was over.
+            incomplete: Those whose gradient was not complete when their unit's backward was over.
             squares: Sum of squares of the reduced gradients that this rank alone holds, fp64, 0-dim.
             carries: Whether more will be added to the gradients.
             checks: The number of the micro-batch, a hash of the collectives launched and one of the weights where
                 another rank updates these: alike on all ranks.
             buffers: How many buffers were changed that ranks have not agreed to send.
         """
-        wanted = (frozenset(used), frozenset(late))
+        wanted = (frozenset(used), frozenset(incomplete))
         if wanted != self._written:
             # Rarely: the flags stay on the device, so that a GPU's host need not copy them in every step.
             flags = torch.zeros(2 * self._parameters, dtype=torch.float64)
@@ -146,13 +146,13 @@ class Statistics:
         """Parameters that some rank has a gradient for. On a GPU the host waits for the answer."""
         return self.buffer[: self._parameters].nonzero().flatten().tolist()
 
-    def late(self, mine: Sequence[int], first: bool) -> list[int]:
-        """Parameters that some rank has a late gradient for.
+    def incomplete(self, mine: Sequence[int], first: bool) -> list[int]:
+        """Returns the parameters whose gradient was incomplete on some rank when their unit's backward was over.
 
         Args:
             mine: Those of this rank.
             first: Whether this is the first step. On a GPU only then the other ranks' are read, as that makes the
-                host wait; which parameters are late follows from the model, not from the data.
+                host wait; which parameters these are follows from the model, not from the data.
         """
         if self.buffer.is_cuda and not first:
             return list(mine)
@@ -160,7 +160,7 @@ class Statistics:
         return flags.nonzero().flatten().tolist()
 
     def changes_buffers(self, first: bool) -> bool:
-        """Whether some rank has changed buffers that ranks have not agreed to send; see `late`."""
+        """Whether some rank has changed buffers that ranks have not agreed to send; see `incomplete`."""
         if self.buffer.is_cuda and not first:
             return bool(self._buffers)
         return bool(self.buffer[2 * self._parameters + USER_SUMS + 2] > 0)

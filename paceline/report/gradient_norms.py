@@ -101,7 +101,7 @@ def sums(norms: Sequence[Norms], divided: int = 1) -> Sums:
     kept = whole / local if 0 < local < math.inf else math.inf
     ratios = [(_ratio(each.local[-1]), each.parameter) for each in norms]
     widest, name = max(ratios)
-    # The sum is longer than all local ones together only where some came late, which are not among these.
+    # The sum is longer than all local ones together only where more came after the copy-in, which is not among these.
     return Sums(by_rank, kept if kept < 1.001 else None, (name, widest) if widest > 1 else None)
 
 

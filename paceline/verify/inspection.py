@@ -128,9 +128,9 @@ class Inspection:
         for (stream, target), buffers in self._sent.items():
             each = stream == "reduce" and self._engine.strategy.reduces_every_micro_batch
             spans = [range(index, index + 1) for index in range(count)] if each else [range(count)]
-            for late in buffers[len(spans) :]:
-                # A second reduction in the last backward, of gradients that came late.
-                buffers[len(spans) - 1].add_(late)
+            for again in buffers[len(spans) :]:
+                # A second reduction in the last backward, of gradients that came after their copy-in.
+                buffers[len(spans) - 1].add_(again)
             for span, buffer in zip(spans, buffers, strict=False):
                 self._recorder.micro_batch = span[-1]
                 if stream == "reduce":

@@ -26,7 +26,7 @@ def unplanned(rank: Schedule) -> Iterator[tuple[str, tuple[Op, ...]]]:
             yield f"gather_pinned of {bucket.name}", (rank.gather_pinned(bucket, "forward"),)
     if rank.world_size > 1:
         for bucket in rank.reduced_buckets:
-            yield f"reduce_late of {bucket.name}", rank.reduce_late(bucket, 0)
+            yield f"reduce_again of {bucket.name}", rank.reduce_again(bucket, 0)
         yield "send_buffers", (rank.send_buffers(0, "update", 40),)
     yield "lone_update", rank.lone_update(0)
     yield "update_around_passes", rank.update_around_passes(0)

@@ -55,7 +55,7 @@ def test_checkpointing_of_both_kinds_even_of_a_shared_block(ranks, reentrant, sh
     expected = recomputed(make(Checkpointed, reentrant, shared))
     for found, as_planned in ranks(n, recomputed_in_parallel, strategy, reentrant, shared):
         assert_all_same(found, expected)
-        assert as_planned, "from the second step on, late units are scheduled after backward"
+        assert as_planned, "from the second step on, units like these are scheduled after backward"
 
 
 class MiddleFrozen(Checkpointed):

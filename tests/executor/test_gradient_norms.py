@@ -103,7 +103,7 @@ def test_what_came_in_part_after_it_was_taken_is_not_told() -> None:
     for micro_batch in range(2):
         records.begin(micro_batch)
         records.add_local({0: torch.tensor([3.0, 4.0]), 2: torch.full((4,), 1e4, dtype=torch.float16)})
-    records.came_late([0])
+    records.omit([0])
     records.take_reduced({2: torch.tensor([math.inf])})
     assert records.read() == GradientNorms([[5.0, None, 2e4], [None, None, 2e4]], [None, None, math.inf])
     records.begin(0)

@@ -33,7 +33,7 @@ def carried_twice(stack: ExitStack) -> None:
 def complete_with_its_unit(stack: ExitStack) -> None:
     """A gradient is taken for complete when its unit's backward is over, and what comes later is not looked for."""
     stack.enter_context(patch.object(BackwardPass, "_is_complete", lambda self, unit: True))
-    stack.enter_context(patch.object(Gradients, "late", lambda self: []))
+    stack.enter_context(patch.object(Gradients, "after_copy_in", lambda self: []))
 
 
 def placeholders_read(stack: ExitStack) -> None:

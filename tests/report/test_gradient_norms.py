@@ -60,7 +60,7 @@ def test_the_sentence_says_who_is_longest_and_how_far_ranks_agree(tmp_path: Path
             [line(1, "a", [[0.0, 1.0]], [1.0, 1.0], 1.0)],
             "was the longest before it was reduced, 1.00, the shortest (0)",
         ),
-        # More came late than what was given.
+        # More came after the copy-in than what was given.
         ([line(1, "a", [[None, 1.0]], [9.0, 9.0], 9.0)], "reduced, 1.00, the shortest (0)."),
         # Each of two micro-batches was reduced: ranks are compared in the last, the sum with both.
         ([line(1, "a", [[1.0, 1.0], [1.0, 3.0]], [3.0, 3.0], 3.0)], "3.00, 3.00 times that of rank 0"),
