@@ -27,7 +27,7 @@ class EarlierGradients:
         carried: What is added to a parameter's reduced gradient when that is published, by index.
         filled: Indices of parameters whose whole gradient holds something already.
         used: Those that have a gradient on this rank that what was reduced before holds.
-        held: The tensors that `p.grad` held, to end in.
+        held_gradients: The tensors that `p.grad` held, to end in.
     """
 
     def __init__(self, flat: FlatGradients, parameters: FlatParameters, wait: Callable[[Bucket], None]) -> None:
@@ -49,7 +49,7 @@ class EarlierGradients:
         self.filled: set[int] = set()
         self.used: set[int] = set()
         self._for_next_reduction: dict[int, Tensor] = {}
-        self.held = HeldGradients()
+        self.held_gradients = HeldGradients()
 
     def replace(self, flat: FlatGradients, parameters: FlatParameters) -> None:
         """Parameters and gradients lie elsewhere from now on."""
@@ -73,7 +73,7 @@ class EarlierGradients:
             for bucket in flat.buckets:
                 self._wait(bucket)
             flat.take_other_memory()
-        self.held.begin(flat, gradients)
+        self.held_gradients.begin(flat, gradients)
         if flat.each:
             own = [i for i in with_gradient if (reduced and not self._is_whole(i)) or self._is_shard(i)]
             # Those whose `grad` the loop itself has made are new.
@@ -124,7 +124,7 @@ class EarlierGradients:
         self._for_next_reduction.clear()
         self.used.clear()
         self.carried.clear()
-        self.held.forget()
+        self.held_gradients.forget()
 
     def _carry(self, with_gradient: Sequence[int], alone: bool, reduced: bool) -> None:
         """Where every micro-batch is reduced: keeps what `p.grad` holds where the next reductions are added."""
@@ -164,7 +164,7 @@ class EarlierGradients:
             for index in with_gradient:
                 gradient = self._all[index].grad
                 assert gradient is not None
-                if self._shards == 1 and not self._low and self.held.stays(index, gradient):
+                if self._shards == 1 and not self._low and self.held_gradients.stays(index, gradient):
                     gradient.mul_(self._share)
                     continue
                 whole = self.flat.views[index]
@@ -179,7 +179,7 @@ class EarlierGradients:
                     self.filled.add(index)
                 else:
                     self._all[index].grad = shown = self.flat.shown_whole(index)
-                    self.held.replace(index, shown)
+                    self.held_gradients.replace(index, shown)
 
     def _take_aside(self, with_gradient: Sequence[int]) -> None:
         """In low precision: gradients add up in fp32 buffers, where autograd would add in what it computes in."""

@@ -107,7 +107,7 @@ class HeldGradients:
                 former.fill_(torch.nan)
             if gradient is not None:
                 self._flat.show_in(index, former, gradient)
-                replaced.given = _place(gradient)
+                replaced.given = _address(gradient)
             replaced.take()
             if gradient is None or self._flat.schedule.shards > 1:
                 become_former(former, self._flat.schedule.layout.slots[index].spec.name)
@@ -123,7 +123,7 @@ class HeldGradients:
         for index, replaced in list(self._replaced.items()):
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = parameters[index].grad
-                if gradient is None or _place(gradient) != replaced.given:
+                if gradient is None or _address(gradient) != replaced.given:
                     # The loop has set it to another, and under DDP, too, this one would be p.grad no more.
                     del self._replaced[index]
                     continue
@@ -173,7 +173,7 @@ class _Replaced:
         return is_ours or uses_of(self.tensor) > uses or _references({0: self.tensor})[0] > references
 
 
-def _place(gradient: Tensor) -> tuple[int, int]:
+def _address(gradient: Tensor) -> tuple[int, int]:
     """Where a gradient lies; one without elements lies nowhere, but has a storage of its own."""
     return storage_of(gradient), gradient.data_ptr()
 

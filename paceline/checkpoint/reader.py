@@ -119,7 +119,7 @@ class Reader:
         # A single element counts as contiguous whatever its stride, but not as bytes.
         item, is_plain = dtype.itemsize, target.device.type == "cpu" and target.stride() == (1,)
         block = BLOCK_BYTES // item
-        file, offset = self._place(name, part, size * item)
+        file, offset = self._locate(name, part, size * item)
         begin = first // block * block
         while begin < last:
             if begin < first or last < begin + block:
@@ -138,7 +138,7 @@ class Reader:
                 place.copy_(values[low - begin : high - begin])
             begin = end
 
-    def _place(self, name: str, part: Part, size: int) -> tuple[_File, int]:
+    def _locate(self, name: str, part: Part, size: int) -> tuple[_File, int]:
         """The file that holds a part, and where in it the part's bytes begin."""
         path = self._folder / part.file
         if part.file not in self._files:

@@ -80,19 +80,20 @@ def open_transports(world: World, wanted: Mapping[str, Wanted], kind: str | None
     sockets: list[dict[int, socket.socket]] = [{} for _ in wanted]
     if len(set(hosts)) > 1:
         remote = [
-            [rank for rank in group if rank not in near] for group, near in zip(mine.values(), local, strict=True)
+            [rank for rank in group if rank not in neighbours]
+            for group, neighbours in zip(mine.values(), local, strict=True)
         ]
         sockets = tcp_connect.connect(
             world.rank, list(mine.values()), remote, all_gather_json, world.timeout, world.secret
         )
     opened: dict[str, Transport] = {}
-    for (name, group), near, channels, far in zip(mine.items(), local, found, sockets, strict=True):
+    for (name, group), neighbours, channels, remote_sockets in zip(mine.items(), local, found, sockets, strict=True):
         opened[name] = CpuTransport(
             group.index(world.rank),
             [hosts[rank] for rank in group],
             # By position in the group, not among those of this host.
-            {group.index(near[index]): channel for index, channel in channels.items()},
-            far,
+            {group.index(neighbours[index]): channel for index, channel in channels.items()},
+            remote_sockets,
             world.timeout,
             wanted[name].wire,
             group,

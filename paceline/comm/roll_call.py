@@ -94,7 +94,7 @@ class RollCall:
                         self._awaited.discard(rank)
                     if "call" not in message and rank and 0 in self._known:
                         # So all know of rank 0 what it knows of them.
-                        self._tell(rank, {"first": self._place(0)})
+                        self._tell(rank, {"first": self._whereabouts(0)})
         except (ConnectionError, ValueError, KeyError, TypeError):
             self._drop(rank)
 
@@ -124,13 +124,13 @@ class RollCall:
             is_silent = rank in silent or rank not in self._members
             # A silent one may have gone on after it was last heard of.
             if is_silent or self._number(rank, question.collectives) < question.entered:
-                found.append({"rank": rank, "silent": is_silent, **self._place(rank, is_silent)})
+                found.append({"rank": rank, "silent": is_silent, **self._whereabouts(rank, is_silent)})
         return found[:_MOST_NAMED]
 
     def _number(self, rank: int, collectives: str) -> int:
         return int(self._known[rank].place["entered"].get(collectives, 0)) if rank in self._known else 0
 
-    def _place(self, rank: int, is_silent: bool = False) -> dict[str, Any]:
+    def _whereabouts(self, rank: int, is_silent: bool = False) -> dict[str, Any]:
         """Where a rank is and since when it has gone no further; of a silent one, where it was and when."""
         if rank not in self._known:
             return {}

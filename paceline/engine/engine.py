@@ -213,7 +213,7 @@ class Engine:
             self.update.suspend()
         self.forward.pre_forward(unit, records)
         if self.schedule.reshards_after_forward and unit in self.schedule.slot and not self.forward.whole.is_full:
-            self._outputs.held.begin(unit)
+            self._outputs.held_views.begin(unit)
 
     def in_forward(self) -> bool:
         """See `Listener`."""

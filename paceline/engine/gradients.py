@@ -94,7 +94,7 @@ class Gradients:
 
     def require_unedited(self) -> None:
         """Refuses edits of tensors that were `p.grad` and are no longer: see `HeldGradients`."""
-        self.earlier.held.require_unedited(self._all, self.flat.schedule.layout.slots)
+        self.earlier.held_gradients.require_unedited(self._all, self.flat.schedule.layout.slots)
 
     def copy_in(self, indices: Collection[int]) -> None:
         """Copies the gradients of some parameters into their buckets, zero where one has none."""
@@ -109,7 +109,7 @@ class Gradients:
                     continue
                 parameter = self._all[index]
                 gradient = gradient_of(parameter)
-                if not sends and not low and self.earlier.held.stays(index, gradient):
+                if not sends and not low and self.earlier.held_gradients.stays(index, gradient):
                     used.add(index)
                     continue
                 self._copied.add(index)
@@ -123,7 +123,7 @@ class Gradients:
                     continue
                 used.add(index)
                 if gradient.requires_grad:
-                    self.earlier.held.drop(index)
+                    self.earlier.held_gradients.drop(index)
                 if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
                     if index in filled:
                         added.append((view, gradient))
@@ -191,9 +191,9 @@ class Gradients:
                     self._give(index, reduced, None)
                 else:
                     assign_gradient(self._all[index], None)
-                    self.earlier.held.replace(index, None)
+                    self.earlier.held_gradients.replace(index, None)
         self.earlier.carried.clear()
-        self.earlier.held.publish()
+        self.earlier.held_gradients.publish()
         self.earlier.used = chosen if self.flat.each else set()
 
     def _publish_sums(self) -> None:
@@ -208,7 +208,7 @@ class Gradients:
         local, sharded, sums = self._parameters.flat.local.get(index), self.flat.schedule.shards > 1, wait is not None
         # Widened: many backward passes before a step must not add up in low precision.
         dtype = gradient.dtype if local is None or sums else local.dtype
-        held = self.earlier.held.to_give(index, gradient, dtype, sharded)
+        held = self.earlier.held_gradients.to_give(index, gradient, dtype, sharded)
         if held is None:
             memory = gradient if gradient.dtype == dtype else gradient.to(dtype)
             gradient = give_gradient(self._all[index], memory, sharded or sums)
@@ -226,7 +226,7 @@ class Gradients:
             gradient.__class__ = Tensor
         if held is not None:
             set_gradient(self._all[index], gradient)
-        self.earlier.held.replace(index, gradient)
+        self.earlier.held_gradients.replace(index, gradient)
         if not sums:
             self.published[index] = gradient.data_ptr()
 
@@ -242,7 +242,7 @@ class Gradients:
                     gradient = self._all[index].grad
                     assert gradient is not None
                     self.flat.views[index].add_(gradient)
-                held, is_whole = self.earlier.held, self.flat.schedule.shards == 1
+                held, is_whole = self.earlier.held_gradients, self.flat.schedule.shards == 1
                 for index in self.earlier.filled:  # This rank's share of a sum, which is as wide as the master.
                     shown = self.flat.shown_whole(index)
                     if is_whole and (kept := held.to_give(index, shown, shown.dtype, False)) is not None:

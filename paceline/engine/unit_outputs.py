@@ -22,7 +22,7 @@ class UnitOutputs:
         self._leftovers = {name: Leftovers(unit) for name, unit in units.items()}
         self._within: dict[str, tuple[Mapping[str, Tensor], Callable[[Tensor], bool]]] = {}
         """Where a unit's parameters lie while they are gathered, and what tells of a tensor whether it lies there."""
-        self.held = HeldViews()
+        self.held_views = HeldViews()
 
     def own(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
         """What a unit returns, such that it outlives the unit's parameters, and what else it leaves behind, as such.
@@ -40,7 +40,7 @@ class UnitOutputs:
         lies_within = known[1]
         kept = own_copies(output, lies_within)
         more = list(self._leftovers[unit].own(unit, parameters, lies_within))
-        self.held.require_none(unit, parameters, lambda: (*tensors_in(output), *self._program.parameters.made))
+        self.held_views.require_none(unit, parameters, lambda: (*tensors_in(output), *self._program.parameters.made))
         if backward_follows:
             require_seen(unit, kept, more)
         return kept, more if backward_follows else ()

@@ -33,7 +33,7 @@ class HeldViews:
     def begin(self, unit: str) -> None:
         """A unit is about to run: what there is by now, the collector has in another generation than what comes."""
         if self._is_to_see(unit):
-            _leave_behind()
+            _to_oldest_generation()
 
     def _is_to_see(self, unit: str) -> bool:
         if (unit, torch.is_grad_enabled()) in self._seen:
@@ -72,7 +72,7 @@ class HeldViews:
             )
 
 
-def _leave_behind() -> None:
+def _to_oldest_generation() -> None:
     """Has the collector move all that there is to where it is not looked for.
 
     While another thread collects, `gc.collect` does nothing; what transports keep of the same memory would be found.

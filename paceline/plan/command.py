@@ -18,11 +18,11 @@ from paceline.plan.budget import budget
 from paceline.plan.buffer_table import buffers
 from paceline.plan.estimate import Estimate
 from paceline.plan.explain import terms
-from paceline.plan.held import held_over_time
 from paceline.plan.numbers import forecast_numbers, setting_numbers
 from paceline.plan.recommend import would_fit
 from paceline.plan.request import Request, request
 from paceline.plan.search import Found, search
+from paceline.plan.simulated_memory import simulated_memory
 from paceline.plan.text import print_table
 
 
@@ -85,7 +85,7 @@ def _about(
     if options.explain:
         told = list(terms(case, best))
         numbers["terms"] = [asdict(term) for term in told]
-        numbers["memory_over_time"] = held_over_time(case, best.setting)
+        numbers["memory_over_time"] = simulated_memory(case, best.setting)
         used = buffers(case.schedule(best.setting.strategy), best.setting.micro_batches)
         numbers["buffers"] = [asdict(each) for each in used]
         if shows:

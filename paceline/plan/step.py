@@ -215,9 +215,9 @@ def _sharded(run: Run, block: _Block, hardware: Hardware) -> tuple[float, float]
     if not run.overlap:
         return run.micro_batches * layers * (gather + again), run.micro_batches * layers * reduce
 
-    def waits(computing: float, moving: float, passes: float) -> float:
-        beside = min(1.0, computing / moving) if moving else 0.0
-        return max(computing + lost * beside * passes, moving) - computing
+    def waits(computing: float, transfer: float, passes: float) -> float:
+        beside = min(1.0, computing / transfer) if transfer else 0.0
+        return max(computing + lost * beside * passes, transfer) - computing
 
     waited_forward = layers * waits(forward, gather, gather_passes)
     beside = layers * waits(backward, again + reduce, (gather_passes if again else 0.0) + reduce_passes)
@@ -259,11 +259,11 @@ def _replicated(run: Run, block: _Block, hardware: Hardware) -> tuple[float, flo
 
     gather_passes, reduce_passes = moved(network.unhindered(hardware))
 
-    def waited(moving: float, passes: float, computing: float) -> float:
+    def waited(transfer: float, passes: float, computing: float) -> float:
         # What the first block needs, or the last one gives, has nothing to hide behind.
-        hidden = moving * (1 - 1 / layers)
+        hidden = transfer * (1 - 1 / layers)
         beside = min(1.0, computing / hidden) if hidden else 0.0
-        return moving / layers + max(computing + lost * beside * passes * (1 - 1 / layers), hidden) - computing
+        return transfer / layers + max(computing + lost * beside * passes * (1 - 1 / layers), hidden) - computing
 
     gathered = gather if run.gathers_first else waited(gather, gather_passes, layers * block.forward)
     return gathered, waited(reduce, reduce_passes, layers * block.backward)

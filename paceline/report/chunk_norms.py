@@ -62,9 +62,9 @@ class ChunkNorms:
         return {line.bucket: line for line in self.lines}
 
     @cached_property
-    def _place(self) -> dict[tuple[int, int], int]:
+    def _position(self) -> dict[tuple[int, int], int]:
         pairs = [(a, b) for a in range(self.world) for b in range(a, self.world)]
-        return {pair: place for place, pair in enumerate(pairs)}
+        return {pair: position for position, pair in enumerate(pairs)}
 
     def norm(self, bucket: str, chunk: int, ranks: Collection[int]) -> float | None:
         """The 2-norm of these ranks' gradients added up in a chunk, as a collective leaves it; None: not finite."""
@@ -73,7 +73,7 @@ class ChunkNorms:
         for a in ranks:
             for b in ranks:
                 if a <= b:
-                    product = values[self._place[a, b]]
+                    product = values[self._position[a, b]]
                     if product is None:
                         return None
                     squared += product * (1 if a == b else 2)

@@ -80,7 +80,7 @@ def _cells(parts: Sequence[tuple[float, Meeting]], link: Link) -> tuple[str, ...
         rounds += part * often
         carried += part * event.bytes * share
         took += part * meeting.seconds
-    moving, latency = carried / link.bandwidth, rounds * link.latency
-    times = map(said.seconds, (latency, moving + latency, took))
-    of_it = said.share((moving + latency) / took) if took > 0 else "–"
-    return said.size(carried), said.seconds(moving), said.digits(rounds), *times, of_it
+    transfer, latency = carried / link.bandwidth, rounds * link.latency
+    times = map(said.seconds, (latency, transfer + latency, took))
+    of_it = said.share((transfer + latency) / took) if took > 0 else "–"
+    return said.size(carried), said.seconds(transfer), said.digits(rounds), *times, of_it

@@ -122,8 +122,8 @@ def find_recordings(path: Path, damage: Damage, most_bytes: int = LARGE) -> Foun
         left -= found[-1].stop - begin
         if left < 0:
             break
-    behind, begin = found[-1].stop, max(found[-1].stop, size - 3 * length)
-    found += islice(_places(path, damage, begin), 0 if begin == behind else 1, None)
+    stop, begin = found[-1].stop, max(found[-1].stop, size - 3 * length)
+    found += islice(_places(path, damage, begin), 0 if begin == stop else 1, None)
     return Found(_by_step(found), begin == first.stop)
 
 

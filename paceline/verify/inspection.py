@@ -98,8 +98,8 @@ class Inspection:
 
     def _listen(self) -> None:
         """Copies what goes into every reduction. The transports are the one place where all of it passes."""
-        synchronizer = self._engine.program.collectives
-        self._transports = synchronizer.transports if synchronizer is not None else {}
+        collectives = self._engine.program.collectives
+        self._transports = collectives.transports if collectives is not None else {}
         for stream in {"reduce", "replicate"} & self._transports.keys():
             run = self._transports[stream].run
 

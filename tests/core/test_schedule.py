@@ -83,8 +83,8 @@ def test_units_are_gathered_ahead_however_gradients_are_accumulated() -> None:
         for policy in ("each", "defer")
     )
     assert deferred == each
-    ahead, behind = Key("all_gather", "u0", 0, "backward"), Key("backward", "u1", 0, "backward")
-    assert deferred.index(ahead) < deferred.index(behind)
+    gather, backward = Key("all_gather", "u0", 0, "backward"), Key("backward", "u1", 0, "backward")
+    assert deferred.index(gather) < deferred.index(backward)
 
 
 def test_hold_unshards_in_the_first_forward_and_reshards_nothing_before_the_update() -> None:

@@ -65,10 +65,10 @@ def stage_3_gathers(buckets: tuple[Bucket, ...], order: tuple[str, ...], micro_b
     sizes = [sum(b.bytes for b in buckets if b.units == (unit,) and not b.kept) for unit in order]
     sizes = [size for size in sizes if size]
     kept = len(sizes) if strategy.accumulation == "hold" else strategy.prefetch + 1
-    moving = sum(sizes)
-    forward = moving + (micro_batches - 1) * (moving - sum(sizes[:kept]))
-    backward = micro_batches * (moving - sum(sizes[max(len(sizes) - kept, 0) :]))
-    return sum(bucket.bytes for bucket in buckets) - moving + forward + backward
+    sharded = sum(sizes)
+    forward = sharded + (micro_batches - 1) * (sharded - sum(sizes[:kept]))
+    backward = micro_batches * (sharded - sum(sizes[max(len(sizes) - kept, 0) :]))
+    return sum(bucket.bytes for bucket in buckets) - sharded + forward + backward
 
 
 @settings(max_examples=examples(300))

@@ -40,13 +40,13 @@ class Gradients:
             for part in range(first, stop):
                 number = mine
                 if span in op.reads:
-                    (held,) = self._state.held(rank, (name, part, part + 1))
-                    if held[:4] != region.holding("gradient", 0)[:4]:
+                    (found,) = self._state.values(rank, (name, part, part + 1))
+                    if found[:4] != region.holding("gradient", 0)[:4]:
                         self._state.explain(
-                            rank, op, (name, part, part + 1), held, region.holding("gradient", mine), step
+                            rank, op, (name, part, part + 1), found, region.holding("gradient", mine), step
                         )
                         return
-                    number = self._state.sums.add((held.content, mine))
+                    number = self._state.sums.add((found.content, mine))
                 self._state.fill(rank, ((name, part, part + 1),), region.holding("gradient", number))
 
     def reduce(self, ops: Mapping[int, Op], step: int) -> None:

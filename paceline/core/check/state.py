@@ -66,9 +66,9 @@ class State:
         """Whether a region holds a value; a fault if not."""
         memory = self._memory[rank]
         for name, first, stop in region.areas:
-            held = memory[name][first:stop]
-            if held.count(wanted) < stop - first:
-                part = first + next(index for index, value in enumerate(held) if value != wanted)
+            found = memory[name][first:stop]
+            if found.count(wanted) < stop - first:
+                part = first + next(index for index, value in enumerate(found) if value != wanted)
                 self.explain(rank, op, (name, part, part + 1), memory[name][part], wanted, step)
                 return False
         return True
@@ -107,7 +107,7 @@ class State:
             return self._memory[rank][name][first]
         return NOTHING
 
-    def held(self, rank: int, area: Area) -> list[Value]:
+    def values(self, rank: int, area: Area) -> list[Value]:
         """What the parts of an area hold."""
         name, first, stop = area
         return self._memory[rank][name][first:stop]

@@ -1,4 +1,4 @@
-"""What a rank holds through a simulated step, over time. Pure."""
+"""The memory of a rank over the time of a simulated step. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.plan.estimate import Setting
 from paceline.plan.recomputed import recomputed_units
 
 
-def held_over_time(case: Case, setting: Setting) -> Moments:
-    """Bytes that a rank holds from each second on, without gradients on their way from autograd to their buckets.
+def simulated_memory(case: Case, setting: Setting) -> Moments:
+    """Returns the bytes that a rank holds from each second on, without gradients that are yet to be copied in.
 
     Args:
         case: Model, machines, devices.
