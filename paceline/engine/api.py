@@ -186,7 +186,7 @@ def full_parameters(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """What `model.state_dict()` gives, on rank 0 alone: the others keep nothing of it. A collective call.
+    """Returns `model.state_dict()` on rank 0 alone: the others keep nothing of it. A collective call.
 
     Where parameters are sharded, or updated in another dtype than they are computed with, they are gathered a bucket at
     a time and put into rank 0's host memory: other ranks never hold more than one bucket of them, as with

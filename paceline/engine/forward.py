@@ -19,7 +19,7 @@ from paceline.executor.idle_ranks import IdleRanks
 from paceline.hooks.modules import in_backward, in_forward_mode, in_transform
 
 _CONVERSIONS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})
-"""What modules call of each parameter to make their own of another dtype."""
+"""Methods of a parameter that modules call to convert their own to another dtype."""
 
 
 class ForwardPass:

@@ -1,4 +1,4 @@
-"""What raises in a hook wakes the ranks that wait for this one, which would do so until their time limit otherwise."""
+"""An exception in a hook wakes the ranks that wait for this one, which would else do so until their time limit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gives_up(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, 
             with self.program.lock:
                 return method(self, *args, **kwargs)
         except Exception as error:
-            # Whatever it is, the other ranks go on to wait for this one.
+            # On any error the other ranks go on to wait for this one.
             if self.program.collectives is not None:
                 self.program.collectives.give_up(error)
             raise

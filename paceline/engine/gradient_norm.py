@@ -49,7 +49,7 @@ class GradientNorm:
         return self._as_norm(squares)
 
     def _own_gradients(self, among: Collection[nn.Parameter] | None) -> list[Tensor]:
-        """What of the gradients no other rank adds to the sum: of one that the loop made whole, this rank's shard."""
+        """Returns the gradients that this rank adds to the sum: of one that the loop made whole, its shard."""
         flat = self._program.parameters.flat
         found = ((flat.index_of[id(p)], p.grad) for p in (flat.all if among is None else among))
         return [

@@ -22,7 +22,7 @@ from paceline.tensors.transforms import follow_transforms
 
 
 class Parameters:
-    """What the `data` of the user's parameter objects is, from moment to moment.
+    """The `data` of the user's parameter objects through a step: whole, this rank's shard, or a placeholder.
 
     A parameter's shape and dtype are always those that it is computed with; only inside `optimizer.step()` is its data
     this rank's shard, as it is updated. Where it is not there to compute with (sharded at zero 3, or an update of it
@@ -211,7 +211,7 @@ class Parameters:
         self._hide(closed)
 
     def drop_pins(self) -> None:
-        """Forgets what `pin` made whole, whatever became of it: all rest."""
+        """Forgets what `pin` made whole, in any state that it is in: all parameters rest."""
         self.pinned.clear()
         self.rest()
 

@@ -142,7 +142,7 @@ class Program:
 
     @property
     def strategy(self) -> Strategy:
-        """How the model is synchronised."""
+        """The strategy by which the model is synchronised."""
         return self.schedule.strategy
 
     def slots_of(self, unit: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""When training goes on from somewhere else, or ends: a step that a rank gave up, weights that were read."""
+"""Going on after a step that a rank gave up or weights that were read, and the end of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What units return where their parameters go again after forward: it outlives these, and its backward is noticed."""
+"""The outputs of units that are resharded after forward: they outlive the parameters, and their backward is noticed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class UnitOutputs:
         self._program, self._whole = program, whole
         self._leftovers = {name: Leftovers(unit) for name, unit in units.items()}
         self._within: dict[str, tuple[Mapping[str, Tensor], Callable[[Tensor], bool]]] = {}
-        """Where a unit's parameters lie while they are gathered, and what tells of a tensor whether it lies there."""
+        """By unit, the views of its gathered parameters, and the function that tells whether a tensor lies in them."""
         self.held_views = HeldViews()
 
     def own(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
-        """What a unit returns, such that it outlives the unit's parameters, and what else it leaves behind, as such.
+        """Returns a unit's output without views of its parameters, and the other tensors that it leaves, likewise.
 
         Raises:
             EngineError: No tensor can be seen in it, and a backward is to follow; or a view of parameters is elsewhere.

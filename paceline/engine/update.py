@@ -1,4 +1,4 @@
-"""What an optimizer's step does to parameters that ranks share out: shards before it, sent after it."""
+"""An optimizer's step on parameters that ranks share out: they become shards before it, and are sent after it."""
 
 from __future__ import annotations
 
