@@ -1,4 +1,4 @@
-"""What `p.grad` holds when a backward begins, made into what that backward adds to."""
+"""Gradients in `p.grad` when a backward begins, and the form in which that backward adds to them."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class EarlierGradients:
         return mine == gradient.numel() or int(gradient.isnan().sum()) < gradient.numel() - mine
 
     def _reduced_part(self, index: int) -> Tensor:
-        """What `p.grad` holds, as the part of it that this rank keeps reduced."""
+        """Returns the part of a parameter's `p.grad` that this rank keeps reduced."""
         gradient = self._all[index].grad
         assert gradient is not None
         with torch._C.DisableTorchFunctionSubclass():

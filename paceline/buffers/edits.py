@@ -238,7 +238,7 @@ def _as_integers(values: Tensor) -> Tensor:
 
 
 def _sample(first: int, numel: int) -> list[int]:
-    """Which of some neighbouring elements are compared: at even distances, the first and the last among them."""
+    """Returns the positions of the elements compared, of `numel` in a row: evenly spaced, first and last included."""
     count = min(numel, _SAMPLED)
     return [first + step * (numel - 1) // max(count - 1, 1) for step in range(count)]
 

@@ -108,7 +108,7 @@ class FlatGradients:
         return self.reduced(bucket) if stores and self._shards > 1 else None
 
     def after_reduction(self, bucket: Bucket) -> Callable[[], None] | None:
-        """What is left to do when this micro-batch's reduction is through, be that in a later one."""
+        """Returns the function that stores or adds a bucket's gradients after this reduction; None: in place."""
         adds = self._is_added(bucket)
         if not self._buffers.has_reduced or (self._shards > 1 and not adds):
             return None

@@ -127,7 +127,7 @@ class FlatParameters:
         return self._tensors[self._buffers.master(bucket)]
 
     def dtype(self, bucket: Bucket) -> torch.dtype:
-        """What a bucket's parameters are computed with in."""
+        """Returns the dtype in which a bucket's parameters are computed with."""
         return self._dtypes[bucket.flat]
 
     def assign_slots(self, schedule: Schedule) -> None:
@@ -143,7 +143,7 @@ class FlatParameters:
         return self.layout.shard_of(self.bucket_of[index], index, self.shard_index, self.shards)
 
     def division(self, index: int) -> Division:
-        """Which elements of a managed parameter, in the order of memory, each rank has."""
+        """Returns the elements of a managed parameter, in the order of memory, that each rank has."""
         found = self._divisions.get(index)
         if found is None:
             slot, bucket = self.layout.slots[index], self.bucket_of[index]
@@ -179,11 +179,11 @@ class FlatParameters:
         return self._part(index, self.master(bucket))
 
     def own_part(self, index: int) -> Tensor:
-        """What is in this rank's shard of a parameter, flat, in the dtype that is computed with."""
+        """Returns this rank's shard of a parameter, flat, in the dtype that is computed with."""
         return self._part(index, self.shard(self.bucket_of[index]))
 
     def _part(self, index: int, shard: Tensor) -> Tensor:
-        """What is a parameter's of this rank's shard of its bucket."""
+        """Returns the part of a parameter in this rank's shard of its bucket."""
         start, stop = self._range_of(index)
         first = self.bucket_of[index].shard(self.shard_index, self.shards)[0]
         return shard[start - first : stop - first]
@@ -278,7 +278,7 @@ class FlatParameters:
 
     @property
     def number(self) -> list[int]:
-        """Which of how many shards is this rank's."""
+        """The index of this rank's shards, and the number of shards."""
         return [self.shard_index, self.shards]
 
     def units_of(self, indices: Collection[int]) -> set[str]:

@@ -18,7 +18,7 @@ K = TypeVar("K")
 
 
 class FormerMemory:
-    """What a loop took of parameters before `pl.parallelize`, such as a list of `p.data`, follows them.
+    """Tensors that a loop took of parameters before `pl.parallelize`, such as a list of `p.data`: they follow these.
 
     Under DDP that memory is the parameters' for good. Here these lie elsewhere, so what they become is copied to it.
     Where the loop has kept nothing, and no other process has that memory, nothing is done.

@@ -1,4 +1,4 @@
-"""What a training loop keeps of gradients once it has dropped `p.grad`: it stays as it was."""
+"""Gradients that a training loop keeps once it has dropped `p.grad`: they stay as they were."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HandedOut:
         self._memory: Memory = {}
 
     def over(self, name: str, buffer: Tensor) -> Tensor:
-        """What views of a buffer are taken of for a loop, or for a tensor that a loop has: another tensor over it.
+        """Returns another tensor over a buffer, whose views a loop is given, or a tensor that a loop has is made of.
 
         Args:
             name: Of the buffer.
@@ -39,7 +39,7 @@ class HandedOut:
         return found[0]
 
     def view(self, name: str, buffer: Tensor, part: Tensor) -> Tensor:
-        """What a loop is given of a buffer.
+        """Returns a view of a buffer that a loop may keep.
 
         Args:
             name: Of the buffer.
@@ -53,7 +53,7 @@ class HandedOut:
         return self.over(name, buffer).as_strided(part.shape, part.stride(), offset).data
 
     def uses(self, name: str) -> int:
-        """How many tensors were made of a buffer's views, here and by a loop, and are left; 0 where that is unknown."""
+        """Returns the number of tensors made of a buffer's views, here or by a loop, that are left; 0 where unknown."""
         found = self._memory.get(name)
         return uses_of(found[0]) - found[2] if found is not None else 0
 
@@ -99,10 +99,10 @@ def _another_over(buffer: Tensor) -> Tensor:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells a tensor's storage from others."""
+    """Returns a number that tells a tensor's storage from others."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def uses_of(tensor: Tensor) -> int:
-    """How many tensors and others refer to the storage of one."""
+    """Returns the number of references to a tensor's storage, of tensors and others."""
     return int(torch._C._storage_Use_Count(storage_of(tensor)))

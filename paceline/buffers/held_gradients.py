@@ -163,7 +163,7 @@ class _Replaced:
         self._bits = bits_of(self.tensor).clone()
 
     def is_edited(self) -> bool:
-        """Whether somebody wrote to it since, by whatever way, such that it has changed on this rank."""
+        """Whether somebody wrote to it since, in any way that has changed it on this rank."""
         return not torch.equal(self._bits, bits_of(self.tensor))
 
     def is_kept(self, ours: Collection[int]) -> bool:
@@ -179,7 +179,7 @@ def _address(gradient: Tensor) -> tuple[int, int]:
 
 
 def _references(gradients: Mapping[int, Tensor]) -> dict[int, int]:
-    """How many references of Python there are to each gradient, here and elsewhere."""
+    """Returns the number of Python's references to each gradient, here and elsewhere."""
     return {index: sys.getrefcount(gradient) for index, gradient in gradients.items()}
 
 

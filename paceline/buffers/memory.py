@@ -100,7 +100,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def placeholder(tensor: Tensor) -> Tensor:
-    """What has a tensor's shape, dtype and device, takes no memory, reads as NaN and cannot be written."""
+    """Returns a tensor of the same shape, dtype and device that takes no memory, reads as NaN and cannot be written."""
     fill = torch.nan if tensor.is_floating_point() else 0
     return torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 

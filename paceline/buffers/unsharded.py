@@ -1,4 +1,4 @@
-"""Which sharded units lie gathered in which slot, as they are now."""
+"""The sharded units that lie gathered, by slot, with the values that they have now."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ class Unsharded:
         return self._fresh == self._kept
 
     def forget(self) -> None:
-        """What was gathered is stale."""
+        """Forgets what is gathered: its values are stale."""
         self._unit_in.clear()
         self._fresh.clear()

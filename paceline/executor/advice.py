@@ -1,4 +1,4 @@
-"""What to do where ranks did not meet in a collective: one ran something else, or ended."""
+"""Advice where ranks did not meet in a collective: one ran something else, or ended."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Collectives:
         for tensor in sent:
             data = tensor.detach().reshape(-1)
             if data.stride() != (1,):
-                # A single element counts as contiguous whatever its stride, but not as bytes.
+                # A single element counts as contiguous with any stride, but not as bytes.
                 data = data.new_empty(data.shape).copy_(data)
             # What they all pass through is freed after the last: a step needs none.
             once = tensor is sent[-1]
@@ -220,7 +220,7 @@ class Collectives:
             self.give_up(error, besides=op.stream)
             raise advised(error, op.phase, contents) from error
         except BaseException as error:
-            # Whatever it is, the others would wait for what does not come.
+            # After any error the others would wait for what does not come.
             self.give_up(error)
             raise
         return traffic

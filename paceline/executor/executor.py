@@ -123,7 +123,7 @@ class Executor:
             self._running = None
 
     def follow(self) -> None:
-        """What is computed next, on whichever stream, comes after what was computed before."""
+        """Orders the ops that are computed next, on any stream, after those that were computed before."""
         self._clock.follow()
 
     def mark(self, key: Key) -> None:
@@ -139,7 +139,7 @@ class Executor:
         self._advance()
 
     def after(self, key: Key) -> tuple[Key, ...]:
-        """What a loaded op waits for; nothing if there is none of that name."""
+        """Returns the ops that a loaded op waits for; none if no op has that name."""
         op = self._progress.get(key)
         return op.after if op is not None else ()
 
@@ -204,7 +204,7 @@ class Executor:
         self._progress.drop(stream)
 
     def skip_all(self) -> None:
-        """Launches whatever is left, as if every compute op had run.
+        """Launches all collectives that are left, as if every compute op had run.
 
         Raises:
             RuntimeError: A collective waits for what was not loaded.
@@ -215,7 +215,7 @@ class Executor:
         self._progress.require_empty()
 
     def complete(self) -> None:
-        """Launches whatever is left, then waits for every collective launched; the time of that is exposed.
+        """Launches the collectives that are left, then waits for all that were launched; that time is exposed.
 
         Raises:
             CommunicationError: A collective failed.

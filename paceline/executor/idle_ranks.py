@@ -8,7 +8,7 @@ from paceline.core.errors import EngineError
 from paceline.executor.collectives import Collectives
 
 _now: weakref.WeakSet[IdleRanks] = weakref.WeakSet()
-"""Those of the models that some rank only follows the schedule of in this micro-batch."""
+"""`IdleRanks` of the models of which some rank only follows the schedule in this micro-batch."""
 
 
 class IdleRanks:

@@ -1,4 +1,4 @@
-"""How much memory this rank holds, asked for at every op that is recorded."""
+"""The memory that this rank holds, read at every op that is recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS = 0.02
 
 
 def reader(device: torch.device) -> Callable[[], int]:
-    """What gives the bytes held: of a GPU's memory as torch's allocator counts it, else all that is resident.
+    """Returns a function that reads the bytes held: of a GPU's memory as torch's allocator counts it, else resident.
 
     It gives 0 where that is not known. What is resident is at most `_SECONDS` old.
     """

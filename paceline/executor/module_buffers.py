@@ -54,7 +54,7 @@ class ModuleBuffers:
                     yield f"{path}.{name}" if path else name, buffer, module
 
     def unknown(self) -> int:
-        """How many buffers were changed on this rank that ranks have not agreed on."""
+        """Returns the number of buffers that were changed on this rank and that ranks have not agreed to send."""
         return sum(1 for _ in self._unknown())
 
     def _unknown(self) -> Iterator[str]:

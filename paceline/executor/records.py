@@ -1,4 +1,4 @@
-"""What was executed, remembered until somebody reads it: marks become seconds only then."""
+"""Records of executed ops, kept until somebody reads them: marks become seconds only then."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Listener(Protocol):
-    """What the hooks tell. Units are told by name.
+    """The calls that hooks make. Units are told by name.
 
     `records` says whether a forward is part of training: one with a graph, or inside a reentrant checkpoint. Others
     (evaluation, activations computed again inside backward) are told because parameters are needed whole there too.
@@ -45,7 +45,7 @@ class Listener(Protocol):
         ...
 
     def own_outputs(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
-        """What a unit returns, such that it outlives the unit's parameters, and what else it leaves behind."""
+        """Returns a unit's output without views of its parameters, and the other tensors that it leaves."""
         ...
 
     def in_forward(self) -> bool:
@@ -84,7 +84,7 @@ class ModuleHook:
         return no_hook
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        """What is loaded from a file is no part of the parallel model."""
+        """Pickles as a hook that does nothing: a model from a file is no part of the parallel one."""
         return (_no_hook, ())
 
 

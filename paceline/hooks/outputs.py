@@ -1,4 +1,4 @@
-"""What a module returns or leaves behind: the tensors in it, and those that lie in its parameters' memory."""
+"""The outputs and attributes of a module: the tensors in them, and those that lie in its parameters' memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.core.errors import EngineError
 from paceline.hooks.held_views import is_view
 
 _DEPTH = 3
-"""How deep objects are looked into."""
+"""Depth to which tensors are searched for in nested objects."""
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 """Classes of what most modules hold, or are called with, beside tensors."""
 
@@ -41,7 +41,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 
 def _attributes(leaf: Any) -> Mapping[str, Any] | None:
-    """What an object of a user's own holds."""
+    """Returns the attributes of an object of a user's own class by name; None where these are not searched."""
     if isinstance(leaf, (nn.Module, type, types.ModuleType, types.FunctionType)):
         return None
     if dataclasses.is_dataclass(leaf):

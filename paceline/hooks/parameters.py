@@ -1,4 +1,4 @@
-"""What autograd does to parameters' gradients: whether it will add to one in this pass, and that it has."""
+"""Hooks on parameters' gradients: whether autograd will add to one in this pass, and that it has."""
 
 from __future__ import annotations
 

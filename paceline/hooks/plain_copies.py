@@ -10,7 +10,7 @@ from torch import nn
 
 ENGINE = "_paceline_engine"
 SET = (ENGINE, "no_sync", "__deepcopy__", "__reduce_ex__")
-"""What is set on a model while it is parallel."""
+"""Attributes that are set on a model while it is parallel."""
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -20,7 +20,7 @@ def inside(model: nn.Module) -> nn.Module:
 
 
 def copy_plain(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """What `copy.deepcopy` makes of a parallel model."""
+    """Returns the plain copy that `copy.deepcopy` makes of a parallel model."""
     model = reference()
     assert model is not None
     ours = {name: model.__dict__.pop(name) for name in SET}
@@ -32,10 +32,10 @@ def copy_plain(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Mo
 
 
 def reduce_plain(reference: weakref.ref[nn.Module], protocol: int) -> Any:
-    """What `torch.save` and pickle write of a parallel model."""
+    """Returns the plain copy that `torch.save` and pickle write of a parallel model."""
     return (_as_it_is, (copy.deepcopy(reference()),))
 
 
 def _as_it_is(model: nn.Module) -> nn.Module:
-    """What a file of a parallel model gives: the plain copy that was written, whose hooks need it to live."""
+    """Returns the plain copy that a file of a parallel model holds, whose hooks need it to live."""
     return model

@@ -1,4 +1,4 @@
-"""What a `__torch_function__` is told of a call: the function's name, and the tensors that it is called with."""
+"""A call as `__torch_function__` sees it: the function's name, and the tensors that it is called with."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from paceline.core.errors import EngineError
 from paceline.tensors.calls import name_of, tensors_of
 
 _OVERWRITES = frozenset({"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"})
-"""Functions after which their first argument is what it was given, whatever it was before."""
+"""Functions that overwrite their first argument with what they are given, and read nothing of it."""
 
 _ALIASES = frozenset({"detach", "detach_", "data", "requires_grad_"})
 """Functions and attributes that give the same values again, unread."""
@@ -26,7 +26,7 @@ DESCRIPTIONS = frozenset(
         *("untyped_storage", "_version", "_base", "grad", "names", "output_nr"),
     }
 )
-"""What tells of a tensor and not of its values."""
+"""Attributes and methods that tell of a tensor and not of its values."""
 
 
 class FormerGradient(Tensor):
@@ -76,7 +76,7 @@ def kind_of(tensor: Tensor) -> type[Tensor]:
 
 
 def refusal(name: str) -> str:
-    """What is said to a loop that uses the former gradient of the parameter of this name."""
+    """Returns the error message for a loop that uses the former gradient of the parameter of this name."""
     return (
         f"{name}: the tensor that was p.grad before backward was read or edited after it, but p.grad is another one "
         "now (this rank's shard, or of another dtype): an edit would be lost, and other ranks' parts of it are not "

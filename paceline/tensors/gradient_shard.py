@@ -38,7 +38,7 @@ _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"
 
 
 Division = tuple[Any, ...]
-"""How ranks divide a tensor's elements among them: equal where every rank has the same ones of two tensors."""
+"""The elements of a tensor that each rank has: equal for two tensors where every rank has the same ones of both."""
 
 
 class GradientShard(Tensor):

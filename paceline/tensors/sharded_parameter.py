@@ -50,7 +50,7 @@ _QUESTIONS = frozenset(
 
 
 class Owner(Protocol):
-    """What a sharded parameter asks."""
+    """The engine, as a sharded parameter asks it for its values."""
 
     def parameter_used(self, index: int, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
         """Makes a parameter whole, or raises.
@@ -175,7 +175,7 @@ def _describes(func: Callable[..., Any], name: str) -> bool:
 
 
 def _written(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What a function writes to."""
+    """Returns the arguments that a function writes to."""
     written = [kwargs["out"]] if "out" in kwargs else []
     if _edits(func, name) or kwargs.get("inplace"):
         # Initialisers of torch.nn.init name it.

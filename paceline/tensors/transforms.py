@@ -12,7 +12,7 @@ from torch._functorch import eager_transforms, predispatch
 from paceline.tensors.sharded_parameter import ShardedParameter, ask
 
 _TAKE = ((predispatch, "_add_batch_dim_impl"), (eager_transforms, "_wrap_for_grad"))
-"""What `vmap`, and what `grad`, `vjp`, `jvp` and those made of them, take each tensor by: neither calls
+"""The functions by which `vmap`, and `grad`, `vjp`, `jvp` and those made of them, take each tensor: neither calls
 `__torch_function__`, so that nothing else would tell of it."""
 
 
