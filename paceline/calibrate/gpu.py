@@ -40,7 +40,7 @@ COPIED = 1 << 30
 LAUNCHES = Case("launches", ModelConfig(layers=12, width=64, heads=2, context=16, vocabulary=128), 1)
 """A model so narrow that its operations take the GPU less than the host takes to launch them."""
 LONG = Case("attention", ModelConfig(layers=1, width=2048, heads=16, context=4096, vocabulary=128), 2)
-"""Whose attention is timed: 4,096 tokens, heads of 128."""
+"""The model whose attention is timed: 4,096 tokens, heads of 128."""
 
 LIMIT = 300.0
 """Seconds until a GPU that gives no answer is given up."""

@@ -18,10 +18,10 @@ to reduction. reduced: this rank's share of the reduced gradients, where it does
 that share in the dtype that is updated, where it is reduced in another. statistics: what ranks agree on."""
 
 USER_SUMS = 16
-"""How many sums of a training loop's own the statistics hold at most."""
+"""Number of sums of a training loop's own that the statistics hold at most."""
 
 CHECKS = 3
-"""How many numbers in the statistics must be the same on every rank, each with its square."""
+"""Number of the statistics that must be the same on every rank, each with its square."""
 
 
 def statistics_numel(parameters: int) -> int:

@@ -161,7 +161,7 @@ def _pack(
 
 
 def _together(members: Sequence[ParameterSpec], strategy: Strategy, kept: frozenset[str]) -> list[list[ParameterSpec]]:
-    """What must not be cut: parameters, or from stage 2 on units, whose gradients share a buffer's lifetime."""
+    """Returns the parameters in groups that are not cut: each alone, or from stage 2 on a unit's, which live as one."""
     if strategy.stage < 2:
         return [[spec] for spec in members]
     units = dict.fromkeys(spec.unit for spec in members)

@@ -1,4 +1,4 @@
-"""What happened: one event per op, measured by the engine or predicted by a simulation."""
+"""The events of a step: one for each op, measured by the engine or predicted by a simulation."""
 
 from __future__ import annotations
 

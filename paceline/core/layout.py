@@ -21,7 +21,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the layout needs to know of one parameter.
+    """One parameter, as far as the layout needs to know it.
 
     Attributes:
         name: Fully qualified name, as in `state_dict`.

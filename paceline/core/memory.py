@@ -16,9 +16,9 @@ class Memory:
     """
 
     parameters: int
-    """What is computed with: whole, or this rank's shards."""
+    """The parameters that are computed with: whole, or this rank's shards."""
     gradients: int
-    """What lives from backward to update: whole gradients, and sums over micro-batches or ranks beside them."""
+    """Gradients that live from backward to update: whole ones, and sums over micro-batches or ranks beside them."""
     optimizer: int
     """The optimizer's states, and the master that it updates under low precision."""
     buckets: int
@@ -38,7 +38,7 @@ class Memory:
 
 
 def memory(schedule: Schedule, micro_batches: int = 1, states: int = 2, state_itemsize: int | None = None) -> Memory:
-    """What one rank holds during a step (with a parameter server, rank 0).
+    """Returns the bytes that one rank holds during a step (with a parameter server, rank 0).
 
     With P parameters, N ranks and Adam, bfloat16 with gradients reduced as computed takes for the model states 16 P at
     stage 0, 4 P + 12 P / N at stage 1, 2 P + 14 P / N at stage 2 and 16 P / N at stage 3 (Rajbhandari et al. 2020,

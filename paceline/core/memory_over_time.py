@@ -1,4 +1,4 @@
-"""What a rank holds while the ops of a step run, executed or simulated. Pure."""
+"""The memory of a rank while the ops of a step run, executed or simulated. Pure."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class ParameterServer(Schedule):
 
     @property
     def updated_buckets(self) -> tuple[Bucket, ...]:
-        """Those of rank 0 are all, those of its workers none."""
+        """All buckets that are reduced on rank 0, and none on its workers."""
         return self.reduced_buckets if self.rank == 0 else ()
 
     def send_update(self, micro_batch: int, after: tuple[Key, ...]) -> list[Op]:

@@ -1,4 +1,4 @@
-"""What a strategy means for one model on one rank: who shares what, which slots units and buckets take. Pure."""
+"""The meaning of a strategy for one model on one rank: groups, and the slots of units and buckets. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEPTH = 2
 
 @dataclass(frozen=True)
 class Placement:
-    """What a strategy means for one model, on one rank.
+    """The groups of ranks, the slots and the order of buckets that a strategy gives one model, on one rank.
 
     Attributes:
         layout: Units and buckets.
@@ -69,7 +69,7 @@ class Placement:
 
     @cached_property
     def shard_index(self) -> int:
-        """Which shard is this rank's."""
+        """The index of this rank's shards."""
         return self.mesh.coordinates(self.rank)[SHARD]
 
     @cached_property
@@ -180,7 +180,7 @@ class Placement:
 
     @cached_property
     def slot(self) -> Mapping[str, int]:
-        """Which of the `slots` a gathered unit's parameters take, the same in forward and backward."""
+        """By unit, the slot of the `slots` that its gathered parameters take, the same in forward and backward."""
         return {unit: index % self.slots for index, unit in enumerate(self.gathered_units)}
 
     @cached_property
@@ -246,7 +246,7 @@ class Placement:
 
     @cached_property
     def gradient_slot(self) -> Mapping[str, int]:
-        """Which slot a bucket's whole gradients take where these are reused: `DEPTH` slots in turn.
+        """By bucket, the slot that its whole gradients take where these are reused: `DEPTH` slots in turn.
 
         There are more only where units of different buckets run in between each other.
         """

@@ -1,4 +1,4 @@
-"""Which of a schedule's ops a rank is through with, and which collectives may be launched now. Pure."""
+"""The ops of a schedule that a rank is through with, and the collectives that may be launched now. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Progress:
         self._known: dict[Key, Op] = {}
         self._done: set[Key] = set()
         self._skipped: set[Key] = set()
-        """Those of them that have not run, but may yet."""
+        """Ops that count as done and have not run, but may yet."""
         self._to_compute: list[Key] = []
         """Of compute ops that were loaded or admitted since everything was skipped."""
 

@@ -112,13 +112,13 @@ class Schedule(Transfers):
         return ops
 
     def parameters_of(self, unit: str) -> tuple[Span, ...]:
-        """What a unit may compute with: its own parameters, and those of no unit that runs."""
+        """Returns the parameters that a unit may compute with: its own, and those of no unit that runs."""
         found = dict.fromkeys((*self.buckets_of.get(unit, ()), *self.unowned_buckets))
         return tuple(self._plain.unsharded(bucket) for bucket in found)
 
     @cached_property
     def sent_before(self) -> tuple[Mapping[str, tuple[Key, ...]], tuple[Key, ...]]:
-        """What the step before sends after its update: ops that units wait for, and those that the first waits for."""
+        """The gathers that the step before sends after its update: by the unit that waits, and for the first one."""
         ran = set(self.computed_units)
         needed: dict[str, tuple[Key, ...]] = {}
         first: tuple[Key, ...] = ()

@@ -1,4 +1,4 @@
-"""What a schedule would take: the same events as a run's, from the cost of each op instead of a clock."""
+"""Simulates a schedule: the same events as a run's, from the cost of each op instead of a clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Costs = Callable[[Op], float]
 """Seconds that an op takes once it runs: alone on its link; what computes, while nothing is communicated beside it."""
 
 Links = Callable[[Op], str]
-"""What a collective's bytes go over, such as the wires between hosts."""
+"""The link that a collective's bytes go over, such as the wires between hosts."""
 
 Weights = Callable[[Op], float]
 """For which share of its time a collective is in computing's way: less than 1 where it waits for wires."""
@@ -38,7 +38,7 @@ class Timeline:
 
     @property
     def steps(self) -> int:
-        """How many steps."""
+        """Number of steps."""
         return len(self.starts) // len(self.ops)
 
     def computed(self, step: int) -> float:

@@ -1,4 +1,4 @@
-"""What a training loop may do next: a small explicit state machine of one model. Pure."""
+"""The calls that a training loop may make next: a small explicit state machine of one model. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 from paceline.core.errors import EngineError
 
 Forward = Literal["planned", "extra", "within"]
-"""What a forward with gradients is: the first of a micro-batch of the step; one that no op of the step foresees, such
-as one for logging between backward and step; or a further one of the same micro-batch."""
+"""The kind of a forward with gradients: the first of a micro-batch of the step; one that no op of the step foresees,
+such as one for logging between backward and step; or a further one of the same micro-batch."""
 
 
 class StepState:
@@ -123,7 +123,7 @@ class StepState:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """The loop has dropped all gradients, of whatever kind they were."""
+        """The loop has dropped all gradients, of any kind."""
         self.gradients = "none"
 
     # ---- what is refused

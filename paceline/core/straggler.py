@@ -1,4 +1,4 @@
-"""Which rank the others stand still for: in so many steps that it is no chance, and not for nothing. Pure."""
+"""The rank that the others stand still for: in so many steps that it is no chance, and not for nothing. Pure."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def costliest(costs: Sequence[Mapping[int, float]], seconds: float) -> Costly | 
 
 
 def _by_chance(least: int, tries: int, probability: float) -> float:
-    """How likely something of this probability happens in so many tries or more, out of all."""
+    """Returns the probability that something of `probability` happens in at least `least` of `tries` tries."""
     return sum(math.comb(tries, n) * probability**n * (1 - probability) ** (tries - n) for n in range(least, tries + 1))

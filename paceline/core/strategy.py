@@ -20,7 +20,7 @@ PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Strategy:
-    """How N ranks share one model: an immutable value, all of whose settings have defaults.
+    """The way in which N ranks share one model: an immutable value, all of whose settings have defaults.
 
     The stages of ZeRO (Rajbhandari et al. 2020) and the historical systems of data parallelism are settings of
     this one value, not classes: `SYSTEMS` names the latter.

@@ -14,7 +14,7 @@ from paceline.core.placement import Placement
 
 @dataclass(frozen=True)
 class Transfers(Placement):
-    """What moves a bucket's parameters or gradients between ranks, and the buffers that it moves them between.
+    """The collectives that move buckets of parameters and gradients between ranks, and the buffers of both sides.
 
     Attributes:
         statistics: How many fp64 numbers the ranks agree on in each synchronised micro-batch.
@@ -85,7 +85,7 @@ class Transfers(Placement):
 
     @property
     def reduction(self) -> Kind:
-        """What reduces a bucket's gradients, among replicas of a shard besides an all-reduce after it."""
+        """The collective that reduces a bucket's gradients; an all-reduce among replicas of a shard may follow it."""
         return "reduce_scatter" if self.shards > 1 else "all_reduce"
 
     def reduce(self, bucket: Bucket, index: int, synchronise: bool = True) -> tuple[Op, ...]:
@@ -166,6 +166,6 @@ class Transfers(Placement):
 
 
 def _without(whole: Span, part: Span) -> tuple[Span, ...]:
-    """What is left of a span without a part of it."""
+    """Returns the one or two spans that are left of a span without a part of it."""
     found = (Span(whole.buffer, whole.start, part.start), Span(whole.buffer, part.stop, whole.stop))
     return tuple(span for span in found if span.start < span.stop)

@@ -63,7 +63,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 
 _OR_NONE = frozenset({"framework"})
-"""Whose number may also be 0, which says that it is not known."""
+"""Settings whose number may also be 0, which says that it is not known."""
 
 _PRODUCTS = ("mm", "addmm", "matmul")
 """Operators that reach about what matrices multiply at."""

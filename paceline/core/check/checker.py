@@ -23,8 +23,8 @@ def check(schedules: Sequence[Schedule], micro_batches: int = 1) -> Report:
     """Proves two steps of all ranks, or says what would go wrong in them.
 
     - Ranks of a group issue the same collectives in the same order, of the same size and scale, and get through them.
-    - Of every two ops on one part of a buffer, one of which writes, one is over before the other starts, whatever each
-      takes; where ranks share memory, between ranks too.
+    - Of every two ops on one part of a buffer, one of which writes, one is over before the other starts, however long
+      each takes; where ranks share memory, between ranks too.
     - What an op reads is there: a unit's own parameters as the last update left them, the gradients of the micro-batch.
     - The gradient of every rank and micro-batch reaches the update of every parameter once, scaled as the strategy
       says; all ranks compute the next step with every parameter as it was updated.

@@ -1,4 +1,4 @@
-"""What every part of every rank's buffers holds, op by op: an interpreter of schedules that moves symbols."""
+"""The contents of every rank's buffers, op by op: an interpreter of schedules that moves symbols."""
 
 from __future__ import annotations
 

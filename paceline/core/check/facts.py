@@ -1,4 +1,4 @@
-"""What a rank's buffers mean: which elements of which bucket belong into which parts."""
+"""The meaning of a rank's buffers: which elements of which bucket belong into which parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.schedule import Schedule
 
 
 class Value(NamedTuple):
-    """What a part of a buffer holds.
+    """The value of a part of a buffer.
 
     Two parts of equal values hold one run of elements: of parameters, gradients or statistics.
     """
@@ -153,7 +153,7 @@ class Facts:
 
     @property
     def statistics(self) -> Span:
-        """What ranks agree on."""
+        """The span of the statistics, which ranks agree on."""
         return Span(STATISTICS, 0, self.schedule.statistics)
 
     def _share(self, span: Span, bucket: Bucket) -> Region:

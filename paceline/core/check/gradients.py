@@ -11,7 +11,7 @@ from paceline.core.ops import STATISTICS, Op, Span
 
 
 class Gradients:
-    """What each op must find of gradients, and what it leaves of them."""
+    """Checks and moves gradients: those that each op must find, and those that it leaves."""
 
     def __init__(self, state: State, micro_batches: int) -> None:
         """Acts on `state`, in steps of so many micro-batches."""

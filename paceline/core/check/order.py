@@ -1,4 +1,4 @@
-"""Whether every two ops that may not run at once are in order, whatever each of them takes."""
+"""Proves that every two ops that may not run at once are in order, however long each of them takes."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def shared_races(
 
 
 class _Class:
-    """Which ranks read and write the parts of shared buffers between two barriers."""
+    """The ranks that read and write the parts of shared buffers between two barriers."""
 
     def __init__(self) -> None:
         self.writes: dict[tuple[str, int], int] = defaultdict(int)

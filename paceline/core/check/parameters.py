@@ -12,7 +12,7 @@ from paceline.core.ops import Op
 
 
 class Parameters:
-    """What each op must find of parameters, and what it leaves of them."""
+    """Checks and moves parameters: those that each op must find, and those that it leaves."""
 
     def __init__(self, state: State, gradients: Gradients) -> None:
         """Acts on `state`; updates consume what `gradients` has published."""
@@ -80,7 +80,7 @@ class Parameters:
         return None
 
     def broadcast(self, ops: Mapping[int, Op], step: int) -> None:
-        """What the server has updated reaches the others."""
+        """Moves the parameters that the server has updated to the others."""
         server, *others = ops
         facts = self._state.facts[server]
         region = facts.unsharded[ops[server].target]

@@ -1,4 +1,4 @@
-"""What a check found: the faults, or how much was proved."""
+"""The result of a check: its faults, or how much was proved."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BufferUse:
 
 @dataclass(frozen=True)
 class Report:
-    """What was looked at, of two steps in a row on all ranks side by side.
+    """The result of a check of two steps in a row, on all ranks side by side.
 
     Attributes:
         ranks: Number of ranks.
@@ -126,7 +126,7 @@ def lifetimes(ops: Sequence[Op]) -> Mapping[str, Lifetime]:
 
 
 def uses(buffers: Iterable[Buffer], ops: Sequence[Op]) -> tuple[BufferUse, ...]:
-    """What each buffer is and which ops of a step use it."""
+    """Returns each buffer's row of the table: its kind, dtype and bytes, and the ops of a step that use it."""
     found = lifetimes(ops)
 
     def told(position: int | None) -> str | None:
@@ -146,5 +146,5 @@ def words(op: Op | Key) -> str:
 
 
 def within(step: int) -> str:
-    """Which of the two steps, where it is not the first."""
+    """Returns words for the second of the two steps, and none for the first."""
     return " of the next step" if step else ""

@@ -1,4 +1,4 @@
-"""Whether all ranks issue the same collectives, in one order, and get through them."""
+"""Proves that all ranks issue the same collectives, in one order, and get through them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Round:
-    """What runs at once: a compute op on one rank, or a collective on all ranks of its group.
+    """Ops that run at once: a compute op on one rank, or a collective on all ranks of its group.
 
     Attributes:
         step: 0 or 1.
@@ -170,7 +170,7 @@ class Sequences:
 
 
 class _Progress:
-    """How far a rank is on each of its streams."""
+    """The position of a rank on each of its streams."""
 
     def __init__(self, ops: tuple[Op, ...], sequences: Sequences) -> None:
         self._ops, self._before = ops, sequences.before
@@ -201,7 +201,7 @@ class _Progress:
         self._at[op.stream] += 1
 
     def heads(self) -> Iterator[tuple[str, int, Op]]:
-        """What comes next on each stream that is not through."""
+        """Yields the next op of each stream that is not through: stream, step and op."""
         for stream, queue in self._queues.items():
             if self._at[stream] < STEPS * len(queue):
                 step, index = divmod(self._at[stream], len(queue))

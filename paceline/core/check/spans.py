@@ -48,7 +48,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Accesses:
-    """What the ops of a rank's step read and write, part by part.
+    """The parts of buffers that the ops of a rank's step read and write.
 
     Attributes:
         partition: The rank's buffers.

@@ -1,4 +1,4 @@
-"""What every part of every rank's buffers holds, and how to ask for it."""
+"""The value of every part of every rank's buffers, and how it is read, written and compared."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class State:
         self.faults.append(Fault(kind, rank, op.key if op else None, message))
 
     def expect(self, rank: int, op: Op | None, region: Region, wanted: Value, step: int = 0) -> bool:
-        """Whether a region holds a value; a fault if not."""
+        """Returns whether a region holds a value, and adds a fault if not."""
         memory = self._memory[rank]
         for name, first, stop in region.areas:
             found = memory[name][first:stop]
@@ -95,20 +95,20 @@ class State:
         return f"parameters of {name} after {value.content} update{'' if value.content == 1 else 's'}"
 
     def says(self, rank: int, op: Op, spans: Sequence[Span], span: Span, verb: str) -> bool:
-        """Whether an op says of a span that it touches it; a fault if not."""
+        """Returns whether an op says of a span that it touches it, and adds a fault if not."""
         if span in spans:
             return True
         self.add(rank, op, f"{words(op)} does not say that it {verb} {in_words(span)}")
         return False
 
     def first(self, rank: int, region: Region) -> Value:
-        """What the first part of a region holds."""
+        """Returns the value of the first part of a region."""
         for name, first, _ in region.areas:
             return self._memory[rank][name][first]
         return NOTHING
 
     def values(self, rank: int, area: Area) -> list[Value]:
-        """What the parts of an area hold."""
+        """Returns the values of the parts of an area."""
         name, first, stop = area
         return self._memory[rank][name][first:stop]
 

@@ -61,7 +61,7 @@ class Sums:
         return self._common[name]
 
     def difference(self, number: int, wanted: int) -> str:
-        """What makes a sum another than the wanted one, in words."""
+        """Returns the first difference of a sum from the wanted one, in words."""
         found, expected = self._terms[number], self._terms[wanted]
         for term in expected:
             if term not in found:

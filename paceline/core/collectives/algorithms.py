@@ -35,7 +35,7 @@ from paceline.core.collectives.rounds import (
 
 
 def _token(algorithm: Algorithm) -> Algorithm:
-    """The algorithm over one element, whatever the buffer's size."""
+    """The algorithm over one element, for a buffer of any size."""
     return lambda rank, world_size, numel: algorithm(rank, world_size, min(numel, 1))
 
 

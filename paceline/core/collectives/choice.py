@@ -1,4 +1,4 @@
-"""Which algorithm takes least time, from what a message and a byte cost. Pure."""
+"""The choice of the algorithm that takes least time, by what a message and a byte cost. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.collectives.rounds import Algorithm, Round, fuses, overwrites
 
 @dataclass(frozen=True)
 class Link:
-    """What moving data between two ranks costs."""
+    """The cost of moving data between two ranks."""
 
     alpha: float
     """Seconds a message."""
