@@ -28,6 +28,8 @@ def unplanned(rank: Schedule) -> Iterator[tuple[str, tuple[Op, ...]]]:
         for bucket in rank.reduced_buckets:
             yield f"reduce_again of {bucket.name}", rank.reduce_again(bucket, 0)
         yield "send_buffers", (rank.send_buffers(0, "update", 40),)
+    for unit in rank.computed_units:
+        yield f"unforeseen of {unit}", (rank.unforeseen("forward", unit, 0), rank.unforeseen("backward", unit, 0))
     yield "lone_update", rank.lone_update(0)
     yield "update_around_passes", rank.update_around_passes(0)
 

@@ -93,7 +93,7 @@ def average_of_data_kept_from_before(side: Side) -> Found:
     return {"numbers": torch.from_numpy(numbers.copy()).double()} | {str(i): m.double() for i, m in enumerate(average)}
 
 
-@idiom(refused=(("zero 3", "."),))
+@idiom()
 def averaged_model_of_torch(side: Side) -> Found:
     model = mlp(side)
     average = AveragedModel(model)
@@ -195,7 +195,10 @@ def sharpness_aware(side: Side) -> Found:
     return state(model)
 
 
-@idiom(refused=(("zero 1", "shard"), ("zero 2", "shard"), ("zero 3", "."), ("low", ".")), low=False)
+@idiom(
+    refused=(("zero 1", "shard"), ("zero 2", "shard"), ("zero 3", r"pl\.clip_grad_norm_\(model"), ("low", "shard")),
+    low=False,
+)
 def sharpness_aware_by_hand(side: Side) -> Found:
     """As it is commonly written: with p.grad and p.data."""
     model = mlp(side)

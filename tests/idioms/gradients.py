@@ -95,7 +95,7 @@ def gradients_made_before_backward(side: Side) -> Found:
     return state(model)
 
 
-@idiom(against="ddp", low=False, refused=(("zero 1", "."), ("zero 2", "."), ("zero 3", ".")))
+@idiom(against="ddp", low=False)
 def hooks_on_parameters(side: Side) -> Found:
     """A hook that scales a gradient, and one that looks at it after it has been added."""
     model = mlp(side)
@@ -152,7 +152,7 @@ def hooks_on_tensors_and_modules(side: Side) -> Found:
     return state(model)
 
 
-@idiom(against="ddp", refused=(("zero 1", "."), ("zero 2", "."), ("zero 3", ".")), low=False)
+@idiom(against="ddp", low=False)
 def gradients_by_autograd_grad(side: Side) -> Found:
     """`p.grad = grad(...)`: DDP does not see this either; here it is what the user averages."""
     model = mlp(side)

@@ -15,7 +15,9 @@ SHARED = {
     f"zero {zero}, shared parameters": replace(STAGES[f"zero {zero}"], share_parameters=True) for zero in (1, 2, 3)
 }
 HELD = {"zero 3, hold": replace(STAGES["zero 3"], accumulation="hold")}
+DEFERRED = {"zero 3, defer": replace(STAGES["zero 3"], accumulation="defer")}
 EVERYWHERE = {**STAGES, **HELD, "zero 2, shared parameters": SHARED["zero 2, shared parameters"]}
+UNLIKE = {**EVERYWHERE, **DEFERRED}
 ONLY_3 = {name: strategy for name, strategy in EVERYWHERE.items() if name.startswith("zero 3")}
 
 ORDINARY = ModelPlan()
@@ -123,27 +125,37 @@ _CASES: dict[str, tuple[ModelPlan, LoopPlan, dict[str, pl.Strategy], str]] = {
     "adam and scalars": (_blocks("odd shapes"), LoopPlan(optimizer="adam"), EVERYWHERE, "zero 3"),
     # Ranks that do not do alike.
     "unequal micro-batches": (ORDINARY, LoopPlan(micro_batches=(2, 3)), EVERYWHERE, "zero 2"),
-    "uneven micro-batches": (ORDINARY, LoopPlan(micro_batches=(2, 3), way="uneven"), EVERYWHERE, "zero 0"),
+    "uneven micro-batches": (
+        ORDINARY,
+        LoopPlan(micro_batches=(2, 3), way="uneven"),
+        UNLIKE,
+        "zero 0",
+    ),
     "uneven micro-batches, no zero_grad": (
         ORDINARY,
         LoopPlan(micro_batches=(1, 2), way="uneven", zero_grad="never", clip=0.1),
-        {**EVERYWHERE, "zero 0, each": replace(STAGES["zero 0"], accumulation="each")},
+        {**UNLIKE, "zero 0, each": replace(STAGES["zero 0"], accumulation="each")},
         "zero 0, each",
     ),
-    "a rank with nothing": (ORDINARY, LoopPlan(micro_batches=(2, 0), way="uneven"), EVERYWHERE, "zero 3"),
+    "a rank with nothing": (
+        ORDINARY,
+        LoopPlan(micro_batches=(2, 0), way="uneven"),
+        UNLIKE,
+        "zero 3",
+    ),
     "a rank with nothing, a block called twice": (
         replace(ORDINARY, calls=(1, 1, 0), head="tied"),
         LoopPlan(micro_batches=(2, 0), way="uneven"),
-        EVERYWHERE,
+        UNLIKE,
         "zero 3, hold",
     ),
     "uneven branches by data": (
         ModelPlan(branch="data"),
         LoopPlan(micro_batches=(0, 1), way="uneven", steps=4),
-        EVERYWHERE,
+        UNLIKE,
         "zero 3",
     ),
-    "branch by data": (ModelPlan(branch="data"), LoopPlan(), EVERYWHERE, "zero 3"),
+    "branch by data": (ModelPlan(branch="data"), LoopPlan(), UNLIKE, "zero 3"),
 }
 """Model, loop, where to run them, and the one place of these that the quick run takes."""
 
