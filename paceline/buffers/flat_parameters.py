@@ -32,7 +32,7 @@ class FlatParameters:
         is_sharded: Whether a rank keeps only shards to compute with, as at zero 3.
         shares_memory: Whether ranks compute with the same parameters in shared memory.
         has_masters: Whether some are updated in another dtype than they are computed with in.
-        has_server: Whether some ranks keep parameters that only others update.
+        has_followers: Whether some ranks keep parameters that only others update.
         shards: How many shards a bucket has.
         shard_index: Which of them is this rank's.
         views: Each parameter whole, to compute with, where that is gathered.
@@ -62,7 +62,7 @@ class FlatParameters:
         self._buffers: Buffers = schedule.buffers()
         self.shards, self.shard_index = schedule.shards, schedule.shard_index
         self.is_sharded, self.shares_memory = schedule.shards_parameters, schedule.shares_memory
-        self.has_server = schedule.has_server
+        self.has_followers = schedule.has_followers
         self._wholes: dict[str, Tensor] = {}
         self._own_shards: dict[str, Tensor] = {}
         self._dtypes: list[torch.dtype] = [getattr(torch, flat.dtype) for flat in layout.flats]
@@ -108,7 +108,7 @@ class FlatParameters:
 
     def _is_managed(self, index: int) -> bool:
         flat = self.layout.flats[self.layout.slots[index].flat]
-        return self.shards > 1 or has_master(flat) or self.has_server
+        return self.shards > 1 or has_master(flat) or self.has_followers
 
     def whole(self, bucket: Bucket) -> Tensor:
         """All parameters of a bucket, flat, to compute with."""
@@ -196,7 +196,7 @@ class FlatParameters:
             name = _name(slot.flat)
             whole = self._tensors.by_name[name]
             view = parameter_in(whole, slot, 0)
-            return self._handed_out.view(name, whole, view) if self.shards > 1 or self.has_server else view
+            return self._handed_out.view(name, whole, view) if self.shards > 1 or self.has_followers else view
         if bucket is None:
             # It has no elements.
             return torch.empty_strided(

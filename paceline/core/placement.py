@@ -63,7 +63,7 @@ class Placement:
         return self.replicas
 
     @property
-    def has_server(self) -> bool:
+    def has_followers(self) -> bool:
         """Whether some ranks keep whole parameters that only others update."""
         return self.holders < self.replicas
 
@@ -117,7 +117,7 @@ class Placement:
     @property
     def replaces_earlier_gradients(self) -> bool:
         """Whether what `p.grad` holds must be made another tensor before autograd adds to it."""
-        is_scaled = self.has_server or self.strategy.gradients == "sum"
+        is_scaled = self.has_followers or self.strategy.gradients == "sum"
         return self.shards > 1 or self.strategy.low or self.strategy.reduces_every_micro_batch or is_scaled
 
     @property

@@ -263,7 +263,7 @@ class BackwardPass:
             key = Key("statistics", STATISTICS, micro_batch, "backward")
             executor.begin(key)
             squares = gradients.square_sum() if program.schedule.shards > 1 else None
-            weights = weights_hash(program.parameters.all) if program.schedule.has_server else 0
+            weights = weights_hash(program.parameters.all) if program.schedule.has_followers else 0
             checks = (micro_batch, executor.launched.take(), weights)
             statistics.fill(used, incomplete, squares, gradients.carries, checks, buffers.unknown())
             executor.end()

@@ -59,7 +59,7 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
         optimizer.state.default_factory = dict
     if isinstance(optimizer, torch.optim.LBFGS) and flat.has_masters:
         raise UserError("LBFGS keeps gradients of all parameters in one vector: set strategy.precision to float32")
-    if isinstance(optimizer, torch.optim.LBFGS) and flat.has_server:
+    if isinstance(optimizer, torch.optim.LBFGS) and flat.has_followers:
         raise UserError(
             "LBFGS decides by gradients whether it goes on, and with collective=parameter_server rank 0 alone has any: "
             "set strategy.collective to all_reduce"
