@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,8 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
         _require_apart(together)
     _part_from_normalised(model)
     named = {name: parameter for each in by_storage.values() for name, parameter in each}
+    if will_be_sharded:
+        _part_versions(named)
     taken = used_elsewhere(named, 1) if will_be_sharded else {}
     if taken:
         # Garbage that is not collected yet keeps nothing, such as the engine of which pl.release has freed the model.
@@ -60,6 +63,35 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
             "Drop tensors or take a .clone() of them, parallelize a copy.deepcopy(model) of what is shared, and read "
             "parameters inside `with pl.full_parameters(model):`"
         )
+
+
+def _part_versions(parameters: Mapping[str, Tensor]) -> None:
+    """Gives parameters that count their versions together, as slices of one tensor do, a counter each.
+
+    By versions it is told that one was edited, and that a graph is of other weights.
+
+    Raises:
+        UserError: One cannot be given another, as something refers to what it is now.
+    """
+    names = [name for name, parameter in parameters.items() if not parameter.is_inference()]
+    counted = [parameters[name] for name in names]
+    versions = tuple(parameter._version for parameter in counted)
+    set_versions = torch._C._autograd._unsafe_set_version_counter
+    set_versions(tuple(counted), tuple(range(len(counted))))
+    together = [index for index, parameter in enumerate(counted) if parameter._version != index]
+    set_versions(tuple(counted), versions)
+    for index in together:
+        parameter = counted[index]
+        used = getattr(parameter, "_use_count", lambda: 1)() > 1
+        if used or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UserError(
+                f"parallelize: {names[index]} was made of a part of a tensor, as others were, by nn.Parameter(t[k]), "
+                "and has hooks or a graph already: with zero=3 edits of one would look like edits of all. Make it of "
+                "a copy, nn.Parameter(t[k].clone()), or register hooks after pl.parallelize"
+            )
+        apart = nn.Parameter(parameter.data, parameter.requires_grad)
+        apart.grad = parameter.grad
+        torch._C._swap_tensor_impl(parameter, apart)
 
 
 def _part_from_normalised(model: nn.Module) -> None:

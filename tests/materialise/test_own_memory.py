@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import paceline as pl
+from tests.engine.models import assert_same, snapshot
 
 
 def of(*values: torch.Tensor) -> nn.Module:
@@ -72,3 +73,70 @@ def sharded_after_release() -> tuple[bool, str]:
 def test_garbage_of_a_released_engine_keeps_no_parameters_memory(ranks) -> None:
     for is_whole, said in ranks(2, sharded_after_release):
         assert is_whole and said.startswith("parallelize: a tensor that was taken from weight before")
+
+
+class Stacked(nn.Module):
+    """Blocks whose weights are slices of one tensor, as stacked checkpoints have them, and a head before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        stacked = torch.randn(4, 6, 6) / 3
+        self.head = nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        for block, weight in zip(self.blocks, stacked, strict=True):
+            block[0].weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def trained_stacked(strategy: pl.Strategy | None) -> dict[str, torch.Tensor]:
+    model = Stacked()
+    model.head.weight.grad = torch.ones(3, 6)
+    parameters = list(model.parameters())
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    assert all(mine is other for mine, other in zip(parameters, model.parameters(), strict=True))
+    optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).square().mean().backward()
+        optimizer.step()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_slices_of_one_tensor_are_parameters_like_others(ranks, zero: int) -> None:
+    for found in ranks(2, trained_stacked, pl.Strategy(zero=zero)):
+        assert_same(found, trained_stacked(None), atol=1e-6)
+
+
+def edited_slice() -> str:
+    """An edit of one at zero 3, where it would be lost."""
+    model = pl.parallelize(Stacked(), pl.Strategy(zero=3))
+
+    def edit(block: nn.Module, *_: object) -> None:
+        block[0].weight.data.mul_(2)
+
+    model.blocks[1].register_forward_pre_hook(edit)
+    with pytest.raises(pl.EngineError) as raised:
+        for _ in range(2):
+            model(torch.ones(2, 6)).square().mean().backward()
+    return str(raised.value)
+
+
+def hooked_slice() -> str:
+    model = Stacked()
+    for block in model.blocks:
+        block[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(pl.UserError) as raised:
+        pl.parallelize(model, pl.Strategy(zero=3))
+    return str(raised.value)
+
+
+def test_edits_of_one_slice_are_seen_and_one_with_hooks_is_refused(ranks) -> None:
+    assert all("blocks.1.0.weight was edited" in told for told in ranks(2, edited_slice))
+    assert all("blocks.0.0.weight was made of a part of a tensor" in told for told in ranks(2, hooked_slice))
