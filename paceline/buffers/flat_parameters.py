@@ -38,7 +38,7 @@ class FlatParameters:
         views: Each parameter whole, to compute with, where that is gathered.
         local: This rank's shard of each managed one, as it is updated.
         cuts: A checksum of which elements of each managed one these are.
-        former: Where they lay before, as far as a loop has tensors there.
+        former: Where they lay before or for a while, as far as a loop has tensors there.
         renormed: Indices of those that their own modules write to in forward, for `max_norm`.
     """
 
@@ -69,7 +69,7 @@ class FlatParameters:
         self.has_masters = any(has_master(flat) for flat in layout.flats)
         follows = turns is None and not self.is_sharded
         moved = {index: self.all[index] for index in self.bucket_of if follows and self._is_managed(index)}
-        self.former = FormerMemory(moved, [slot.spec.name for slot in layout.slots])
+        self.former = FormerMemory(moved, [slot.spec.name for slot in layout.slots], self.contents)
         # Those that no other rank reaches stay where they are, as a loop may have tensors there.
         self._staying = {
             index

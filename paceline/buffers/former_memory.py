@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buffers.handed_out import storage_of, uses_of
+from paceline.buffers.lent import Lent
 from paceline.buffers.memory import bits_of
 from paceline.core.errors import EngineError
 from paceline.tensors.stale_view import become_stale, views_of
@@ -22,16 +23,22 @@ class FormerMemory:
 
     Under DDP that memory is the parameters' for good. Here these lie elsewhere, so what they become is copied to it.
     Where the loop has kept nothing, and no other process has that memory, nothing is done.
+
+    Attributes:
+        lent: Where they lay for a while.
     """
 
-    def __init__(self, parameters: Mapping[int, nn.Parameter], names: Sequence[str]) -> None:
+    def __init__(
+        self, parameters: Mapping[int, nn.Parameter], names: Sequence[str], contents: Mapping[str, str]
+    ) -> None:
         """Keeps what the loop has kept.
 
         Args:
             parameters: By index, which are about to be given other memory.
             names: Of all parameters.
+            contents: What each bucket holds, in words, by its name.
         """
-        self._names = names
+        self._names, self.lent = names, Lent(contents)
         # Each lies there twice meanwhile: as the parameter and as this.
         self._kept = used_elsewhere({index: p.data for index, p in parameters.items()}, 2)
         self._unedited = {index: former.clone() for index, former in self._kept.items()}
@@ -58,6 +65,19 @@ class FormerMemory:
                     become_stale(view, self._names[index], "before pl.parallelize")
         self._views = []
 
+    def share(self, parameters: Mapping[int, nn.Parameter]) -> None:
+        """Parameters were given memory of the loop's by `p.data = ...`, and are about to leave it.
+
+        Args:
+            parameters: By index. What they shared memory with before that, they no longer do.
+        """
+        kept = used_elsewhere({index: p.data for index, p in parameters.items()}, 2)
+        for index in parameters:
+            self._kept.pop(index, None)
+            self._unedited.pop(index, None)
+        self._kept |= kept
+        self._unedited |= {index: former.clone() for index, former in kept.items()}
+
     def follow(self, values: Sequence[Tensor]) -> None:
         """Copies what parameters have become to where they were.
 
@@ -73,18 +93,24 @@ class FormerMemory:
                 former.copy_(values[index])
                 self._unedited[index].copy_(former)
 
-    def require_unedited(self) -> None:
+    def require_unedited(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuses to go on where somebody else wrote to it, which reaches no parameter.
+
+        Args:
+            parameters: All. One that was given that memory again has what was written there.
 
         Raises:
             EngineError: Somebody did.
         """
+        self.lent.require_unedited()
         for index, former in self._kept.items():
-            if not torch.equal(bits_of(former), bits_of(self._unedited[index])):
+            if parameters[index].data_ptr() != former.data_ptr() and not torch.equal(
+                bits_of(former), bits_of(self._unedited[index])
+            ):
                 raise EngineError(
                     f"{self._names[index]} was written to by way of a tensor that was taken from it before "
-                    "pl.parallelize, by p.data or (from another process) model.share_memory(), whose memory it has "
-                    "left: take p.data after pl.parallelize, or write to p itself"
+                    "pl.parallelize, by p.data or (from another process) model.share_memory(), or that was given to it "
+                    "by p.data = ..., whose memory it has left: take p.data after pl.parallelize, or write to p itself"
                 )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 
 from paceline.buffers.flat_parameters import FlatParameters
+from paceline.buffers.handed_out import storage_of
 from paceline.core.errors import EngineError
 
 
@@ -31,6 +35,24 @@ def take_given(flat: FlatParameters, writes_over: bool = False) -> None:
             )
         for index in given:
             flat.views[index].copy_(flat.all[index])
+        note_given(flat, given)
+
+
+def note_given(flat: FlatParameters, given: Sequence[int]) -> None:
+    """Notes which memory a loop shares with parameters from now on, as far as it has tensors of that: see `p.data = t`.
+
+    Args:
+        flat: Where the parameters lie, which are about to be put back there.
+        given: Indices of those whose data is the loop's.
+    """
+    parameters = {index: flat.all[index] for index in given}
+    if flat.is_sharded or flat.shares_memory or flat.has_masters:
+        data = {index: parameter.data for index, parameter in parameters.items()}
+        shown = Counter(map(storage_of, data.values()))
+        named = {flat.layout.slots[index].spec.name: each for index, each in data.items()}
+        flat.former.lent.keep(named, Counter({storage: 2 * count - 1 for storage, count in shown.items()}))
+    else:
+        flat.former.share(parameters)
 
 
 def take_updated(flat: FlatParameters) -> None:

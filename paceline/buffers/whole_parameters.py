@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from paceline.buffers.conversions import refuse_conversion
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.handed_out import storage_of, uses_of
+from paceline.buffers.lent import Lent
 from paceline.buffers.memory import parameter_in
+from paceline.buffers.put_in_place import note_given
 from paceline.core.buffers import has_master
 from paceline.core.layout import Bucket
 from paceline.tensors.sharded_parameter import unguard
@@ -23,24 +26,26 @@ Gather = Callable[[Tensor, Tensor, str], None]
 class WholeParameters:
     """All parameters of a model whole, in memory of their own where the flat buffers have them otherwise."""
 
-    def __init__(self, flat: FlatParameters, gather: Gather | None, edits: bool, on_host: bool, widens: bool) -> None:
+    def __init__(self, flat: FlatParameters, gather: Gather | None, edits: bool, is_state: bool) -> None:
         """Gathers them. A collective call where they are sharded.
 
         Args:
             flat: The model's.
             gather: Performs an all-gather; None with one rank.
             edits: Whether they may be written to, so that this rank needs a copy of what others share with it.
-            on_host: Whether what is gathered lies in the host's memory.
-            widens: Whether frozen parameters, of which only rounded values are left, are in the dtype that they had, so
-                that the others' masters can be computed with beside them.
+            is_state: Whether they are only saved or loaded. What is gathered to be saved lies in the host's memory then
+                at zero 3, whose whole model a device may not hold. If not, frozen parameters, of which only rounded
+                values are left, are in the dtype that they had, so that the others' masters can be computed with
+                beside them.
         """
-        self._flat = flat
+        self._flat, self._is_state = flat, is_state
+        on_host = is_state and not edits and flat.is_sharded
         self._buckets: dict[str, Tensor] = {}
         self._widened: dict[int, Tensor] = {}
         self._own_uses = 0
         with torch.no_grad():
             if gather is not None:
-                for bucket, whole in gathered(flat, gather):
+                for bucket, whole in gathered(flat, gather, None if is_state else flat.former.lent):
                     # One bucket at a time on the device.
                     self._buckets[bucket.name] = whole.cpu() if on_host else whole
             for bucket in flat.layout.buckets:
@@ -49,8 +54,9 @@ class WholeParameters:
                 if has_master(flat.layout.flats[bucket.flat]):
                     self._buckets[bucket.name] = flat.master(bucket)
                 elif flat.shares_memory and edits:
-                    self._buckets[bucket.name] = flat.whole(bucket).clone()
-            for index, slot in enumerate(flat.layout.slots if widens else ()):
+                    whole, lent = flat.whole(bucket), None if is_state else flat.former.lent.memory(bucket.name)
+                    self._buckets[bucket.name] = whole.clone() if lent is None else lent.copy_(whole)
+            for index, slot in enumerate(() if is_state else flat.layout.slots):
                 if not slot.spec.trainable and slot.spec.dtype != flat.layout.flats[slot.flat].dtype:
                     self._widened[index] = self._view(index).to(getattr(torch, slot.spec.dtype))
 
@@ -72,7 +78,7 @@ class WholeParameters:
 
     def part_views(self) -> None:
         """Parts views with a graph that somebody keeps from the parameters, which are about to be elsewhere."""
-        if self._uses() > self._own_uses:
+        if not self._is_state and self._uses() > self._own_uses:
             memory = {storage_of(whole) for whole in self._buckets.values()}
             for index, view in views_of({index: self._flat.all[index] for index in self._flat.managed}):
                 if storage_of(view) in memory:
@@ -87,6 +93,20 @@ class WholeParameters:
             data, view = self._flat.all[index].data, self._view(index)
             self._flat.all[index].data = view.copy_(data) if edits else view
 
+    def lend(self, shown: Mapping[int, Tensor]) -> None:
+        """Parameters are elsewhere again: notes what a loop keeps of the memory that they were in.
+
+        Args:
+            shown: What `show` gave.
+        """
+        flat = self._flat
+        left = [
+            b.name for b in flat.layout.buckets if is_gathered(flat, b) or not has_master(flat.layout.flats[b.flat])
+        ]
+        if not self._is_state:
+            memory = {name: self._buckets[name] for name in left if name in self._buckets}
+            flat.former.lent.keep(memory, Counter(map(storage_of, shown.values())))
+
     def keep(self) -> None:
         """Writes what the user's parameters have become to the flat buffers, also where they were given other data.
 
@@ -99,10 +119,10 @@ class WholeParameters:
             if flat.all[index].dtype != self._view(index).dtype:
                 refuse_conversion(index, flat)
         with torch.no_grad():
-            for index in flat.managed:
-                view = self._view(index)
-                if flat.all[index].data_ptr() != view.data_ptr():
-                    view.copy_(flat.all[index].data)
+            given = [index for index in flat.managed if flat.all[index].data_ptr() != self._view(index).data_ptr()]
+            for index in given:
+                self._view(index).copy_(flat.all[index].data)
+            note_given(flat, given)
             for bucket in flat.layout.buckets:
                 if (whole := self._buckets.get(bucket.name)) is not None:
                     size = bucket.numel // flat.shards
@@ -112,12 +132,20 @@ class WholeParameters:
                         flat.whole(bucket).copy_(whole)
 
 
-def gathered(flat: FlatParameters, gather: Gather) -> Iterator[tuple[Bucket, Tensor]]:
-    """Each bucket that no rank has whole as it is updated, on every rank. Collective calls."""
+def gathered(flat: FlatParameters, gather: Gather, lent: Lent | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+    """Each bucket that no rank has whole as it is updated, on every rank. Collective calls.
+
+    Args:
+        flat: The model's.
+        gather: Performs an all-gather.
+        lent: What a loop has kept of the last time, which is filled again.
+    """
     for bucket in flat.layout.buckets:
         if is_gathered(flat, bucket):
             master = flat.master(bucket)
-            whole = torch.empty(bucket.numel, dtype=master.dtype, device=flat.device)
+            whole = lent.memory(bucket.name) if lent is not None else None
+            if whole is None:
+                whole = torch.empty(bucket.numel, dtype=master.dtype, device=flat.device)
             gather(whole, master, bucket.name)
             yield bucket, whole
 

@@ -112,7 +112,7 @@ class FullParameters:
             # Also where the loop has made them of another dtype, to save them.
             self._wait_for_updates()
             parameters.flat.require_in_place()
-            parameters.flat.former.require_unedited()
+            parameters.flat.former.require_unedited(parameters.all)
         managed = parameters.flat.managed and (edits or parameters.loses_edits)
         self._states.append(self.full(call, edits, is_state=True) if managed else nullcontext())
         self._states[-1].__enter__()
@@ -137,21 +137,17 @@ def full(
         parameters: All of a model.
         gather: Performs an all-gather; None with one rank.
         edits: Whether they may be written to, so that this rank needs a copy of what others share with it.
-        is_state: Whether they are only saved or loaded. What is gathered to be saved lies in the host's memory then at
-            zero 3, whose whole model a device may not hold.
+        is_state: Whether they are only saved or loaded: see `WholeParameters`.
     """
     flat = parameters.flat
     parameters.take_given()
     parameters.unpin()
-    whole = WholeParameters(
-        flat, gather, edits, on_host=is_state and not edits and flat.is_sharded, widens=not is_state
-    )
+    whole = WholeParameters(flat, gather, edits, is_state)
     shown = whole.show()
     try:
         yield shown
     finally:
-        if not is_state:
-            whole.part_views()
+        whole.part_views()
         whole.narrow(edits)
         try:
             if edits:
@@ -160,6 +156,7 @@ def full(
                     parameters.updated()
         finally:
             parameters.rest()
+            whole.lend(shown)
 
 
 def leave(parameters: Parameters, gather: Gather | None) -> None:

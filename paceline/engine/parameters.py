@@ -12,7 +12,7 @@ from paceline.buffers.edits import CopyEdits, Edits, refuse_edit
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import Tensors, placeholder
 from paceline.buffers.pinned import Pinned
-from paceline.buffers.put_in_place import take_given
+from paceline.buffers.put_in_place import note_given, take_given
 from paceline.buffers.unsharded import Unsharded
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
@@ -59,9 +59,8 @@ class Parameters:
                 whole already.
         """
         self.flat = flat = FlatParameters(schedule, parameters, device, tensors, turns)
-        self.all = flat.all
+        self.all, self.waiting = flat.all, set[str]()
         self.unsharded, self._kept = Unsharded(schedule), schedule.kept_buckets
-        self.waiting: set[str] = set()
         self.pinned = Pinned(flat)
         self.are_touched = False
         self._open: set[str] = set()
@@ -139,7 +138,7 @@ class Parameters:
         return self.all[index]._version != self._version or self._is_moved(index)
 
     def _is_moved(self, index: int) -> bool:
-        """Whether a parameter was given other values elsewhere.
+        """Whether a parameter was given other values elsewhere: notes where it was given the same.
 
         A module that casts its own, as some routers do, has a copy; so has one that was given another memory format.
         """
@@ -147,7 +146,9 @@ class Parameters:
         if parameter.data_ptr() == whole.data_ptr() or parameter.dtype != whole.dtype:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            return not torch.equal(parameter, whole)
+            if is_same := torch.equal(parameter, whole):
+                note_given(self.flat, (index,))
+            return not is_same
 
     def _set_versions(self, parameters: Collection[Tensor], version: int) -> None:
         if parameters and self.flat.is_sharded:
@@ -202,9 +203,9 @@ class Parameters:
             edited = next(filter(self._is_moved, self.pinned.views), None)
         if edited is not None:
             refuse_edit(edited, self.flat)
-        indices = list(self.pinned.views)
+        indices = [*self.pinned.views]
         self.pinned.clear()
-        closed = [index for index in indices if self.flat.layout.slots[index].spec.unit not in self._open]
+        closed = [index for index in indices if not self.is_open(self.flat.layout.slots[index].spec.unit)]
         self._present([index for index in indices if index not in closed])
         for index in closed:
             self.all[index].data = self.flat.views[index]
@@ -226,8 +227,7 @@ class Parameters:
         self.unpin()
         self.take_given()
         for index in self.flat.managed:
-            parameter = self.all[index]
-            unguard(parameter)
+            unguard(parameter := self.all[index])
             if not self.flat.is_sharded and self.loses_edits and self._is_moved(index):
                 refuse_edit(index, self.flat)
             if self.flat.layout.slots[index].spec.trainable:
@@ -257,7 +257,7 @@ class Parameters:
         self.flat.require_shapes()
         self.narrow()
         self.flat.require_in_place()
-        self.flat.former.require_unedited()
+        self.flat.former.require_unedited(self.all)
         edited = self._edited_while_open() if self.flat.is_sharded else self._edits.found()
         if edited is None and self.loses_edits and not self.flat.is_sharded:
             with torch._C.DisableTorchFunctionSubclass():
