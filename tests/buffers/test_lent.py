@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import paceline as pl
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
-from tests.engine.models import Stack, assert_same, in_parallel, loss_on, make, snapshot
+from tests.engine.models import Stack, assert_same, in_parallel, loss_on, make, rows, snapshot
 from tests.quick import full as only_in_full
 
 SHARED = Strategy(zero=2, share_parameters=True)
@@ -30,7 +30,10 @@ def whole(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    loss_on(model, seed).backward()
+    if next(model.parameters()).dtype is not torch.float64:
+        model(rows(model, seed)[0].float()).square().mean().backward()
+    else:
+        loss_on(model, seed).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -73,8 +76,8 @@ def refused(strategy: Strategy, way: str) -> str:
     written.mul_(0.9)
     with pytest.raises(EngineError) as caught:
         step(model, optimizer, 1)
-    if strategy.zero < 3:
-        assert_same({name: p.detach() for name, p in model.named_parameters()}, before, atol=1e-3)
+    if strategy.zero < 3 and not strategy.low:
+        assert_same({name: p.detach() for name, p in model.named_parameters()}, before, atol=0)
     return str(caught.value)
 
 
