@@ -138,16 +138,15 @@ class Parameters:
         return self.all[index]._version != self._version or self._is_moved(index)
 
     def _is_moved(self, index: int) -> bool:
-        """Whether a parameter was given other values elsewhere: notes where it was given the same.
-
-        A module that casts its own, as some routers do, has a copy; so has one that was given another memory format.
-        """
+        """Whether a parameter was given other values elsewhere; a router's cast, or a memory format, gives the same."""
         parameter, whole = self.all[index], self.pinned.views.get(index, self.flat.views[index])
         if parameter.data_ptr() == whole.data_ptr() or parameter.dtype != whole.dtype:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             if is_same := torch.equal(parameter, whole):
                 note_given(self.flat, (index,))
+                # At once, before another rank's update of what ranks share looks like an edit.
+                parameter.data = whole if self.flat.shares_memory else parameter.data
             return not is_same
 
     def _set_versions(self, parameters: Collection[Tensor], version: int) -> None:
