@@ -9,8 +9,8 @@ from torch import Tensor
 
 from paceline.buffers.flat_gradients import FlatGradients
 from paceline.buffers.flat_parameters import FlatParameters
-from paceline.buffers.handed_out import storage_of
 from paceline.buffers.held_gradients import HeldGradients
+from paceline.buffers.storage_uses import storage_of
 from paceline.core.layout import Bucket
 from paceline.tensors.assigned_gradient import gradient_of, set_gradient
 from paceline.tensors.gradient_shard import GradientShard, require_own

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from paceline.buffers.handed_out import HandedOut, storage_of
+from paceline.buffers.handed_out import HandedOut
 from paceline.buffers.memory import Tensors, parameter_in
+from paceline.buffers.storage_uses import storage_of
 from paceline.core.buffers import Buffers
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule

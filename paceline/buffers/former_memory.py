@@ -1,21 +1,17 @@
-"""Memory that parameters lay in before they were laid out, where a loop still has tensors of it."""
+"""Memory that parameters lay in before they were laid out, or were given since, where a loop has tensors of it."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from paceline.buffers.handed_out import storage_of, uses_of
 from paceline.buffers.lent import Lent
 from paceline.buffers.memory import bits_of
+from paceline.buffers.storage_uses import used_elsewhere
 from paceline.core.errors import EngineError
 from paceline.tensors.stale_view import become_stale, views_of
-
-K = TypeVar("K")
 
 
 class FormerMemory:
@@ -86,7 +82,7 @@ class FormerMemory:
         """
         if not self._kept:
             return
-        self._kept = used_elsewhere(self._kept, 1)
+        self._kept = used_elsewhere(self._kept)
         self._unedited = {index: self._unedited[index] for index in self._kept}
         with torch.no_grad():
             for index, former in self._kept.items():
@@ -112,18 +108,3 @@ class FormerMemory:
                     "pl.parallelize, by p.data or (from another process) model.share_memory(), or that was given to it "
                     "by p.data = ..., whose memory it has left: take p.data after pl.parallelize, or write to p itself"
                 )
-
-
-def used_elsewhere(tensors: Mapping[K, Tensor], times: int) -> dict[K, Tensor]:
-    """The tensors whose memory others refer to, too, beside so many tensors for each, or other processes may."""
-    own, alone = Counter(map(storage_of, tensors.values())), uses_of(torch.empty(1)) - 1
-    return {
-        key: each
-        for key, each in tensors.items()
-        if uses_of(each) > times * own[storage_of(each)] + alone or _is_shared_out(each)
-    }
-
-
-def _is_shared_out(tensor: Tensor) -> bool:
-    """Whether a tensor is in memory for several processes, as `share_memory_` makes; mapped files are none."""
-    return tensor.is_cpu and tensor.is_shared() and tensor.untyped_storage().filename is None

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from paceline.buffers.storage_uses import storage_of, uses_of
+
 Memory = dict[str, tuple[Tensor, Tensor, int]]
 
 
@@ -96,13 +98,3 @@ def _another_over(buffer: Tensor) -> Tensor:
         # By way of numpy, as what DLPack gives is no memory that a storage moves away from.
         return torch.from_numpy(buffer.detach().view(torch.uint8).numpy()).view(buffer.dtype)
     return from_dlpack(torch._C._to_dlpack(buffer.detach()))
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Returns a number that tells a tensor's storage from others."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def uses_of(tensor: Tensor) -> int:
-    """Returns the number of references to a tensor's storage, of tensors and others."""
-    return int(torch._C._storage_Use_Count(storage_of(tensor)))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buffers.flat_gradients import FlatGradients
-from paceline.buffers.handed_out import storage_of, uses_of
 from paceline.buffers.memory import bits_of
+from paceline.buffers.storage_uses import storage_of, uses_of
 from paceline.core.errors import EngineError
 from paceline.core.layout import Slot
 from paceline.tensors.former_gradient import FormerGradient, become_former, kind_of, refusal

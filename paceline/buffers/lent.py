@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from paceline.buffers.handed_out import storage_of, uses_of
+from paceline.buffers.storage_uses import used_elsewhere
 from paceline.buffers.weights_hash import weights_hash
 from paceline.core.errors import EngineError
 
@@ -31,19 +29,17 @@ class Lent:
 
     def memory(self, bucket: str) -> Tensor | None:
         """Where a bucket is gathered to, if a loop still has tensors of that memory."""
-        kept = self._kept.pop(bucket, None)
-        return kept[0] if kept is not None and _is_kept(kept[0], 1) else None
+        self._forget_unused()
+        found = self._kept.pop(bucket, None)
+        return None if found is None else found[0]
 
-    def keep(self, buckets: Mapping[str, Tensor], shown: Counter[int]) -> None:
-        """The parameters are elsewhere again: keeps what a loop still has tensors of.
+    def keep(self, memory: Mapping[str, Tensor]) -> None:
+        """Parameters are about to leave memory that a loop has tensors of.
 
         Args:
-            buckets: Memory that they were in, by what it is called.
-            shown: How many tensors besides these the engine itself has there, by `storage_of`.
+            memory: By the bucket or the parameter that it was.
         """
-        for name, memory in buckets.items():
-            if _is_kept(memory, 1 + shown[storage_of(memory)]):
-                self._kept[name] = memory, weights_hash([memory])
+        self._kept |= {name: (each, weights_hash([each])) for name, each in memory.items()}
 
     def require_unedited(self) -> None:
         """Refuses to go on where somebody has written to it meanwhile, which reaches no parameter.
@@ -51,10 +47,9 @@ class Lent:
         Raises:
             EngineError: Somebody did.
         """
-        for name, (memory, expected) in list(self._kept.items()):
-            if not _is_kept(memory, 1):
-                del self._kept[name]
-            elif weights_hash([memory]) != expected:
+        self._forget_unused()
+        for name, (memory, expected) in self._kept.items():
+            if weights_hash([memory]) != expected:
                 raise EngineError(
                     f"{self._contents.get(name, name)}: a tensor that was taken of it inside `with "
                     "pl.full_parameters(model):`, or given to it by p.data = ..., was written to outside of that, "
@@ -62,7 +57,6 @@ class Lent:
                     "keep p.detach().clone() of what is only read"
                 )
 
-
-def _is_kept(tensor: Tensor, own: int) -> bool:
-    """Whether the storage of a tensor has more tensors than the engine's own."""
-    return uses_of(tensor) > own + uses_of(torch.empty(1)) - 1
+    def _forget_unused(self) -> None:
+        used = used_elsewhere({name: memory for name, (memory, _) in self._kept.items()})
+        self._kept = {name: self._kept[name] for name in used}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from paceline.buffers.flat_parameters import FlatParameters
-from paceline.buffers.handed_out import storage_of
+from paceline.buffers.storage_uses import used_elsewhere
 from paceline.core.errors import EngineError
 
 
@@ -38,6 +37,19 @@ def take_given(flat: FlatParameters, writes_over: bool = False) -> None:
         note_given(flat, given)
 
 
+def put_back(flat: FlatParameters) -> None:
+    """Puts parameters that a loop gave other data with the same values back to where they are computed with.
+
+    At once, as another rank's update of what ranks share would else look like an edit.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        parameters = ((index, flat.all[index], flat.views[index]) for index in flat.managed)
+        given = [i for i, p, view in parameters if p.data_ptr() != view.data_ptr() and p.dtype == view.dtype]
+        note_given(flat, given)
+        for index in given:
+            flat.all[index].data = flat.views[index]
+
+
 def note_given(flat: FlatParameters, given: Sequence[int]) -> None:
     """Notes which memory a loop shares with parameters from now on, as far as it has tensors of that: see `p.data = t`.
 
@@ -47,10 +59,8 @@ def note_given(flat: FlatParameters, given: Sequence[int]) -> None:
     """
     parameters = {index: flat.all[index] for index in given}
     if flat.is_sharded or flat.shares_memory or flat.has_masters:
-        data = {index: parameter.data for index, parameter in parameters.items()}
-        shown = Counter(map(storage_of, data.values()))
-        named = {flat.layout.slots[index].spec.name: each for index, each in data.items()}
-        flat.former.lent.keep(named, Counter({storage: 2 * count - 1 for storage, count in shown.items()}))
+        data = {flat.layout.slots[index].spec.name: parameter.data for index, parameter in parameters.items()}
+        flat.former.lent.keep(used_elsewhere(data, 2))
     else:
         flat.former.share(parameters)
 

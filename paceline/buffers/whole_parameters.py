@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from paceline.buffers.conversions import refuse_conversion
 from paceline.buffers.flat_parameters import FlatParameters
-from paceline.buffers.handed_out import storage_of, uses_of
 from paceline.buffers.lent import Lent
 from paceline.buffers.memory import parameter_in
 from paceline.buffers.put_in_place import note_given
+from paceline.buffers.storage_uses import storage_of, used_elsewhere, uses_of
 from paceline.core.buffers import has_master
 from paceline.core.layout import Bucket
 from paceline.tensors.sharded_parameter import unguard
@@ -51,7 +50,7 @@ class WholeParameters:
             for bucket in flat.layout.buckets:
                 if bucket.name in self._buckets:
                     continue
-                if has_master(flat.layout.flats[bucket.flat]):
+                if self._is_master(bucket):
                     self._buckets[bucket.name] = flat.master(bucket)
                 elif flat.shares_memory and edits:
                     whole, lent = flat.whole(bucket), None if is_state else flat.former.lent.memory(bucket.name)
@@ -99,13 +98,15 @@ class WholeParameters:
         Args:
             shown: What `show` gave.
         """
-        flat = self._flat
-        left = [
-            b.name for b in flat.layout.buckets if is_gathered(flat, b) or not has_master(flat.layout.flats[b.flat])
-        ]
-        if not self._is_state:
-            memory = {name: self._buckets[name] for name in left if name in self._buckets}
-            flat.former.lent.keep(memory, Counter(map(storage_of, shown.values())))
+        if self._is_state:
+            return
+        masters = {b.name for b in self._flat.layout.buckets if self._is_master(b)}
+        memory = {name: whole for name, whole in self._buckets.items() if name not in masters}
+        self._flat.former.lent.keep(used_elsewhere(memory, known=shown.values()))
+
+    def _is_master(self, bucket: Bucket) -> bool:
+        """Whether a bucket is whole on this rank as it is updated, so that nothing is gathered."""
+        return has_master(self._flat.layout.flats[bucket.flat]) and not is_gathered(self._flat, bucket)
 
     def keep(self) -> None:
         """Writes what the user's parameters have become to the flat buffers, also where they were given other data.

@@ -12,7 +12,7 @@ from paceline.buffers.edits import CopyEdits, Edits, refuse_edit
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import Tensors, placeholder
 from paceline.buffers.pinned import Pinned
-from paceline.buffers.put_in_place import note_given, take_given
+from paceline.buffers.put_in_place import put_back, take_given
 from paceline.buffers.unsharded import Unsharded
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
@@ -138,16 +138,15 @@ class Parameters:
         return self.all[index]._version != self._version or self._is_moved(index)
 
     def _is_moved(self, index: int) -> bool:
-        """Whether a parameter was given other values elsewhere; a router's cast, or a memory format, gives the same."""
+        """Whether a parameter was given other values elsewhere.
+
+        A module that casts its own, as some routers do, has a copy; so has one that was given another memory format.
+        """
         parameter, whole = self.all[index], self.pinned.views.get(index, self.flat.views[index])
         if parameter.data_ptr() == whole.data_ptr() or parameter.dtype != whole.dtype:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            if is_same := torch.equal(parameter, whole):
-                note_given(self.flat, (index,))
-                # At once, before another rank's update of what ranks share looks like an edit.
-                parameter.data = whole if self.flat.shares_memory else parameter.data
-            return not is_same
+            return not torch.equal(parameter, whole)
 
     def _set_versions(self, parameters: Collection[Tensor], version: int) -> None:
         if parameters and self.flat.is_sharded:
@@ -261,6 +260,8 @@ class Parameters:
         if edited is None and self.loses_edits and not self.flat.is_sharded:
             with torch._C.DisableTorchFunctionSubclass():
                 edited = next(filter(self._is_moved, self.flat.managed), None)
+            if edited is None:
+                put_back(self.flat)
             if edited is None and wholly and self.are_touched:
                 edited = self._copy_edits.in_rounded()
         if edited is not None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from paceline.buffers.former_memory import used_elsewhere
-from paceline.buffers.handed_out import storage_of
+from paceline.buffers.storage_uses import storage_of, used_elsewhere
 from paceline.core.errors import UserError
 from paceline.models.units import named_parameters
 from paceline.tensors.sharded_parameter import is_owned
@@ -50,11 +49,11 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
     named = {name: parameter for each in by_storage.values() for name, parameter in each}
     if will_be_sharded:
         _part_versions(named)
-    taken = used_elsewhere(named, 1) if will_be_sharded else {}
+    taken = used_elsewhere(named) if will_be_sharded else {}
     if taken:
         # Garbage that is not collected yet keeps nothing, such as the engine of which pl.release has freed the model.
         gc.collect()
-        taken = used_elsewhere(named, 1)
+        taken = used_elsewhere(named)
     if taken:
         raise UserError(
             f"parallelize: a tensor that was taken from {next(iter(taken))} before (p.data, p.detach(), state_dict()) "

@@ -52,14 +52,6 @@ def with_a_list_of_before(model: nn.Module) -> list[dict[str, Tensor]]:
     return [snapshot(model), {str(index): weight.clone() for index, weight in enumerate(average)}]
 
 
-@pytest.mark.parametrize("place", EVERYWHERE)
-def test_tensors_of_one_full_parameters_are_the_parameters_in_the_next(ranks, place: str) -> None:
-    expected = with_a_list_of_before(make())
-    for found in ranks(2, in_parallel, PLACES[place], Stack, with_a_list_of_before):
-        for each, wanted in zip(found, expected, strict=True):
-            assert_same(each, wanted)
-
-
 def refused(strategy: Strategy, way: str) -> str:
     """What is said where such tensors are written to when they are no parameters' memory."""
     model = pl.parallelize(make().to(torch.float32 if strategy.low else torch.float64), strategy)
@@ -112,8 +104,37 @@ def evolved(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("place", EVERYWHERE)
-def test_a_vector_that_is_given_again_and_again_counts(ranks, place: str) -> None:
-    expected = evolved(make())
-    for found in ranks(2, in_parallel, PLACES[place], Stack, evolved):
+@pytest.mark.parametrize("loop", [with_a_list_of_before, evolved])
+def test_what_a_loop_keeps_and_gives_is_the_parameters_memory(ranks, place: str, loop: Any) -> None:
+    expected = loop(make())
+    for found in ranks(2, in_parallel, PLACES[place], Stack, loop):
         for each, wanted in zip(found, expected, strict=True):
             assert_same(each, wanted)
+
+
+def dropped(strategy: Strategy) -> list[int]:
+    """How much of what a loop has dropped is still kept, after a vector that many parameters were given, and a list."""
+    model = pl.parallelize(make(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    former = pl.engine_of(model).program.parameters.flat.former
+    found = []
+    for way in ("given", "kept"):
+        with pl.full_parameters(model), torch.no_grad():
+            if way == "given":
+                kept = parameters_to_vector(model.parameters()).clone()
+                vector_to_parameters(kept, model.parameters())
+            else:
+                kept = [parameter.data for parameter in model.parameters()]
+        found.append(len(former.lent._kept) + len(former._kept))
+        del kept
+        step(model, optimizer, 0)
+        step(model, optimizer, 1)
+        found.append(len(former.lent._kept) + len(former._kept))
+    return found
+
+
+@pytest.mark.parametrize("strategy", [Strategy(zero=1), Strategy(zero=3), SHARED], ids=["zero 1", "zero 3", "shared"])
+def test_what_a_loop_has_dropped_is_kept_no_longer(ranks, strategy: Strategy) -> None:
+    for given, left, kept, dropped_too in ranks(2, dropped, strategy):
+        assert given > 1 and left == dropped_too == 0
+        assert (kept > 0) == (strategy != Strategy(zero=1))
