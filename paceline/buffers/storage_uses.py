@@ -22,6 +22,10 @@ def uses_of(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage_of(tensor)))
 
 
+_UNCOUNTED = uses_of(torch.empty(1, device="cpu")) - 1
+"""Uses of a storage beside those by tensors. Asked once, as a tensor that is made in `torch.func` tells no storage."""
+
+
 def used_elsewhere(tensors: Mapping[K, Tensor], times: int = 1, known: Iterable[Tensor] = ()) -> dict[K, Tensor]:
     """Returns the tensors whose memory others refer to, too, or other processes may.
 
@@ -32,11 +36,10 @@ def used_elsewhere(tensors: Mapping[K, Tensor], times: int = 1, known: Iterable[
     """
     own = Counter({storage: times * count for storage, count in Counter(map(storage_of, tensors.values())).items()})
     own.update(map(storage_of, known))
-    alone = uses_of(torch.empty(1)) - 1
     return {
         key: each
         for key, each in tensors.items()
-        if uses_of(each) > own[storage_of(each)] + alone or _is_shared_out(each)
+        if uses_of(each) > own[storage_of(each)] + _UNCOUNTED or _is_shared_out(each)
     }
 
 

@@ -14,11 +14,15 @@ from tests.quick import some
 from tests.ranks import RankError
 
 
-def per_sample(strategy: Strategy | None) -> tuple[list[dict], dict]:
+def per_sample(strategy: Strategy | None, keeps: bool = False) -> tuple[list[dict], dict]:
     """Gradients of each sample by torch.func before each step, and what the steps came to."""
     model = make()
+    kept = [parameter.data for parameter in model.parameters()] if keeps else []
     if strategy is not None:
         pl.parallelize(model, strategy)
+        if keeps:
+            with pl.full_parameters(model):
+                kept += [parameter.data for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     found = []
     for step in range(3):
@@ -45,6 +49,15 @@ def test_gradients_of_each_sample_by_torch_func(ranks, name) -> None:
             ranks(2, per_sample, STAGES[name])
         return
     for found, state in ranks(2, per_sample, STAGES[name]):
+        assert_same(state, weights)
+        for theirs, ours in zip(found, expected, strict=True):
+            assert_same(theirs, ours)
+
+
+@pytest.mark.parametrize("strategy", [STAGES["zero 1"], Strategy(zero=2, share_parameters=True)], ids=["1", "shared"])
+def test_the_same_where_a_loop_keeps_tensors_of_parameters(ranks, strategy: Strategy) -> None:
+    expected, weights = per_sample(None)
+    for found, state in ranks(2, per_sample, strategy, True):
         assert_same(state, weights)
         for theirs, ours in zip(found, expected, strict=True):
             assert_same(theirs, ours)
