@@ -19,6 +19,7 @@ import torch
 import paceline as pl
 from paceline import comm
 from paceline.comm.connect import open_transport
+from paceline.comm.cpu import registry
 from paceline.comm.transport import CommunicationError
 from tests.quick import full
 from tests.train.conftest import nano, text  # noqa: F401
@@ -97,6 +98,23 @@ def test_who_never_entered_a_collective_is_named_with_where_it_is_and_all_print_
         assert said.count("waits in vain") == 1
     assert re.search(r"test_watch\.py:\d+ in fetch", last[1])
     assert all("in fetch" not in said for _, said in waiting)
+
+
+def count_in_two(collectives: tuple[int, int]) -> list[int]:
+    transports = [open_transport(pl.init()) for _ in collectives]
+    for transport, times in zip(transports, collectives, strict=True):
+        for _ in range(times):
+            transport.run("all_reduce", torch.ones(4), "of two transports")
+    numbers = [registry.entered()[transport.identity] for transport in transports]
+    for transport in transports:
+        transport.close()
+    return numbers
+
+
+def test_collectives_are_counted_by_transport(ranks: Any) -> None:
+    first, second = ranks(2, count_in_two, (1, 5))
+    assert first == second
+    assert first[1] - first[0] == 4
 
 
 LOOP = f"""

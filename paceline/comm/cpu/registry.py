@@ -15,7 +15,7 @@ from paceline.comm.transport import explain
 
 
 class _Registered(Protocol):
-    name: str
+    identity: str
 
     @property
     def number(self) -> int: ...
@@ -72,7 +72,7 @@ def find_deadlock(waiting: str, peer: int | None = None) -> Deadlock | None:
 
 def entered() -> dict[str, int]:
     """The number of the last collective that this rank has entered, by transport."""
-    return {transport.name: transport.number for transport in list(_transports) if transport.name}
+    return {transport.identity: transport.number for transport in list(_transports) if transport.identity}
 
 
 def under_way() -> list[str]:

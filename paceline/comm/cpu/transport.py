@@ -44,7 +44,7 @@ class CpuTransport:
         timeout: float,
         wire: Wire = "full",
         world_ranks: Sequence[int] | None = None,
-        name: str = "",
+        identity: str = "",
     ) -> None:
         """Takes over connected sockets. A collective call.
 
@@ -56,9 +56,9 @@ class CpuTransport:
             timeout: Seconds after which a silent peer is given up.
             wire: What fp32 elements are sent as between hosts where they are summed.
             world_ranks: What errors call each rank, if not by its position in the group.
-            name: Of this transport, the same on every rank (`watch.new_transport`).
+            identity: What tells it from other transports, the same on every rank (`watch.new_transport`).
         """
-        self.name = name
+        self.identity = identity
         self._group = world_ranks if world_ranks is not None else range(len(hosts))
         self._codec = CODECS[wire] if wire != "full" else None
         self._rank, self._world_size = rank, len(hosts)
@@ -282,7 +282,7 @@ class CpuTransport:
                 raise CommunicationError(self._failure) from error
             if isinstance(error, SilenceError):
                 # Before peers are told, who then leave what they wait in.
-                told = "; ".join([str(error), *missing(self.name, self.number, self._group)])
+                told = "; ".join([str(error), *missing(self.identity, self.number, self._group)])
                 self._tell(told)
                 raise CommunicationError(told) from None
             # Peers must not wait for what does not come.
