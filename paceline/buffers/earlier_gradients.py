@@ -215,7 +215,6 @@ class EarlierGradients:
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(gradient, GradientShard):
                 if self._shards > 1:
-                    name = self._parameters.layout.slots[index].spec.name
-                    require_own(gradient, self._parameters.division(index), name)
+                    require_own(gradient, self._parameters.division(index))
                 return gradient.as_subclass(Tensor)
             return self._parameters.cut(index, gradient) if self._shards > 1 else gradient.detach()

@@ -149,7 +149,7 @@ class FlatParameters:
             slot, bucket = self.layout.slots[index], self.bucket_of[index]
             ranges = (self.layout.shard_of(bucket, index, each, self.shards) for each in range(self.shards))
             parts = tuple((start - slot.offset, stop - slot.offset) if start < stop else () for start, stop in ranges)
-            found = self._divisions[index] = (slot.spec.shape, slot.spec.stride, parts)
+            found = self._divisions[index] = Division(slot.spec.name, slot.spec.shape, slot.spec.stride, parts)
         return found
 
     def _take(self, index: int) -> None:

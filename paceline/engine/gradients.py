@@ -16,7 +16,7 @@ from paceline.core.schedule import Schedule
 from paceline.engine.parameters import Parameters
 from paceline.executor.gradient_norms import NormRecords
 from paceline.tensors.assigned_gradient import assign_gradient, give_gradient, gradient_of, set_gradient
-from paceline.tensors.gradient_shard import become_shard
+from paceline.tensors.gradient_shard import WHOLE, become_shard
 
 
 class Gradients:
@@ -221,7 +221,7 @@ class Gradients:
                 held.copy_(gradient)
             gradient = held
         if sharded or sums:
-            become_shard(gradient, wait, self._parameters.flat.division(index) if sharded else ())
+            become_shard(gradient, wait, self._parameters.flat.division(index) if sharded else WHOLE)
         elif held is not None:
             gradient.__class__ = Tensor
         if held is not None:

@@ -113,7 +113,7 @@ class Update:
             found = [(index, gradient_of(flat.all[index])) for index in flat.managed] if flat.shards > 1 else []
         for index, gradient in found:
             if isinstance(gradient, GradientShard):
-                require_own(gradient, flat.division(index), flat.layout.slots[index].spec.name)
+                require_own(gradient, flat.division(index))
 
     def _ops(self) -> tuple[Op, ...]:
         schedule, index = self._program.schedule, self._state.last_micro_batch

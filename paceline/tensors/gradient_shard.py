@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -37,8 +38,20 @@ SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nele
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "linalg_norm", "matrix_norm"})
 
 
-Division = tuple[Any, ...]
-"""The elements of a tensor that each rank has: equal for two tensors where every rank has the same ones of both."""
+@dataclass(frozen=True)
+class Division:
+    """The elements of a parameter that each rank has: equal for two where every rank has the same ones of both."""
+
+    parameter: str = field(compare=False)
+    """Its name."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+    """Of each rank the first element and the end, in the order of memory; nothing where it has none."""
+
+
+WHOLE = Division("", (), (), ())
+"""Of a gradient that this rank has all of."""
 
 
 class GradientShard(Tensor):
@@ -67,7 +80,7 @@ class GradientShard(Tensor):
             if wait is not None:
                 wait()
         with torch._C.DisableTorchFunctionSubclass():
-            if any(division_of(shard) != () for shard in shards):
+            if any(division_of(shard) != WHOLE for shard in shards):
                 _require_elementwise(func, shards, args, kwargs)
             result = func(*args, **kwargs)
             # Whoever asks for a plain tensor knows what it is.
@@ -85,7 +98,7 @@ def as_shard(tensor: Tensor, wait: Callable[[], None] | None, division: Division
     Args:
         tensor: Its memory.
         wait: Waits for the reduction that is under way into it; None where none is.
-        division: Of the parameter; empty where this rank has all of its gradient.
+        division: Of the parameter; `WHOLE` where this rank has all of its gradient.
     """
     return become_shard(tensor.as_subclass(GradientShard), wait, division)
 
@@ -104,21 +117,21 @@ def division_of(shard: GradientShard) -> Division | None:
     return found
 
 
-def require_own(shard: GradientShard, division: Division, name: str) -> None:
+def require_own(shard: GradientShard, division: Division) -> None:
     """Refuses a gradient that was put in the place of another parameter's, of which ranks have other parts.
 
     Args:
         shard: What is `p.grad` of a parameter.
         division: Of that parameter.
-        name: Its name.
 
     Raises:
         EngineError: It is another's; on every rank that did so, whatever the ranks have of both.
     """
     if division_of(shard) not in (None, division):
         raise EngineError(
-            f"{name}: its p.grad is made of another parameter's, of which this rank holds a shard of other elements. "
-            "Exchange what the loss computes with instead of gradients, or set strategy.zero to 0 for whole ones"
+            f"{division.parameter}: its p.grad is made of another parameter's, of which this rank holds a shard of "
+            "other elements. Exchange what the loss computes with instead of gradients, or set strategy.zero to 0 for "
+            "whole ones"
         )
 
 
@@ -139,19 +152,19 @@ def _require_elementwise(
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
     if attribute in SHAPES:
         raise EngineError(
-            f"{attribute} of p.grad: it holds this rank's shard of the gradient, flat. Ask p, whose shape the whole "
-            "gradient has"
+            f"{attribute} of {_owner(shards)}.grad: it holds this rank's shard of the gradient, flat. Ask the "
+            "parameter, whose shape the whole gradient has"
         )
     if name == "__set__" and len(shards) > 1 and _differ(shards):
-        raise _refusal(f"{func.__self__.__name__} =")  # type: ignore[attr-defined]
+        raise _refusal(f"{func.__self__.__name__} =", shards)  # type: ignore[attr-defined]
     if name in ("__get__", "__set__", "__delete__") or name in DESCRIPTIONS:
         return
     if name in _NORMS and kwargs.get("dim") is None:
         raise UserError(
-            f"{name} of p.grad, as torch.nn.utils.clip_grad_norm_ and get_total_norm ask, is the norm of this rank's "
-            "shards of the gradients, another one on each rank: to clip call pl.clip_grad_norm_(model, max_norm), by "
-            "some parameters' norm pl.clip_grad_norm_(model, max_norm, group['params']), and for a norm alone "
-            "pl.engine_of(model).grad_norm()"
+            f"{name} of {_owner(shards)}.grad, as torch.nn.utils.clip_grad_norm_ and get_total_norm ask, is the norm "
+            "of this rank's shards of the gradients, another one on each rank: to clip call pl.clip_grad_norm_(model, "
+            "max_norm), by some parameters' norm pl.clip_grad_norm_(model, max_norm, group['params']), and for a norm "
+            "alone pl.engine_of(model).grad_norm()"
         )
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         raise UserError(
@@ -159,21 +172,21 @@ def _require_elementwise(
             "steps than the rest: use pl.GradScaler, which is the same but decides for all ranks"
         )
     if name in ("__float__", "__int__", "__bool__", "__index__", "__complex__"):
-        raise _refusal(name)
+        raise _refusal(name, shards)
     if name.startswith("_foreach_"):
         lists = [each for each in args if isinstance(each, (list, tuple))]
         together = [list(tensors_of(each, GradientShard)) for each in zip(*lists, strict=False)]
     else:
         together = [shards]
     if any(len(each) > 1 and _differ(each) for each in together):
-        raise _refusal(name)
+        raise _refusal(name, shards)
     others = [
         t
         for t in tensors_of((args, tuple(kwargs.values())), Tensor)
         if not isinstance(t, GradientShard) and (t.numel() > 1 or t.dim() > 1)
     ]
     if not is_elementwise(name) or others:
-        raise _refusal(name)
+        raise _refusal(name, shards)
 
 
 def _differ(shards: list[GradientShard]) -> bool:
@@ -182,12 +195,19 @@ def _differ(shards: list[GradientShard]) -> bool:
     return any(each.shape != first.shape or division_of(each) != division_of(first) for each in shards[1:])
 
 
-def _refusal(name: str) -> EngineError:
+def _owner(shards: list[GradientShard]) -> str:
+    """The parameter that the first of them is the gradient of, or was computed from."""
+    division = division_of(shards[0])
+    return division.parameter if division is not None and division.parameter else "p"
+
+
+def _refusal(name: str, shards: list[GradientShard]) -> EngineError:
     return EngineError(
-        f"{name} of p.grad: it holds this rank's shard of the gradient, flat, so the result would be another one on "
-        "each rank. Scale or zero it as you like. For the norm, which is also not finite where any rank's gradient is "
-        "not, call pl.engine_of(model).grad_norm(); to clip it pl.clip_grad_norm_(model, max_norm); update weights by "
-        "an optimizer of your own under @pl.elementwise; or set strategy.zero to 0 for whole gradients"
+        f"{name} of {_owner(shards)}.grad: it holds this rank's shard of the gradient, flat, so the result would be "
+        "another one on each rank. Scale or zero it as you like. For the norm, which is also not finite where any "
+        "rank's gradient is not, call pl.engine_of(model).grad_norm(); to clip it pl.clip_grad_norm_(model, max_norm); "
+        "update weights by an optimizer of your own under @pl.elementwise; or set strategy.zero to 0 for whole "
+        "gradients"
     )
 
 

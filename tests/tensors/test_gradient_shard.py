@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from paceline.core.errors import EngineError, UserError
 from paceline.tensors.assigned_gradient import set_gradient
-from paceline.tensors.gradient_shard import GradientShard, as_shard
+from paceline.tensors.gradient_shard import WHOLE, Division, GradientShard, as_shard
 
 VALUES = [1.0, -2.0, 3.0, 0.5]
 
 
-PARTS = ((2, 4), (4, 1), ((0, 4), (4, 8)))
+PARTS = Division("p", (2, 4), (4, 1), ((0, 4), (4, 8)))
 """How two ranks divide a parameter: its shape, strides, and the elements of each."""
 
 
 def shard(wait: Callable[[], None] | None = None, is_part: bool = True) -> GradientShard:
-    return as_shard(torch.tensor(VALUES), wait, PARTS if is_part else ())
+    return as_shard(torch.tensor(VALUES), wait, PARTS if is_part else WHOLE)
 
 
 def parameter(gradient: Tensor) -> nn.Parameter:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import EngineError, UserError
-from paceline.tensors.gradient_shard import as_shard
+from paceline.tensors.gradient_shard import WHOLE, as_shard
 from tests.tensors.test_gradient_shard import PARTS, VALUES, parameter, shard
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -115,7 +115,7 @@ def test_of_a_whole_gradient_nothing_is_refused_but_waited_for(name: str) -> Non
     waits = []
     gradient = shard(lambda: waits.append(name), is_part=False)
     if name.startswith("clip_grad_norm_"):
-        gradient = as_shard(torch.zeros(2, 4), lambda: waits.append(name), ())
+        gradient = as_shard(torch.zeros(2, 4), lambda: waits.append(name), WHOLE)
     {**REFUSED, **NORMS}[name](gradient)
     assert waits
 
