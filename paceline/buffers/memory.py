@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -103,19 +103,3 @@ def placeholder(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same shape, dtype and device that takes no memory, reads as NaN and cannot be written."""
     fill = torch.nan if tensor.is_floating_point() else 0
     return torch.full((), fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-
-
-def square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of the squares of all elements: fp64, 0-dim, summed in fp32 where they are of lower precision.
-
-    Args:
-        tensors: All on `device`; there may be none.
-        device: Where the sum is.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    with torch._C.DisableTorchFunctionSubclass():
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            wide = torch.promote_types(dtype, torch.float32)  # of complex numbers their absolute values
-            norms = torch._foreach_norm([tensor for tensor in tensors if tensor.dtype == dtype], 2, wide)
-            total = total + torch.stack(norms).double().square().sum()
-    return total

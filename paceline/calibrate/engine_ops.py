@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from paceline.buffers.memory import square_sum
 from paceline.calibrate.rates import line
 from paceline.calibrate.repeated import cold
 from paceline.measuring.cases import ADAMW
@@ -15,6 +14,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
 from paceline.plan.costs import OPTIMIZER_BYTES
 from paceline.plan.hardware import Rates
+from paceline.tensors.reduced_norm import norms_of
 
 _NUMELS = (1 << 12, 1 << 16, 1 << 19, 1 << 21)
 
@@ -61,5 +61,5 @@ def _squares(repeats: int) -> Rates:
     for numel in _NUMELS:
         gradients = torch.ones(numel).split(numel // 4)
         sizes.append(4 * numel)
-        times.append(cold(partial(square_sum, gradients, gradients[0].device), repeats))
+        times.append(cold(partial(norms_of, gradients, gradients[0].device), repeats))
     return line([0.0] * len(sizes), sizes, times)

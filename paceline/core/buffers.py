@@ -26,7 +26,7 @@ CHECKS = 3
 
 def statistics_numel(parameters: int) -> int:
     """Number of fp64 elements that ranks agree on, for a model of so many parameters."""
-    return 2 * parameters + USER_SUMS + 5 + 2 * CHECKS
+    return 3 * parameters + USER_SUMS + 3 + 2 * CHECKS
 
 
 @dataclass(frozen=True, slots=True)

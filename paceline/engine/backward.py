@@ -262,10 +262,9 @@ class BackwardPass:
         if program.collectives is not None:
             key = Key("statistics", STATISTICS, micro_batch, "backward")
             executor.begin(key)
-            squares = gradients.square_sum() if program.schedule.shards > 1 else None
             weights = weights_hash(program.parameters.all) if program.schedule.has_followers else 0
             checks = (micro_batch, executor.launched.take(), weights)
-            statistics.fill(used, incomplete, squares, gradients.carries, checks, buffers.unknown())
+            statistics.fill(used, incomplete, gradients.own_norms(), checks, buffers.unknown())
             executor.end()
             executor.done(key)
         publish = Key("publish", GRADIENTS, micro_batch, "backward")
@@ -279,7 +278,8 @@ class BackwardPass:
                 buffers.agree()
             # No other rank need be asked where every parameter has a gradient on this one.
             used = used if len(used) == len(gradients.flat.trainable) else statistics.used()
-        gradients.publish(used, keep=bool(program.schedule.updated_buckets))
+        norms = {} if self.reduced_again else statistics.norms(gradients.flat.trainable, program.schedule.replicas)
+        gradients.publish(used, bool(program.schedule.updated_buckets), norms)
         executor.end()
         executor.done(key)
         if key is widen:

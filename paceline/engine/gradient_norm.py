@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from paceline.buffers.memory import square_sum
 from paceline.engine.program import Program
 from paceline.engine.update import Update
 from paceline.tensors.gradient_shard import GradientShard
+from paceline.tensors.reduced_norm import norms_of
 
 
 class GradientNorm:
@@ -39,7 +39,7 @@ class GradientNorm:
         """
         program, schedule, world = self._program, self._program.schedule, self._program.world
         self._update.require_reduced("the gradient norm")
-        squares = square_sum(self._own_gradients(among), world.device)
+        squares = norms_of(self._own_gradients(among), world.device).square().sum()
         if program.collectives is not None and schedule.holders < world.world_size:
             squares = squares if schedule.updated_buckets else torch.zeros_like(squares)
             self._settle()
@@ -59,16 +59,16 @@ class GradientNorm:
         ]
 
     def as_reduced(self, reduced_again: bool) -> Tensor:
-        """The 2-norm of the gradients that the last synchronised backward reduced, known to every rank since.
+        """The 2-norm of what the last synchronised backward made `p.grad`, known to every rank since.
 
-        What was done to `p.grad` afterwards is not in it; see `now`.
+        What was done to it afterwards is not in it; see `now`.
 
         Args:
             reduced_again: Whether some gradients were reduced once more, after the sum of their squares was taken.
         """
-        known = self._program.schedule.shards > 1 and not reduced_again
-        squares = self._program.statistics.squares() if known else None
-        return self.now() if squares is None else self._as_norm(squares / self._program.schedule.replicas)
+        if self._program.schedule.shards == 1 or reduced_again:
+            return self.now()
+        return self._as_norm(self._program.statistics.squares().sum() / self._program.schedule.replicas)
 
     def _as_norm(self, squares: Tensor) -> Tensor:
         dtype = torch.float32

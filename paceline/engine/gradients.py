@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from paceline.buffers.earlier_gradients import EarlierGradients
 from paceline.buffers.flat_gradients import FlatGradients
-from paceline.buffers.memory import Tensors, parameter_in, square_sum
+from paceline.buffers.memory import Tensors, parameter_in
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
 from paceline.engine.parameters import Parameters
 from paceline.executor.gradient_norms import NormRecords
 from paceline.tensors.assigned_gradient import assign_gradient, give_gradient, gradient_of, set_gradient
 from paceline.tensors.gradient_shard import WHOLE, become_shard
+from paceline.tensors.reduced_norm import ReducedNorm, norms_of
 
 
 class Gradients:
@@ -168,12 +169,13 @@ class Gradients:
 
     # ---- after it
 
-    def publish(self, used: Iterable[int], keep: bool) -> None:
+    def publish(self, used: Iterable[int], keep: bool, norms: Mapping[int, ReducedNorm]) -> None:
         """Makes the step's reduced gradients the parameters' `grad`.
 
         Args:
             used: Parameters that any rank has a gradient for; the others get None, which an optimizer skips.
             keep: Whether this rank holds the reduced gradients.
+            norms: Of the whole gradients, by index, where they are known and this rank has shards.
         """
         chosen = set(used) if keep else set()
         if self._norms.is_on:
@@ -188,7 +190,7 @@ class Gradients:
                 if more is not None:
                     reduced = more if reduced is None else reduced.to(more.dtype).add_(more)
                 if reduced is not None:
-                    self._give(index, reduced, None)
+                    self._give(index, reduced, None, norms.get(index))
                 else:
                     assign_gradient(self._all[index], None)
                     self.earlier.held_gradients.replace(index, None)
@@ -201,9 +203,9 @@ class Gradients:
         self.earlier.used |= self.used
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for index, reduced in self.flat.shown_reduced(self.flat.trainable).items():
-                self._give(index, reduced, partial(self._wait, self.flat.bucket_of[index]))
+                self._give(index, reduced, partial(self._wait, self.flat.bucket_of[index]), None)
 
-    def _give(self, index: int, gradient: Tensor, wait: Callable[[], None] | None) -> None:
+    def _give(self, index: int, gradient: Tensor, wait: Callable[[], None] | None, norm: ReducedNorm | None) -> None:
         """Makes a tensor of any dtype and shape a parameter's `grad`, in the tensor that was that before if it can."""
         local, sharded, sums = self._parameters.flat.local.get(index), self.flat.schedule.shards > 1, wait is not None
         # Widened: many backward passes before a step must not add up in low precision.
@@ -221,7 +223,7 @@ class Gradients:
                 held.copy_(gradient)
             gradient = held
         if sharded or sums:
-            become_shard(gradient, wait, self._parameters.flat.division(index) if sharded else WHOLE)
+            become_shard(gradient, wait, self._parameters.flat.division(index) if sharded else WHOLE, norm)
         elif held is not None:
             gradient.__class__ = Tensor
         if held is not None:
@@ -250,12 +252,14 @@ class Gradients:
                     set_gradient(self._all[index], shown)
                     held.replace(index, shown)
 
-    def square_sum(self) -> Tensor:
-        """Sum of the squares of this rank's reduced gradients: fp64, 0-dim."""
-        parts = (self.flat.reduced_of(index) for index in self.flat.trainable)
-        return square_sum([part for part in parts if part.numel()], self._parameters.flat.device)
-
-    @property
-    def carries(self) -> bool:
-        """Whether gradients from before this step will be added to the reduced ones."""
-        return bool(self.earlier.carried)
+    def own_norms(self) -> Tensor:
+        """2-norms of this rank's shards of what gradients become: (trainable parameters,), fp64; none if it has all."""
+        shown = self.flat.trainable if self.flat.schedule.shards > 1 else ()
+        parts, carried = {index: self.flat.reduced_of(index) for index in shown}, self.earlier.carried
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            # Added as they are when they are published.
+            parts.update(
+                (index, parts[index].to(carried[index].dtype) + carried[index])
+                for index in parts.keys() & carried.keys()
+            )
+        return norms_of(list(parts.values()), self._parameters.flat.device)

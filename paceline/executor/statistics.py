@@ -10,10 +10,11 @@ from torch import Tensor
 from paceline.comm.read_later import ReadLater
 from paceline.core.buffers import CHECKS, USER_SUMS
 from paceline.core.errors import EngineError
+from paceline.tensors.reduced_norm import ReducedNorm
 
 
 class Statistics:
-    """One fp64 vector: which parameters got a gradient, whose was incomplete, and the training loop's own sums.
+    """One fp64 vector: which parameters got a gradient, whose was incomplete, the gradients' norms, and a loop's sums.
 
     Attributes:
         buffer: What is reduced: (`statistics_numel(parameters)`,), fp64.
@@ -32,7 +33,8 @@ class Statistics:
         self.asks_later = buffer.is_cuda
         self._later = ReadLater()
         self._parameters, self._world_size = parameters, world_size
-        self._carries, self._buffers = False, 0
+        self._buffers = 0
+        self._norms = buffer[:0]
         self._values: list[float | Tensor] = []
         self._result = torch.zeros(USER_SUMS, dtype=torch.float64, device=buffer.device)
         self._counted: int | Tensor = 0
@@ -57,8 +59,7 @@ class Statistics:
         self,
         used: Iterable[int],
         incomplete: Iterable[int],
-        squares: Tensor | None,
-        carries: bool,
+        norms: Tensor,
         checks: Sequence[int],
         buffers: int = 0,
     ) -> None:
@@ -67,8 +68,7 @@ class Statistics:
         Args:
             used: Parameters that have a gradient.
             incomplete: Those whose gradient was not complete when their unit's backward was over.
-            squares: Sum of squares of the reduced gradients that this rank alone holds, fp64, 0-dim.
-            carries: Whether more will be added to the gradients.
+            norms: Of what this rank will hold of each trainable parameter's gradient, fp64, if it is not all of it.
             checks: The number of the micro-batch, a hash of the collectives launched and one of the weights where
                 another rank updates these: alike on all ranks.
             buffers: How many buffers were changed that ranks have not agreed to send.
@@ -80,17 +80,16 @@ class Statistics:
             flags[[*wanted[0], *(self._parameters + index for index in wanted[1])]] = 1.0
             self._flags.copy_(flags)
             self._written = wanted
-        own = 2 * self._parameters
-        self.buffer[:own].copy_(self._flags)
-        numbers: list[float | Tensor] = [0.0] * (USER_SUMS + 5 + 2 * CHECKS)
+        first, own = 2 * self._parameters, 3 * self._parameters
+        self.buffer[:first].copy_(self._flags)
+        self.buffer[first : first + len(norms)].copy_(norms.square())
+        numbers: list[float | Tensor] = [0.0] * (USER_SUMS + 3 + 2 * CHECKS)
         numbers[: len(self._values)] = self._values
-        numbers[USER_SUMS] = 0.0 if squares is None else squares
-        numbers[USER_SUMS + 1] = float(carries)
-        numbers[USER_SUMS + 2] = float(buffers)
-        numbers[USER_SUMS + 3 : USER_SUMS + 5] = [float(len(self._values)), float(len(self._values)) ** 2]
+        numbers[USER_SUMS] = float(buffers)
+        numbers[USER_SUMS + 1 : USER_SUMS + 3] = [float(len(self._values)), float(len(self._values)) ** 2]
         for place, check in enumerate(checks):
-            numbers[USER_SUMS + 5 + 2 * place : USER_SUMS + 7 + 2 * place] = [float(check), float(check) ** 2]
-        self._carries, self._buffers = carries, buffers
+            numbers[USER_SUMS + 3 + 2 * place : USER_SUMS + 5 + 2 * place] = [float(check), float(check) ** 2]
+        self._buffers, self._norms = buffers, norms
         on_device = {
             own + place: number
             for place, number in enumerate(numbers)
@@ -135,12 +134,20 @@ class Statistics:
             if self._world_size * squares != total * total:
                 raise EngineError(cause)
 
-    def squares(self) -> Tensor | None:
-        """Sum of squares of all reduced gradients: fp64, 0-dim; None where gradients are more than what was reduced."""
-        # A GPU's host does not wait for the others' answer, which is its own: loops are alike on all ranks.
-        place = 2 * self._parameters + USER_SUMS
-        carries = self._carries if self.buffer.is_cuda else self.buffer[place + 1].item()
-        return None if carries else self.buffer[place].clone()
+    def squares(self) -> Tensor:
+        """Sums of squares of the gradients over all ranks' shards: (trainable parameters,), fp64."""
+        first = 2 * self._parameters
+        return self.buffer[first : first + len(self._norms)].clone()
+
+    def norms(self, indices: Sequence[int], replicas: int) -> dict[int, ReducedNorm]:
+        """Returns what is known of the gradients' norms, by index; nothing where this rank has all of them.
+
+        Args:
+            indices: Trainable parameters.
+            replicas: How many ranks have the same shards.
+        """
+        whole = (self.squares() / replicas).sqrt()
+        return dict(zip(indices, map(ReducedNorm, self._norms.unbind(), whole.unbind()), strict=False))
 
     def used(self) -> list[int]:
         """Parameters that some rank has a gradient for. On a GPU the host waits for the answer."""
@@ -163,7 +170,7 @@ class Statistics:
         """Whether some rank has changed buffers that ranks have not agreed to send; see `incomplete`."""
         if self.buffer.is_cuda and not first:
             return bool(self._buffers)
-        return bool(self.buffer[2 * self._parameters + USER_SUMS + 2] > 0)
+        return bool(self.buffer[3 * self._parameters + USER_SUMS] > 0)
 
     def clear(self) -> None:
         """Drops the running sums."""
@@ -173,9 +180,9 @@ class Statistics:
         """Ends a synchronised micro-batch: the sums are the result, and new ones begin."""
         device = self.buffer.device
         if self._world_size > 1:
-            own = self.buffer[2 * self._parameters :].clone()
-            self._result = own[:USER_SUMS]
-            self._counted = len(self._values) or own[USER_SUMS + 3 : USER_SUMS + 5]
+            numbers = self.buffer[3 * self._parameters :].clone()
+            self._result = numbers[:USER_SUMS]
+            self._counted = len(self._values) or numbers[USER_SUMS + 1 : USER_SUMS + 3]
         else:
             self._counted = len(self._values)
             # Filled in on the device: to copy a number there a GPU's host would wait.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch._guards import TracingContext
 
 from paceline.core.errors import EngineError, UserError
 from paceline.tensors.calls import tensors_of
+from paceline.tensors.reduced_norm import ReducedNorm
 
 ELEMENTWISE = frozenset(
     {
@@ -37,6 +39,11 @@ SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nele
 
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "linalg_norm", "matrix_norm"})
 
+_ACCESS = ("__get__", "__set__", "__delete__")
+
+_SAME_MEMORY = frozenset({"detach", "data"})
+"""Give the shard itself once more."""
+
 
 @dataclass(frozen=True)
 class Division:
@@ -58,12 +65,13 @@ class GradientShard(Tensor):
     """`p.grad` where this rank holds a shard of the reduced gradient: one-dimensional, in the order of memory.
 
     Scaling, zeroing and other functions of each element work as on the whole gradient. What would look at it as if it
-    were whole (a norm, a sum, arithmetic with a tensor of the parameter's shape) raises. While a reduction into it is
-    still under way, it waits for that first.
+    were whole (a sum, arithmetic with a tensor of the parameter's shape) raises; its 2-norm is the whole gradient's,
+    where that is known. While a reduction into it is still under way, it waits for that first.
     """
 
     _wait: Callable[[], None] | None
     _division: Division | None
+    _norm: ReducedNorm | None
 
     @classmethod
     def __torch_function__(
@@ -81,10 +89,12 @@ class GradientShard(Tensor):
                 wait()
         with torch._C.DisableTorchFunctionSubclass():
             if any(division_of(shard) != WHOLE for shard in shards):
+                if (norms := _known_norms(func, args, kwargs)) is not None:
+                    return norms
                 _require_elementwise(func, shards, args, kwargs)
             result = func(*args, **kwargs)
             # Whoever asks for a plain tensor knows what it is.
-            return result if func is Tensor.as_subclass else _marked(result, shards)
+            return result if func is Tensor.as_subclass else _marked(result, shards, _name_of(func))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy is a shard, too."""
@@ -92,23 +102,49 @@ class GradientShard(Tensor):
         return copied
 
 
-def as_shard(tensor: Tensor, wait: Callable[[], None] | None, division: Division | None) -> GradientShard:
+def as_shard(
+    tensor: Tensor, wait: Callable[[], None] | None, division: Division | None, norm: ReducedNorm | None = None
+) -> GradientShard:
     """Marks a reduced gradient.
 
     Args:
         tensor: Its memory.
         wait: Waits for the reduction that is under way into it; None where none is.
         division: Of the parameter; `WHOLE` where this rank has all of its gradient.
+        norm: Of the whole gradient, if it is known.
     """
-    return become_shard(tensor.as_subclass(GradientShard), wait, division)
+    return become_shard(tensor.as_subclass(GradientShard), wait, division, norm)
 
 
-def become_shard(tensor: Tensor, wait: Callable[[], None] | None, division: Division | None) -> GradientShard:
+def become_shard(
+    tensor: Tensor, wait: Callable[[], None] | None, division: Division | None, norm: ReducedNorm | None = None
+) -> GradientShard:
     """Marks a reduced gradient, which stays the same object: see `as_shard`."""
     shard = cast(GradientShard, tensor)
     shard.__class__ = GradientShard
-    shard._wait, shard._division = wait, division
+    shard._wait, shard._division, shard._norm = wait, division, norm
     return shard
+
+
+@contextmanager
+def scaling(gradients: Iterable[Tensor], factor: Tensor) -> Iterator[None]:
+    """Inside, this rank's shards are multiplied, as every rank does; what is known of norms is so, too.
+
+    Args:
+        gradients: What is multiplied.
+        factor: By what: one element, positive.
+    """
+    shards = [each for each in gradients if isinstance(each, GradientShard) and norm_of(each) is not None]
+    yield
+    for shard in shards:
+        assert shard._norm is not None
+        shard._norm = shard._norm.scaled(shard, factor)
+
+
+def norm_of(shard: GradientShard) -> Tensor | None:
+    """The 2-norm of the whole gradient, if it is known: 0-dim, plain, in the shard's dtype."""
+    norm: ReducedNorm | None = shard.__dict__.get("_norm")
+    return norm.of(shard) if norm is not None else None
 
 
 def division_of(shard: GradientShard) -> Division | None:
@@ -135,21 +171,48 @@ def require_own(shard: GradientShard, division: Division) -> None:
         )
 
 
-def _marked(result: Any, shards: list[GradientShard]) -> Any:
+def _name_of(func: Callable[..., Any]) -> str:
+    """A function's name, or that of the attribute that it gets, sets or deletes."""
+    name = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name in _ACCESS else name
+
+
+def _marked(result: Any, shards: list[GradientShard], name: str) -> Any:
     """Marks what was computed elementwise from shards as a shard, too."""
     if type(result) in (list, tuple) and all(type(each) is Tensor for each in result):
         # Of functions of lists, each of whose results goes with one shard.
-        return type(result)(_marked(each, [shard]) for each, shard in zip(result, shards, strict=False))
+        return type(result)(_marked(each, [shard], name) for each, shard in zip(result, shards, strict=False))
     if type(result) is Tensor and shards and result.shape == shards[0].shape and result.dim():
-        return as_shard(result, None, division_of(shards[0]))
+        norm = shards[0].__dict__.get("_norm") if name in _SAME_MEMORY else None
+        return as_shard(result, None, division_of(shards[0]), norm)
     return result
+
+
+def _known_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function gives that asks for nothing but the 2-norms of whole gradients; None if any is not known."""
+    name = _name_of(func)
+    # As torch hands them on, also those that nobody has given.
+    given = {key: value for key, value in kwargs.items() if value is not None and value is not False}
+    orders = (*args[1:], *given.values())
+    if name not in _NORMS or len(orders) > 1 or not given.keys() <= {"ord", "p"} or not args:
+        return None
+    if orders and not (orders[0] is None or (isinstance(orders[0], (int, float, str)) and orders[0] in (2, "fro"))):
+        return None
+    # As of vectors: without a dimension torch's norms take a tensor for one.
+    tensors = args[0] if name == "_foreach_norm" else [args[0]]
+    norms = [
+        norm_of(each) if isinstance(each, GradientShard) else torch.linalg.vector_norm(each)  # of another model
+        for each in tensors
+    ]
+    if any(norm is None for norm in norms):
+        return None
+    return norms if name == "_foreach_norm" else norms[0]
 
 
 def _require_elementwise(
     func: Callable[..., Any], shards: list[GradientShard], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    name = getattr(func, "__name__", "")
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+    name, attribute = getattr(func, "__name__", ""), _name_of(func)
     if attribute in SHAPES:
         raise EngineError(
             f"{attribute} of {_owner(shards)}.grad: it holds this rank's shard of the gradient, flat. Ask the "
@@ -157,14 +220,15 @@ def _require_elementwise(
         )
     if name == "__set__" and len(shards) > 1 and _differ(shards):
         raise _refusal(f"{func.__self__.__name__} =", shards)  # type: ignore[attr-defined]
-    if name in ("__get__", "__set__", "__delete__") or name in DESCRIPTIONS:
+    if name in _ACCESS or name in DESCRIPTIONS:
         return
     if name in _NORMS and kwargs.get("dim") is None:
         raise UserError(
-            f"{name} of {_owner(shards)}.grad, as torch.nn.utils.clip_grad_norm_ and get_total_norm ask, is the norm "
-            "of this rank's shards of the gradients, another one on each rank: to clip call pl.clip_grad_norm_(model, "
-            "max_norm), by some parameters' norm pl.clip_grad_norm_(model, max_norm, group['params']), and for a norm "
-            "alone pl.engine_of(model).grad_norm()"
+            f"{name} of {_owner(shards)}.grad, as torch.nn.utils.clip_grad_norm_ and get_total_norm ask: of "
+            "gradients that this rank has shards of the 2-norm alone is known, from the step's last backward until "
+            "somebody changes them, if nothing from before the step was added. To clip at any time call "
+            "pl.clip_grad_norm_(model, max_norm), by some parameters' norm pl.clip_grad_norm_(model, max_norm, "
+            "group['params']), and for a norm alone pl.engine_of(model).grad_norm()"
         )
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         raise UserError(

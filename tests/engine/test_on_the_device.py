@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.buffers.memory import square_sum
 from paceline.core.buffers import statistics_numel
 from paceline.executor.statistics import Statistics
+from paceline.tensors.reduced_norm import norms_of
 
 ELSEWHERE = torch.device("meta")
 
@@ -42,8 +42,8 @@ def crossings(fill: Callable[[], object]) -> Crossings:
 
 
 def test_the_sum_of_no_shards_is_where_the_others_are() -> None:
-    assert square_sum([], ELSEWHERE).device == ELSEWHERE
-    assert square_sum([torch.ones(3, device=ELSEWHERE)], ELSEWHERE).device == ELSEWHERE
+    assert norms_of([], ELSEWHERE).device == ELSEWHERE
+    assert norms_of([torch.ones(3, device=ELSEWHERE)], ELSEWHERE).device == ELSEWHERE
 
 
 def test_counts_of_one_rank_are_not_copied_from_the_host() -> None:
@@ -61,11 +61,11 @@ def test_a_ranks_numbers_go_to_the_device_in_one_piece_that_nobody_waits_for() -
     statistics = Statistics(2, 2, torch.zeros(statistics_numel(2), dtype=torch.float64, device=ELSEWHERE))
     # A host's tensor is read there; what the device has stays there.
     statistics.add([8, torch.ones((), device=ELSEWHERE), torch.ones(())])
-    squares = torch.ones((), dtype=torch.float64, device=ELSEWHERE)
+    norms = torch.ones(2, dtype=torch.float64, device=ELSEWHERE)
     # The flags of a step like the one before are there already.
-    statistics.fill([0], [], squares, False, (1, 99))
-    found = crossings(lambda: statistics.fill([0], [], squares, False, (1, 99)))
-    assert found.copies == [("meta", True), ("cpu", True), ("meta", True), ("meta", True)]
+    statistics.fill([0], [], norms, (1, 99))
+    found = crossings(lambda: statistics.fill([0], [], norms, (1, 99)))
+    assert found.copies == [("meta", True), ("meta", True), ("cpu", True), ("meta", True)]
     assert found.made == 0
 
 

@@ -217,26 +217,34 @@ def test_an_update_by_hand_is_refused_where_gradients_are_sharded(ranks, strateg
 # ---- what would look at shards as if they were whole
 
 
-def clipped_by_torch(strategy: Strategy) -> tuple[str, float, float]:
+def clipped_by_torch(strategy: Strategy) -> tuple[list[str], float, float, float]:
     model = pl.parallelize(make(Stack, WIDTH), strategy)
     x, y = (shares(part) for part in data(0, 12))
     F.mse_loss(model(x), y).backward()
-    with pytest.raises(pl.UserError) as caught:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     plain = make(Stack, WIDTH)
     F.mse_loss(plain(data(0, 12)[0]), data(0, 12)[1]).backward()
     wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
-    found = pl.clip_grad_norm_(model, 0.1).item()
+    messages = []
+    with pytest.raises(pl.UserError) as caught:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"))
+    messages.append(str(caught.value))
+    found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+    with pytest.raises(pl.UserError) as caught:
+        torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    messages.append(str(caught.value))
+    left = pl.clip_grad_norm_(model, 1.0).item()
     pl.release(model)
-    return str(caught.value), wanted, found
+    return messages, wanted, found, left
 
 
 @in_shards
-def test_torchs_clipping_is_refused_on_shards_and_works_elsewhere(ranks, strategy, n) -> None:
-    for message, wanted, found in ranks(n, clipped_by_torch, strategy):
-        assert "pl.clip_grad_norm_(model, max_norm)" in message
-        assert any(f"of {name}.grad, as torch.nn.utils" in message for name, _ in Stack(WIDTH).named_parameters())
+def test_torchs_clipping_takes_whole_gradients_norms_until_they_are_edited(ranks, strategy, n) -> None:
+    for messages, wanted, found, left in ranks(n, clipped_by_torch, strategy):
+        for message in messages:
+            assert "pl.clip_grad_norm_(model, max_norm)" in message
+            assert any(f"of {name}.grad, as torch.nn.utils" in message for name, _ in Stack(WIDTH).named_parameters())
         assert found == pytest.approx(wanted, rel=1e-12)
+        assert left == pytest.approx(0.1, rel=1e-5)
 
 
 def given_by_hand(model: torch.nn.Module, backward: bool) -> tuple[list[float], list[dict]]:

@@ -14,7 +14,7 @@ def step(statistics: Statistics, *checks: tuple[int, int]) -> None:
     """As two ranks' numbers add up."""
     total = torch.zeros_like(statistics.buffer)
     for mine in checks:
-        statistics.fill([0], [], None, False, mine)
+        statistics.fill([0], [], torch.zeros(0), mine)
         total += statistics.buffer
     statistics.buffer.copy_(total)
     statistics.require_alike()

@@ -41,7 +41,7 @@ def a_closure_that_clips(side: Side) -> Found:
     return stepped(side, inside)
 
 
-@idiom(refused=tuple((f"zero {zero}", "pl.clip_grad_norm_") for zero in (1, 2, 3)))
+@idiom()
 def a_closure_that_clips_by_torch(side: Side) -> Found:
     def inside(side: Side, model: nn.Module, loss: Tensor) -> None:
         loss.backward()

@@ -25,18 +25,40 @@ def clipping_by_value(side: Side) -> Found:
     return state(model)
 
 
-@idiom(refused=(("zero 1", "pl.clip_grad_norm_"), ("zero 2", "pl.clip_grad_norm_"), ("zero 3", "pl.clip_grad_norm_")))
+@idiom()
 def clipping_by_torch(side: Side) -> Found:
+    """With the norm of each parameter's gradient noted before, and gradients that are kept as zeros or dropped."""
     model = mlp(side)
     net = side.parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
+    norms = {}
+    for step in range(4):
         x, y = side.batch(step)
         (net(x) - y).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        each = [p.grad.detach().data.norm(2).double() for p in model.parameters() if p.grad is not None]
+        norms[f"norm of {step}"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).detach().double()
+        norms[f"norms of {step}"] = torch.stack(each)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return {**state(model), **norms}
+
+
+@idiom()
+def clipping_by_torch_after_micro_batches(side: Side) -> Found:
+    """Two models' gradients at once, summed without a word to the engine."""
+    models = [mlp(side), mlp(side, outputs=1)]
+    nets = [side.parallel(model) for model in models]
+    parameters = [p for model in models for p in model.parameters()]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    norms = {}
+    for step in range(3):
+        for half in range(2):
+            x, y = side.batch(2 * step + half)
+            ((nets[0](x) - y).square().mean() + nets[1](x).square().mean()).div(2).backward()
+        norms[f"norm of {step}"] = torch.nn.utils.clip_grad_norm_(parameters, 0.1).detach().double()
         optimizer.step()
         optimizer.zero_grad()
-    return state(model)
+    return {**state(models[0]), **{f"other {name}": each for name, each in state(models[1]).items()}, **norms}
 
 
 @idiom(off=0.1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
 
 from tests.idioms.side import Found, Side, fit, idiom, mlp, state
 
@@ -58,6 +60,15 @@ def autocast(side: Side) -> Found:
 
 @idiom()
 def a_scaled_loss(side: Side) -> Found:
+    return scaled(side, side.clip)
+
+
+@idiom()
+def a_scaled_loss_and_clipping_by_torch(side: Side) -> Found:
+    return scaled(side, lambda model, largest: torch.nn.utils.clip_grad_norm_(model.parameters(), largest))
+
+
+def scaled(side: Side, clip: Callable[[nn.Module, float], Tensor]) -> Found:
     model = mlp(side)
     net = side.parallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -66,7 +77,7 @@ def a_scaled_loss(side: Side) -> Found:
         for x, y in side.micro_batches(net, step):
             scaler.scale((net(x) - y).square().mean().div(side.micro)).backward()
         scaler.unscale_(optimizer)
-        side.clip(model, 0.5)
+        clip(model, 0.5)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

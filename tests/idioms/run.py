@@ -65,6 +65,8 @@ OF_ALL_RANKS = frozenset(
     {
         "an optimizer that asks for no missing gradient",
         "an optimizer that puts new data in place of the old",
+        "clipping by torch",
+        "clipping by torch after micro batches",
         "clipping by value",
         "dead neurons begin anew",
         "descent by hand",
