@@ -120,8 +120,8 @@ def engine_of(model: nn.Module) -> Engine:
 def clip_grad_norm_(model: nn.Module, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
     """Scales the reduced gradients so that their global 2-norm is at most `max_norm`.
 
-    Called after a step's last backward. Every rank calls it. `torch.nn.utils.clip_grad_norm_` would see a rank's own
-    shards alone.
+    Called after a step's last backward. Every rank calls it. `torch.nn.utils.clip_grad_norm_` does the same, but where
+    gradients are sharded only as long as nobody has changed them.
 
     Args:
         model: A parallel model.
