@@ -37,7 +37,9 @@ DESCRIPTIONS = frozenset(
 
 SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "T", "mT"})
 
-_NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "linalg_norm", "matrix_norm"})
+_NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm", "linalg_norm", "linalg_matrix_norm"})
+_SPECTRAL = frozenset({"linalg_norm", "linalg_matrix_norm"})
+"""Those whose order 2 is the largest singular value of a matrix."""
 
 _ACCESS = ("__get__", "__set__", "__delete__")
 
@@ -196,9 +198,9 @@ def _known_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     orders = (*args[1:], *given.values())
     if name not in _NORMS or len(orders) > 1 or not given.keys() <= {"ord", "p"} or not args:
         return None
-    if orders and not (orders[0] is None or (isinstance(orders[0], (int, float, str)) and orders[0] in (2, "fro"))):
+    euclidean = ("fro",) if name in _SPECTRAL else (2, "fro")
+    if orders and not (orders[0] is None or (isinstance(orders[0], (int, float, str)) and orders[0] in euclidean)):
         return None
-    # As of vectors: without a dimension torch's norms take a tensor for one.
     tensors = args[0] if name == "_foreach_norm" else [args[0]]
     norms = [
         norm_of(each) if isinstance(each, GradientShard) else torch.linalg.vector_norm(each)  # of another model

@@ -1,0 +1,122 @@
+"""The norm of a whole gradient, asked of a shard: right, or refused once the shard was edited."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import EngineError, UserError
+from paceline.tensors.gradient_shard import GradientShard, as_shard, scaling
+from paceline.tensors.reduced_norm import ReducedNorm, norms_of
+from tests.tensors.test_gradient_shard import IN_PLACE, PARTS, VALUES, parameter
+
+WHOLE_NORM = 9.25
+
+
+def shard(values: list[float] = VALUES, dtype: torch.dtype = torch.float32, whole: float = WHOLE_NORM) -> GradientShard:
+    """As a backward publishes it."""
+    memory = torch.tensor(values, dtype=dtype)
+    own = norms_of([memory], memory.device)[0]
+    return as_shard(memory, None, PARTS, ReducedNorm(own, torch.tensor(whole, dtype=torch.float64)))
+
+
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda g: g.norm(),
+    "norm of order 2": lambda g: g.norm(2),
+    "norm by name": lambda g: g.norm(p=2),
+    "torch.norm": lambda g: torch.norm(g, 2.0),
+    "vector_norm": lambda g: torch.linalg.vector_norm(g, 2.0),
+    "linalg.norm": torch.linalg.norm,
+    "matrix_norm": torch.linalg.matrix_norm,
+    "linalg.norm by Frobenius": lambda g: torch.linalg.norm(g, "fro"),
+    "of a detached one": lambda g: g.detach().norm(2),
+    "of its data": lambda g: g.detach().data.norm(2),
+    "_foreach_norm": lambda g: torch._foreach_norm([g], 2)[0],
+    "get_total_norm": lambda g: nn.utils.get_total_norm([g]),
+    "clip_grad_norm_": lambda g: nn.utils.clip_grad_norm_([parameter(g)], 1.0),
+    "clip_grad_norm_ one by one": lambda g: nn.utils.clip_grad_norm_([parameter(g)], 1.0, foreach=False),
+    "clip_grad_norm_, finite": lambda g: nn.utils.clip_grad_norm_([parameter(g)], 1.0, error_if_nonfinite=True),
+}
+
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "of order 1": lambda g: g.norm(1),
+    "of order inf": lambda g: g.norm(math.inf),
+    "of some dimension": lambda g: g.norm(dim=0),
+    "in another dtype": lambda g: torch.linalg.vector_norm(g, dtype=torch.float64),
+    "into other memory": lambda g: torch.norm(g, out=torch.zeros(())),
+    "largest singular value": lambda g: torch.linalg.norm(g, 2),
+    "largest singular value of a matrix": lambda g: torch.linalg.matrix_norm(g, 2),
+    "nuclear": lambda g: torch.linalg.matrix_norm(g, "nuc"),
+    "of order inf, clipped": lambda g: nn.utils.clip_grad_norm_([parameter(g)], 1.0, norm_type=math.inf),
+    "of a copy": lambda g: g.clone().norm(),
+    "of another gradient": lambda g: (2 * g).norm(),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_is_the_whole_gradients(name: str, dtype: torch.dtype) -> None:
+    found = ASKED[name](shard(dtype=dtype))
+    assert type(found) is Tensor and found.dtype == dtype and found.dim() == 0
+    assert found.item() == WHOLE_NORM
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_norms_are_refused(name: str) -> None:
+    with pytest.raises((EngineError, UserError), match=r"of p\.grad"):
+        OTHERS[name](shard())
+
+
+def test_clipping_scales_the_shard_by_the_whole_norm() -> None:
+    gradient = shard()
+    nn.utils.clip_grad_norm_([parameter(gradient)], 0.5)
+    torch.testing.assert_close(gradient.as_subclass(Tensor), torch.tensor(VALUES) * 0.5 / WHOLE_NORM)
+
+
+def test_norms_of_several_count_each() -> None:
+    gradients = [shard(whole=3.0), shard([], whole=4.0), torch.full((3, 4), 1.0)]
+    assert nn.utils.get_total_norm(gradients).item() == pytest.approx(math.sqrt(9 + 16 + 12))
+
+
+@pytest.mark.parametrize("edit", IN_PLACE)
+@pytest.mark.parametrize(
+    "through", [lambda g: g, lambda g: g.detach(), lambda g: g.data], ids=["itself", "detach", "data"]
+)
+def test_of_an_edited_one_it_is_refused(edit: str, through: Callable[[Any], Any]) -> None:
+    gradient = shard()
+    IN_PLACE[edit](through(gradient))
+    if torch.equal(gradient.as_subclass(Tensor).abs(), torch.tensor(VALUES).abs()):
+        assert gradient.norm().item() == WHOLE_NORM
+        return
+    with pytest.raises(UserError, match="until somebody changes them"):
+        gradient.norm()
+
+
+def test_one_that_is_not_finite_tells_so() -> None:
+    gradient = shard([math.nan, 1.0], whole=math.nan)
+    assert gradient.norm().isnan()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_([parameter(gradient)], 1.0, error_if_nonfinite=True)
+
+
+def test_multiplied_by_all_ranks_it_goes_on_and_an_edit_before_that_does_not() -> None:
+    factor = torch.tensor([0.25])
+    gradient, edited = shard(), shard()
+    edited.mul_(2)
+    with torch._C.DisableTorchFunctionSubclass(), scaling([gradient, edited], factor):
+        torch._foreach_mul_([gradient, edited], 0.25)
+    assert gradient.norm().item() == WHOLE_NORM / 4
+    with pytest.raises(UserError):
+        edited.norm()
+
+
+def test_norms_of_tensors_of_several_dtypes_are_in_order() -> None:
+    tensors = [torch.ones(4), torch.full((9,), 2.0, dtype=torch.float64), torch.zeros(0), torch.ones(16).bfloat16()]
+    found = norms_of(tensors, torch.device("cpu"))
+    assert found.dtype == torch.float64 and found.tolist() == [2.0, 6.0, 0.0, 4.0]
+    assert norms_of([], torch.device("cpu")).shape == (0,)
