@@ -9,8 +9,9 @@ the best so far is shorter than all bounds that are left, so what is found is th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,7 +25,8 @@ from paceline.plan.least import Least
 MOST_TRIED = 6
 """Settings of one strategy that are simulated at most."""
 MOST_MICRO_BATCHES = 8
-"""Sizes of a micro-batch that are looked at."""
+"""Sizes of a micro-batch that are looked at with one way to recompute."""
+LARGEST_MICRO_BATCH = 4096
 RECOMPUTE = (("none", 1), ("keep_attention", 2), ("keep_attention", 1), ("unit", 2), ("unit", 1))
 """What is computed again, and of which share of the blocks: more and more of it."""
 BUCKETS = (25.0, 100.0, 400.0)
@@ -83,7 +85,7 @@ def search(
     if strategies is None:
         strategies = [family for precision in precisions for family in families(case, precision)]
     for family in strategies:
-        settings = list(_settings(case, family, samples))
+        settings = list(_settings(case, least, family, samples))
         looked_at += len(settings)
         if family.shard and min(map(least.bytes, settings)) > room:
             # Groups hold more than all ranks do: what these miss by says enough.
@@ -108,7 +110,7 @@ def fits(case: Case, family: Strategy, samples: int) -> bool:
         samples: Of a step on one device.
     """
     least, room = Least(case), case.capacity
-    possible = [each for each in _settings(case, family, samples) if least.states(each) <= room]
+    possible = [each for each in _settings(case, least, family, samples) if least.states(each) <= room]
     return any(case.footprint(each).peak <= room for each in sorted(possible, key=least.bytes))
 
 
@@ -135,24 +137,37 @@ def groups(case: Case, hosts: Sequence[int]) -> list[int]:
     return [size for size in dict.fromkeys(sizes) if 1 < size < devices]
 
 
-def micro_batches(samples: int) -> list[int]:
-    """Sizes of a micro-batch to look at: divisors of a device's samples, the smallest first."""
-    divisors = [size for size in range(1, min(samples, 4096) + 1) if samples % size == 0]
-    if len(divisors) > MOST_MICRO_BATCHES:
-        powers = [size for size in divisors if size & (size - 1) == 0]
-        divisors = powers if len(powers) >= 4 else divisors
-    return divisors[:MOST_MICRO_BATCHES]
+def micro_batches(samples: int, may_fit: Callable[[int], bool]) -> list[int]:
+    """Sizes of a micro-batch to look at, the smallest first: some divisors of a device's samples.
+
+    Large ones leave less to wait for and fill matmuls, so the largest that may fit is among them; the others are spread
+    down to 1.
+
+    Args:
+        samples: Of a step on one device.
+        may_fit: Whether a size may fit; of larger ones fewer do.
+    """
+    divisors = [size for size in range(1, min(samples, LARGEST_MICRO_BATCH) + 1) if samples % size == 0]
+    possible = [size for size in divisors if may_fit(size)] or divisors[:1]
+    steps = min(len(possible), MOST_MICRO_BATCHES) - 1
+    return [possible[round(index * (len(possible) - 1) / steps)] for index in range(steps + 1)] if steps else possible
 
 
-def _settings(case: Case, family: Strategy, samples: int) -> Iterator[Setting]:
-    for size, (recompute, every) in product(micro_batches(samples), RECOMPUTE):
-        count = samples // size
-        ways = ["auto"]
-        if count > 1 and family.stage >= 2 and family.reduce_in_float32:
-            ways += ["defer", "hold"] if family.gathers else ["defer"]
-        for accumulation in ways:
-            changed: dict[str, Any] = {"recompute": recompute, "recompute_every": every, "accumulation": accumulation}
-            yield Setting(replace(family, **changed), size, count)
+def _settings(case: Case, least: Least, family: Strategy, samples: int) -> Iterator[Setting]:
+    for recompute, every in RECOMPUTE:
+        changed: dict[str, Any] = {"recompute": recompute, "recompute_every": every}
+        strategy = replace(family, **changed)
+        for size in micro_batches(samples, partial(_may_fit, case, least, strategy, samples)):
+            count = samples // size
+            ways: list[Any] = ["auto"]
+            if count > 1 and family.stage >= 2 and family.reduce_in_float32:
+                ways += ["defer", "hold"] if family.gathers else ["defer"]
+            for accumulation in ways:
+                yield Setting(replace(strategy, accumulation=accumulation), size, count)
+
+
+def _may_fit(case: Case, least: Least, strategy: Strategy, samples: int, size: int) -> bool:
+    return least.bytes(Setting(strategy, size, samples // size)) <= case.capacity
 
 
 def _best(case: Case, settings: Sequence[Setting], least: Least, room: int) -> tuple[Estimate, int]:

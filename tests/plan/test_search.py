@@ -11,6 +11,8 @@ from paceline.models.on_meta import on_meta
 from paceline.models.presets import PRESETS
 from paceline.plan import profiles
 from paceline.plan.case import Case
+from paceline.plan.estimate import Setting
+from paceline.plan.least import Least
 from paceline.plan.recommend import in_words, reason, would_fit
 from paceline.plan.search import _settings, families, fits, groups, micro_batches, search
 from paceline.plan.subject import of_module, transformer
@@ -26,7 +28,7 @@ def test_what_is_found_is_the_best_of_all_when_all_are_simulated() -> None:
     found = search(case, 16)
     by_family = {}
     for family in families(case, "bfloat16"):
-        every = [case.estimate(setting) for setting in _settings(case, family, 16)]
+        every = [case.estimate(setting) for setting in _settings(case, Least(case), family, 16)]
         fitting = [each for each in every if each.fits]
         by_family[family.stage, family.shard] = min(each.seconds for each in fitting) if fitting else None
     assert any(each is None for each in by_family.values()) or len(by_family) > 4
@@ -119,10 +121,38 @@ def test_where_hosts_are_not_full_groups_within_them_save_rings_through_all_rank
 
 
 @pytest.mark.parametrize(
-    ("samples", "sizes"), [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (7, [1, 7]), (1024, [1, 2, 4, 8, 16, 32, 64, 128])]
+    ("samples", "fits", "sizes"),
+    [
+        (1, 1, [1]),
+        (12, 12, [1, 2, 3, 4, 6, 12]),
+        (7, 7, [1, 7]),
+        (7, 6, [1]),
+        (7, 0, [1]),
+        (1024, 1024, [1, 2, 8, 16, 64, 128, 512, 1024]),
+        (1024, 100, [1, 2, 4, 8, 16, 32, 64]),
+        (120, 60, [1, 3, 5, 8, 12, 20, 30, 60]),
+    ],
 )
-def test_sizes_of_micro_batches_divide_a_devices_samples(samples: int, sizes: list[int]) -> None:
-    assert micro_batches(samples) == sizes
+def test_sizes_of_micro_batches_divide_a_devices_samples_up_to_the_largest_that_fits(
+    samples: int, fits: int, sizes: list[int]
+) -> None:
+    assert micro_batches(samples, lambda size: size <= fits) == sizes
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "samples"), [("nano", "h100", 1000), ("tiny", "a100", 120), ("gpt2-124m", "h100", 120)]
+)
+def test_no_micro_batch_of_another_size_is_much_faster(model: str, hardware: str, samples: int) -> None:
+    case = Case(transformer(model, PRESETS[model], 128), profiles.hardware(hardware), 8)
+    found = search(case, samples).recommended
+    assert found is not None
+    every = [
+        case.estimate(Setting(replace(found.setting.strategy, recompute=recompute), size, samples // size))
+        for size in range(1, samples + 1)
+        if samples % size == 0
+        for recompute in ("none", "unit")
+    ]
+    assert found.seconds < 1.03 * min(each.seconds for each in every if each.fits)
 
 
 @pytest.mark.parametrize(
