@@ -1,4 +1,4 @@
-"""Writes what commands of planning.md print: python docs/make_forecasts.py.
+"""Writes what commands of planning.md print, and the tables of its rule: python docs/make_forecasts.py.
 
 A block behind a line `<!-- prints -->` is what the first command of the block before it prints, but for what a command
 writes to files; behind `<!-- prints from "TEXT" -->`, from the line on that begins with TEXT.
@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import tempfile
 from pathlib import Path
@@ -54,6 +55,10 @@ def page(text: str) -> str:
 
     filled_page, count = _MARKED.subn(filled, text)
     assert count == text.count("<!-- prints"), "a mark stands behind no command"
+    for name, table in runpy.run_path(str(PAGE.parent / "rule_tables.py"))["tables"]().items():
+        begin = f"<!-- table: {name} -->\n"
+        before, _, after = filled_page.partition(begin)
+        filled_page = f"{before}{begin}{table}\n{after[after.index('<!-- end -->') :]}"
     return filled_page
 
 

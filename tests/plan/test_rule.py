@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 
-from paceline.models.config import ModelConfig
 from paceline.models.flops import parameter_count
-from paceline.models.presets import PRESETS
-from paceline.plan import profiles
-from paceline.plan.case import Case
-from paceline.plan.estimate import Estimate
-from paceline.plan.run import Run
-from paceline.plan.search import search
-from paceline.plan.step import step_time
-from paceline.plan.subject import transformer
 
-HUNDRED = ModelConfig(layers=96, width=9216, heads=72, context=2048, vocabulary=50257)
-"""98 billion parameters."""
-
-
-def by_stage(model: str, hardware: str, devices: int, samples: int, context: int) -> dict[int, Estimate]:
-    """The best of each stage over all ranks."""
-    case = Case(transformer(model, PRESETS[model], context), profiles.hardware(hardware), devices)
-    found = search(case, samples)
-    return {each.setting.strategy.stage: each for each in found.best if not each.setting.strategy.shard}
+RULE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "rule_tables.py"))
+by_stage, with_tensor_ranks = RULE["by_stage"], RULE["with_tensor_ranks"]
 
 
 @pytest.mark.full
@@ -50,28 +37,10 @@ def test_where_they_do_not_fit_zero_3_is_the_only_one() -> None:
     assert [stage for stage, each in found.items() if each.fits] == [3]
 
 
-@pytest.mark.parametrize(("devices", "wins"), [(512, 1), (4096, 8)])
+@pytest.mark.parametrize(("devices", "wins"), [(512, 1), (2048, 4), (4096, 8)])
 def test_100_billion_need_tensor_parallelism_only_where_samples_are_few(devices: int, wins: int) -> None:
     """With 2,048 samples a step: 4 for each of 512 devices are enough to hide what ZeRO-3 moves; 4,096 have none."""
-    assert parameter_count(HUNDRED) == pytest.approx(98.3e9, rel=1e-3)
-    hardware, batch = profiles.hardware("h100"), 2048
-    took = {}
-    for tensor in (1, 2, 4, 8):
-        data = devices // tensor
-        if data > batch:
-            continue
-        samples = batch // data
-        size = min(samples, 4)
-        run = Run(
-            HUNDRED,
-            devices,
-            size,
-            samples // size,
-            tensor=tensor,
-            zero=3,
-            recompute="unit",
-            sequence_parallel=tensor > 1,
-        )
-        took[tensor] = step_time(run, hardware).total
-    assert min(took, key=lambda tensor: took[tensor]) == wins
-    assert (1 in took) == (devices <= batch)
+    assert parameter_count(RULE["HUNDRED"]) == pytest.approx(98.3e9, rel=1e-3)
+    took = with_tensor_ranks(devices)
+    assert min(took, key=took.__getitem__) == wins
+    assert (1 in took) == (devices <= RULE["BATCH"])
