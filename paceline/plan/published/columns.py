@@ -78,6 +78,7 @@ SYNONYMS: dict[str, str] = {
     "recompute_method": "recompute_method",
     "recompute_layers": "recompute_layers recompute_num_layers",
     "offload": "act_cpu_offload cpu_offload offload",
+    "optimizer": "optimizer optim optimizer_name",
     # what it computes in, and with which kernels
     "precision": "precision dtype compute_dtype param_dtype training_precision",
     "mode": "mp_mode mixed_precision",
@@ -124,31 +125,25 @@ SYNONYMS: dict[str, str] = {
     ),
     "settings": (
         "act_ckpt_reentrant_yaml limit_all_gathers_yaml limit_all_gathers torch_fsdp2 megatron_fsdp "
-        "no_grad_accum_fusion fp32_attn_softmax ce_fusion mock_data optimizer"
+        "no_grad_accum_fusion fp32_attn_softmax ce_fusion mock_data"
     ),
 }
 """Names of columns, separated by spaces, by what they are; units at their end are left out."""
 
-_UNITS: dict[str, float] = {
-    "us": 1e-6,
-    "ms": 1e-3,
-    "s": 1.0,
-    "sec": 1.0,
-    "seconds": 1.0,
-    "pct": 0.01,
-    "percent": 0.01,
-    "bytes": 1.0,
-    "mb": 1e6,
-    "mib": 2.0**20,
-    "gb": 1e9,
-    "gib": 2.0**30,
-    "m": 1e6,
-    "b": 1e9,
-    "millions": 1e6,
-    "billions": 1e9,
-    "yaml": 1.0,
+_UNITS: dict[str, dict[str, float]] = {
+    "time": {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "seconds": 1.0},
+    "share": {"pct": 0.01, "percent": 0.01},
+    "size": {"bytes": 1.0, "mb": 1e6, "mib": 2.0**20, "gb": 1e9, "gib": 2.0**30},
+    "number": {"m": 1e6, "b": 1e9, "millions": 1e6, "billions": 1e9, "yaml": 1.0},
 }
-"""Units at the end of a column's name, and what a number in them is worth in seconds, bytes, shares or parameters."""
+"""Units at the end of a column's name, and what a number in them is worth in seconds, shares, bytes or ones."""
+
+_MEASURED_IN = {
+    **dict.fromkeys(("mfu", "hfu", "memory_share"), "share"),
+    **dict.fromkeys(("peak_bytes", "steady_bytes", "states"), "size"),
+    "seconds": "time",
+}
+"""What columns are measured in that are no plain numbers."""
 
 _DEFAULTS = {"mfu": 0.01, "hfu": 0.01, "model_flops": 1e12, "hardware_flops": 1e12, "flops": 1e12}
 """What numbers are worth where the name has no unit."""
@@ -168,12 +163,14 @@ def resolve(header: str) -> tuple[str, float] | None:
         canonical = _NAMES[name]
         return canonical, _DEFAULTS.get(canonical, 1.0)
     stem, _, unit = name.rpartition("_")
-    if unit in _UNITS and stem in _NAMES:
+    kind = next((kind for kind, units in _UNITS.items() if unit in units), None)
+    if kind is not None and stem in _NAMES:
         canonical = _NAMES[stem]
-        # A share of the device's memory is no size.
-        if canonical == "peak_bytes" and unit in ("pct", "percent"):
-            return "memory_share", 0.01
-        return canonical, _UNITS[unit]
+        # A share of the device's memory is no size, and a peak in bytes is none of arithmetic.
+        canonical = {("peak_bytes", "share"): "memory_share", ("hfu", "size"): "peak_bytes"}.get(
+            (canonical, kind), canonical
+        )
+        return (canonical, _UNITS[kind][unit]) if kind == _MEASURED_IN.get(canonical, "number") else None
     for whose in ("_per_gpu", "_per_device", "_per_rank"):
         # Memory is of one device, whether a name says it or not.
         if name.endswith(whose) and (found := resolve(name.removesuffix(whose))) and found[0] in _OF_A_DEVICE:

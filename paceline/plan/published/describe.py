@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import UserError
-from paceline.plan.published.division import count_devices, divide_among_stages, divide_batch, stated_ranks
+from paceline.plan.published.division import (
+    count_devices,
+    count_per_host,
+    divide_among_stages,
+    divide_batch,
+    stated_ranks,
+)
 from paceline.plan.published.settings import precision, recompute, sharding, unread
 from paceline.plan.published.shapes import shape
 from paceline.plan.published.table import Row
 from paceline.plan.run import Run
-
-DEVICES_PER_HOST = 8
-"""Of every machine of the published tables but those that say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def describe(row: Row) -> Described:
     gpu = row.text("gpu") or _gpu_in(row)
     if not gpu:
         raise UserError("gpu: expected the device's name, got none")
-    per_host = row.whole("devices_per_host") or DEVICES_PER_HOST
+    per_host = count_per_host(row)
     stack = stack_of(row)
     named = stated_ranks(row)
 
@@ -139,7 +142,7 @@ def describe(row: Row) -> Described:
         gpu=gpu,
         network=network,
         stack=stack,
-        devices_per_host=row.whole("devices_per_host"),
+        devices_per_host=per_host if {"devices_per_host", "hosts"} & row.values.keys() else None,
         compiled=_compiled(row),
         fused_attention=_fused_attention(row),
         assumed=tuple(assumed),

@@ -8,6 +8,9 @@ from paceline.core.errors import UserError
 from paceline.plan.published.table import Row
 
 _WORDS = {"tensor": "tp", "pipeline": "pp", "context": "cp"}
+DEVICES_PER_HOST = 8
+"""Of every machine of the published tables but those that say otherwise."""
+
 _DIMENSION = r"(?<![a-z])(tp|pp|cp|tensor|pipeline|context)"
 
 
@@ -31,6 +34,22 @@ def stated_ranks(row: Row) -> dict[str, int]:
                 f"parallelism: expected a number of ranks beside {word!r}, got {row.values['parallelism']!r}"
             )
     return found
+
+
+def count_per_host(row: Row) -> int:
+    """How many devices a host has: as the row says, itself or by both others; else as usual.
+
+    Raises:
+        UserError: It contradicts itself.
+    """
+    devices, hosts, per_host = (row.whole(name) for name in ("devices", "hosts", "devices_per_host"))
+    if devices is None or hosts is None:
+        return per_host or DEVICES_PER_HOST
+    if devices != hosts * (per_host or devices // hosts):
+        raise UserError(
+            f"nodes: expected {devices} devices on hosts of {per_host or 'as many each'}, got {hosts} hosts"
+        )
+    return per_host or devices // hosts
 
 
 def count_devices(row: Row, cut: int, per_host: int) -> int:

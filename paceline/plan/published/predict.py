@@ -17,7 +17,9 @@ from paceline.plan.published.stacks import STACKS, software
 from paceline.plan.published.table import Row
 from paceline.plan.step import StepTime, step_time
 
-_DEVICES = re.compile(r"(gb200|gh200|b200|h200|h100|a100|v100|mi300x|l40s|4090)")
+_DEVICES = re.compile(r"(?<![a-wyz0-9])(?:rtx-?)?(gb200|gh200|b200|h200|h100|a100|v100|mi300x|l40s|4090)(?!\d|x(?!\d))")
+_VARIANTS = re.compile(r"nvl(?![0-9a-z])|pci-?e|\.json")
+_MEMORY = re.compile(r"(\d+) ?-?gi?b(?![a-z])")
 
 
 _SAID = {"precision", "bf16", "fp16", "fp8", "mode"}
@@ -141,12 +143,19 @@ def profile(gpu: str, stack: str) -> Hardware:
     name = found[1] if found else text
     if name == "a100" and re.search(r"40 ?-?g", text):
         name = "a100-40gb"
-    if name == "h100" and ("pcie" in text or "pci-e" in text):
-        name = "h100-pcie"
+    variant = _VARIANTS.search(text)
+    if name == "h100" and variant and variant[0].startswith("pci"):
+        name, variant = "h100-pcie", None
+    if found and variant:
+        raise UserError(f"gpu: expected a device that there is a profile of, got {gpu!r}, another {name} than that")
     # torchtitan's tables were measured on machines with 96 GB of HBM2e and 500 W, which they call H100.
     if name == "h100" and ("96" in text or "500" in text or stack == "torchtitan"):
         name = "h100-96gb"
     try:
-        return profiles.hardware(name)
+        hardware = profiles.hardware(name)
     except UserError as error:
         raise UserError(f"gpu: {str(error).removeprefix('--hardware ')}") from None
+    said, held = _MEMORY.search(text), hardware.device.memory
+    if said and not 0.9 < float(said[1]) * 1e9 / held < 1.06:
+        raise UserError(f"gpu: expected {name} with {held / 1e9:.0f} GB, of which there is a profile, got {gpu!r}")
+    return hardware

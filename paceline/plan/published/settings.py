@@ -15,15 +15,17 @@ _WORDS = {
     "sharding": r"shard|ddp|hsdp|fsdp|hybrid|grad_op|zero|optim|\b[0-3]\b",
     "precision": r"bf16|bfloat16|(fp|float)(8|16|32)|tf32|half|amp|mixed|\b(8|16|32)\b",
     "recompute": r"full|selective|block|uniform|layer|unit|all|op|sac|true|yes|\bon\b|\d",
+    "optimizer": r"adam",
+    "offload": r"=none",
 }
-"""What names each setting in one of the programs."""
+"""What names each setting in one of the programs, of those that are predicted."""
 
 
 def unread(row: Row) -> list[str]:
-    """Settings in words that none of the programs uses: for these the usual is assumed."""
+    """Settings in words that none of the programs uses, or that are not predicted: for these the usual is assumed."""
     told = {name: row.text(name) for name in _WORDS}
     return [
-        f"{name} {text!r} is not known, the usual assumed"
+        f"{name} {text!r} is not predicted, the usual assumed"
         for name, text in told.items()
         if text and text not in _OFF and not re.search(_WORDS[name], text)
     ]

@@ -102,7 +102,7 @@ def test_words_that_are_not_known_are_told_and_others_mean_what_they_say(tmp_pat
     def of(**said: object) -> tuple[str, int, str, bool]:
         described = describe(row(tmp_path, **cells, **said))
         run = described.run
-        return run.dtype, run.zero, run.recompute, any("is not known" in each for each in described.assumed)
+        return run.dtype, run.zero, run.recompute, any("is not predicted" in each for each in described.assumed)
 
     assert of() == ("bfloat16", 3, "none", False)
     assert of(precision="bf17") == ("bfloat16", 3, "none", True)
@@ -112,6 +112,16 @@ def test_words_that_are_not_known_are_told_and_others_mean_what_they_say(tmp_pat
     assert of(activation_checkpointing="per-op SAC") == ("bfloat16", 3, "attention", False)
     assert of(sharding="ZeRO-2", precision="16-mixed") == ("float16", 2, "none", False)
     assert of(precision="bf16-mixed", activation_checkpointing="True") == ("bfloat16", 3, "unit", False)
+    assert of(optimizer="Adafactor") == of(cpu_offload="True") == ("bfloat16", 3, "none", True)
+    assert of(optimizer="fused AdamW", cpu_offload="False") == ("bfloat16", 3, "none", False)
+
+
+def test_hosts_and_devices_must_go_together(tmp_path: Path) -> None:
+    cells = {**MPT, "microbatch_size": 6, "global_batch": 192, "n_gpus": 16}
+    assert describe(row(tmp_path, **cells, nodes=4)).devices_per_host == 4
+    for wrong in ({"nodes": 3}, {"nodes": 2, "gpus_per_node": 4}):
+        with pytest.raises(UserError, match="nodes: expected 16 devices"):
+            describe(row(tmp_path, **{**cells, **wrong}))
 
 
 @pytest.mark.parametrize(("degree", "zero"), [(0, 1), (16, 3)])

@@ -39,6 +39,11 @@ CELLS = {
         ("NVIDIA H100 PCIe", "fsdp", "h100-pcie"),
         ("gb200", "nemo", "gb200"),
         ("v100-32gb", "fsdp", "v100"),
+        ("8xA100", "fsdp", "a100"),
+        ("H100 x8", "fsdp", "h100"),
+        ("NVIDIA GeForce RTX 4090", "fsdp", "4090"),
+        ("H200 141GB", "fsdp", "h200"),
+        ("MI300X 192GB", "fsdp", "mi300x"),
     ],
 )
 def test_devices_by_the_names_that_tables_use(gpu: str, stack: str, name: str) -> None:
@@ -109,6 +114,14 @@ def test_the_network_that_was_measured_with_a_table_is_that_of_its_forecasts(tmp
     assert speeds[1:] == sorted(speeds[1:], reverse=True)
     assert STACKS["nanotron"].between(1000, 8) == pytest.approx(STACKS["nanotron"].between(64, 8), rel=0.02)
     assert STACKS["fsdp"].between(64, 8) is None
+
+
+@pytest.mark.parametrize(
+    "gpu", ["RTX A1000 6GB", "H100 NVL", "A100-PCIe-80GB", "V100-SXM2-16GB", "my_h100.json", "a100x", "H100 94GB"]
+)
+def test_a_device_like_one_that_there_is_a_profile_of_is_not_taken_for_it(gpu: str) -> None:
+    with pytest.raises(UserError, match=r"^gpu: .*expected "):
+        profile(gpu, "")
 
 
 def test_a_device_nobody_knows_is_refused(tmp_path: Path) -> None:

@@ -31,6 +31,22 @@ def test_columns_by_any_name_and_in_any_unit(tmp_path: Path) -> None:
     assert row.line == 2 and row.raw["colour"] == "red"
 
 
+@pytest.mark.parametrize(
+    ("header", "means"),
+    [
+        ("peak_gib", ("peak_bytes", 2.0**30)),
+        ("Peak (GB)", ("peak_bytes", 1e9)),
+        ("peak_pct", ("hfu", 0.01)),
+        ("memory_pct", ("memory_share", 0.01)),
+        ("mfu_gib", None),
+        ("step_time_gib", None),
+        ("n_gpus_ms", None),
+    ],
+)
+def test_a_column_has_a_unit_of_its_own_kind(header: str, means: tuple[str, float] | None) -> None:
+    assert resolve(header) == means
+
+
 def test_no_two_things_share_a_name() -> None:
     names = [name for each in SYNONYMS.values() for name in each.split()]
     assert len(names) == len(set(names))
