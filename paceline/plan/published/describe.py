@@ -230,7 +230,5 @@ def _network(row: Row, per_host: int) -> tuple[float | None, str]:
 def measured_in_tests(row: Row) -> str:
     """Why a row's time is none of a run for speed; "" where it is."""
     if "functional_tests" in row.text("source"):
-        return (
-            "a functional test's: deterministic kernels, a loss logged in each step, and models that take milliseconds"
-        )
+        return "a functional test's: deterministic kernels, a loss logged in each step, and mostly a small model"
     return ""
