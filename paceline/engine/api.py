@@ -19,6 +19,7 @@ from paceline.engine import recovery
 from paceline.engine.engine import Engine
 from paceline.hooks.plain_copies import ENGINE, SET, copy_plain, inside, reduce_plain
 from paceline.materialise.freed import keep_freed_memory
+from paceline.tensors.reduced_norm import forget_norms
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -154,6 +155,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, parameters: Iterable[nn.P
     with torch._C.DisableTorchFunctionSubclass():
         # The same constant as torch.nn.utils.clip_grad_norm_, so that results are comparable.
         if gradients:
+            forget_norms(gradients)
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 

@@ -90,7 +90,12 @@ class AutogradPass:
                 other._order.adopt()
 
     def begin(self) -> None:
-        """The pass begins inside autograd, and is ended when that is through."""
+        """The pass begins inside autograd, and is ended when that is through. Refuses one that makes a graph."""
+        if torch.is_grad_enabled() and self._program.collectives is not None:
+            raise EngineError(
+                "backward with create_graph=True leaves gradients in p.grad, which ranks reduce without a graph: what "
+                "is computed of them would lose its own. Take torch.autograd.grad(loss, ..., create_graph=True)"
+            )
         # Queued from the outermost graph: from inside a reentrant checkpoint it would run when that one ends.
         Variable._execution_engine.queue_callback(self._end_all)
         self._task = torch._C._current_graph_task_id()

@@ -31,7 +31,6 @@ class BackwardPass:
         program: The model's.
         state: Which step and micro-batch the training loop is in.
         order: In which units run.
-        reduced_again: Whether gradients came after their copy-in in the latest step, and were reduced once more.
         when_over: Is called at the end of each.
         fired, meet_gradient: See `hooks.parameters.Follower`.
         has_streams: Whether autograd adds to gradients on streams that need not be followed yet.
@@ -41,7 +40,6 @@ class BackwardPass:
         """Takes the forward order from `forward`, which also unshards parameters."""
         self.program, self.state, self._forward = program, state, forward
         self.order = UnitOrder(program, forward)
-        self.reduced_again = False
         self.has_streams = program.world.backend != "gloo"
         self._outstanding: Counter[str] = Counter()
         self._uncopied: list[str] = []
@@ -273,12 +271,13 @@ class BackwardPass:
         executor.begin(key)
         if program.collectives is not None:
             statistics.require_alike()
-            self._reduce_again(after_copy_in, statistics.incomplete(incomplete, first))
+            if again := statistics.incomplete(incomplete, first):
+                self._reduce_again(gradients, after_copy_in, again)
             if statistics.changes_buffers(first):
                 buffers.agree()
             # No other rank need be asked where every parameter has a gradient on this one.
             used = used if len(used) == len(gradients.flat.trainable) else statistics.used()
-        norms = {} if self.reduced_again else statistics.norms(gradients.flat.trainable, program.schedule.replicas)
+        norms = statistics.norms(gradients.flat.trainable, program.schedule.replicas)
         gradients.publish(used, bool(program.schedule.updated_buckets), norms)
         executor.end()
         executor.done(key)
@@ -286,14 +285,12 @@ class BackwardPass:
             executor.mark(publish)
         program.send_buffers(micro_batch, "backward")
 
-    def _reduce_again(self, mine: Sequence[int], anyones: Sequence[int]) -> None:
+    def _reduce_again(self, gradients: Gradients, mine: Sequence[int], anyones: Sequence[int]) -> None:
         """Reduces what came after its unit was copied in; from now on these units wait for the whole backward."""
         program = self.program
-        self.reduced_again = bool(anyones)
-        if not anyones:
-            return
         for bucket in program.schedule.reduced_buckets:
             if not set(anyones).isdisjoint(bucket.slots):
                 program.reduce_again(bucket, mine, self.state.micro_batch)
         program.defer(program.parameters.flat.units_of(anyones))
         self.order.slots_changed = program.schedule.reuses_gradient_slots
+        program.statistics.sum_norms(gradients.own_norms(), program.collectives)

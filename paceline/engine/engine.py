@@ -142,7 +142,7 @@ class Engine:
 
     def reduced_norm(self) -> Tensor:
         """See `GradientNorm.as_reduced`."""
-        return self.norm.as_reduced(self.backward.reduced_again)
+        return self.norm.as_reduced()
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Inside, every parameter is whole, in its own shape and dtype; what is written to it is kept.

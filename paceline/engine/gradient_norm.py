@@ -58,15 +58,9 @@ class GradientNorm:
             if gradient is not None and (flat.shards == 1 or index in flat.local)
         ]
 
-    def as_reduced(self, reduced_again: bool) -> Tensor:
-        """The 2-norm of what the last synchronised backward made `p.grad`, known to every rank since.
-
-        What was done to it afterwards is not in it; see `now`.
-
-        Args:
-            reduced_again: Whether some gradients were reduced once more, after the sum of their squares was taken.
-        """
-        if self._program.schedule.shards == 1 or reduced_again:
+    def as_reduced(self) -> Tensor:
+        """The 2-norm of what the last synchronised backward made `p.grad`, whatever was done to it since; see `now`."""
+        if self._program.schedule.shards == 1:
             return self.now()
         return self._as_norm(self._program.statistics.squares().sum() / self._program.schedule.replicas)
 

@@ -18,6 +18,7 @@ from paceline.materialise.freed import return_freed_memory
 from paceline.optimizers.shard_states import mark_states, prepare_optimizer, require_states_of, takes_empty_parts
 from paceline.tensors.assigned_gradient import gradient_of, set_gradient
 from paceline.tensors.gradient_shard import GradientShard, as_shard, require_own
+from paceline.tensors.reduced_norm import forget_norms
 
 
 class Update:
@@ -90,6 +91,7 @@ class Update:
         with torch._C.DisableTorchFunctionSubclass():
             self._empty = {index: shard for index, shard in shards.items() if self._hides_empty and not shard.numel()}
         self._shards = [shard for index, shard in shards.items() if index not in self._empty]
+        forget_norms(shards.values())
         for index in self._empty:
             parameters.all[index].grad = None
         for shard in self._shards:

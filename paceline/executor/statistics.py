@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.comm.read_later import ReadLater
 from paceline.core.buffers import CHECKS, USER_SUMS
 from paceline.core.errors import EngineError
+from paceline.executor.collectives import Collectives
 from paceline.tensors.reduced_norm import ReducedNorm
 
 
@@ -137,7 +138,18 @@ class Statistics:
     def squares(self) -> Tensor:
         """Sums of squares of the gradients over all ranks' shards: (trainable parameters,), fp64."""
         first = 2 * self._parameters
-        return self.buffer[first : first + len(self._norms)].clone()
+        return self.buffer[first : first + len(self._norms)]
+
+    def sum_norms(self, norms: Tensor, collectives: Collectives | None) -> None:
+        """Sums `squares` anew, as gradients have been reduced once more. A collective call.
+
+        Args:
+            norms: See `fill`.
+            collectives: The job's; None with one rank.
+        """
+        self._norms = norms
+        if len(norms) and collectives is not None:
+            collectives.sum(self.squares().copy_(norms.square()), "gradient norms")
 
     def norms(self, indices: Sequence[int], replicas: int) -> dict[int, ReducedNorm]:
         """Returns what is known of the gradients' norms, by index; nothing where this rank has all of them.

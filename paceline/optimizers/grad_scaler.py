@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.control import all_gather_json
 from paceline.comm.world import current_world
-from paceline.tensors.gradient_shard import scaling
+from paceline.tensors.reduced_norm import scaling
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -27,11 +26,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides gradients by the scale, then agrees on whether any rank found one that is not finite."""
-        if self._enabled and self._scale is None:
+        if not self._enabled:
+            return
+        if self._scale is None:
             # A rank without a micro-batch in the first step has scaled nothing yet.
             self._lazy_init_scale_growth_tracker(current_world().device)
+        assert self._scale is not None
         # Ranks decide together, so it may look at each one's shards.
-        with torch._C.DisableTorchFunctionSubclass(), self._keeping_norms(optimizer):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with torch._C.DisableTorchFunctionSubclass(), scaling(gradients, self._scale.double().reciprocal()):
             super().unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         found = state["found_inf_per_device"]
@@ -39,13 +42,6 @@ class GradScaler(torch.amp.GradScaler):
         anywhere = max(all_gather_json(mine, "infinite gradients"))
         device = current_world().device
         state["found_inf_per_device"] = {device: torch.full((1,), anywhere, dtype=torch.float32, device=device)}
-
-    def _keeping_norms(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        if not self._enabled:
-            return nullcontext()
-        assert self._scale is not None
-        gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-        return scaling([each for each in gradients if each is not None], self._scale.double().reciprocal())
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer, or on every rank does not."""

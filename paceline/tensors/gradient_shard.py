@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from torch._guards import TracingContext
 
 from paceline.core.errors import EngineError, UserError
 from paceline.tensors.calls import tensors_of
-from paceline.tensors.reduced_norm import ReducedNorm
+from paceline.tensors.reduced_norm import NORMS, ReducedNorm, forget_norms, known_norms, may_edit
 
 ELEMENTWISE = frozenset(
     {
@@ -36,10 +35,6 @@ DESCRIPTIONS = frozenset(
 )
 
 SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "T", "mT"})
-
-_NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm", "linalg_norm", "linalg_matrix_norm"})
-_SPECTRAL = frozenset({"linalg_norm", "linalg_matrix_norm"})
-"""Those whose order 2 is the largest singular value of a matrix."""
 
 _ACCESS = ("__get__", "__set__", "__delete__")
 
@@ -91,9 +86,11 @@ class GradientShard(Tensor):
                 wait()
         with torch._C.DisableTorchFunctionSubclass():
             if any(division_of(shard) != WHOLE for shard in shards):
-                if (norms := _known_norms(func, args, kwargs)) is not None:
+                if (norms := known_norms(_name_of(func), args, kwargs, GradientShard)) is not None:
                     return norms
                 _require_elementwise(func, shards, args, kwargs)
+            if may_edit(func, kwargs):
+                forget_norms(shards)
             result = func(*args, **kwargs)
             # Whoever asks for a plain tensor knows what it is.
             return result if func is Tensor.as_subclass else _marked(result, shards, _name_of(func))
@@ -126,27 +123,6 @@ def become_shard(
     shard.__class__ = GradientShard
     shard._wait, shard._division, shard._norm = wait, division, norm
     return shard
-
-
-@contextmanager
-def scaling(gradients: Iterable[Tensor], factor: Tensor) -> Iterator[None]:
-    """Inside, this rank's shards are multiplied, as every rank does; what is known of norms is so, too.
-
-    Args:
-        gradients: What is multiplied.
-        factor: By what: one element, positive.
-    """
-    shards = [each for each in gradients if isinstance(each, GradientShard) and norm_of(each) is not None]
-    yield
-    for shard in shards:
-        assert shard._norm is not None
-        shard._norm = shard._norm.scaled(shard, factor)
-
-
-def norm_of(shard: GradientShard) -> Tensor | None:
-    """The 2-norm of the whole gradient, if it is known: 0-dim, plain, in the shard's dtype."""
-    norm: ReducedNorm | None = shard.__dict__.get("_norm")
-    return norm.of(shard) if norm is not None else None
 
 
 def division_of(shard: GradientShard) -> Division | None:
@@ -190,27 +166,6 @@ def _marked(result: Any, shards: list[GradientShard], name: str) -> Any:
     return result
 
 
-def _known_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives that asks for nothing but the 2-norms of whole gradients; None if any is not known."""
-    name = _name_of(func)
-    # As torch hands them on, also those that nobody has given.
-    given = {key: value for key, value in kwargs.items() if value is not None and value is not False}
-    orders = (*args[1:], *given.values())
-    if name not in _NORMS or len(orders) > 1 or not given.keys() <= {"ord", "p"} or not args:
-        return None
-    euclidean = ("fro",) if name in _SPECTRAL else (2, "fro")
-    if orders and not (orders[0] is None or (isinstance(orders[0], (int, float, str)) and orders[0] in euclidean)):
-        return None
-    tensors = args[0] if name == "_foreach_norm" else [args[0]]
-    norms = [
-        norm_of(each) if isinstance(each, GradientShard) else torch.linalg.vector_norm(each)  # of another model
-        for each in tensors
-    ]
-    if any(norm is None for norm in norms):
-        return None
-    return norms if name == "_foreach_norm" else norms[0]
-
-
 def _require_elementwise(
     func: Callable[..., Any], shards: list[GradientShard], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -224,13 +179,13 @@ def _require_elementwise(
         raise _refusal(f"{func.__self__.__name__} =", shards)  # type: ignore[attr-defined]
     if name in _ACCESS or name in DESCRIPTIONS:
         return
-    if name in _NORMS and kwargs.get("dim") is None:
+    if name in NORMS and kwargs.get("dim") is None:
         raise UserError(
             f"{name} of {_owner(shards)}.grad, as torch.nn.utils.clip_grad_norm_ and get_total_norm ask: of "
-            "gradients that this rank has shards of the 2-norm alone is known, from the step's last backward until "
-            "somebody changes them, if nothing from before the step was added. To clip at any time call "
-            "pl.clip_grad_norm_(model, max_norm), by some parameters' norm pl.clip_grad_norm_(model, max_norm, "
-            "group['params']), and for a norm alone pl.engine_of(model).grad_norm()"
+            "gradients that this rank has shards of the 2-norm alone is known, from the backward that reduces a step's "
+            "until somebody changes them or the optimizer steps. To clip at any time call pl.clip_grad_norm_(model, "
+            "max_norm), by some parameters' norm pl.clip_grad_norm_(model, max_norm, group['params']), and for a norm "
+            "alone pl.engine_of(model).grad_norm()"
         )
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         raise UserError(

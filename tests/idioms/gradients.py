@@ -43,6 +43,54 @@ def clipping_by_torch(side: Side) -> Found:
     return {**state(model), **norms}
 
 
+@idiom(refused=(("zero 3", "after the step's forward has begun"),))
+def clipping_by_torch_with_a_regulariser_before_the_forward(side: Side) -> Found:
+    """Gradients that come before their units run are reduced once more."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x, y = side.batch(step)
+        weights = sum(p.square().sum() for p in model.parameters())
+        ((net(x) - y).square().mean() + 0.01 * weights).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def clipping_by_torch_of_a_model_called_twice(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        x, y = side.batch(step)
+        apart = (net(x) - net(2 * x)).square().mean() if step != 1 else 0.0
+        (apart + (net(x) - y).square().mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom(refused=tuple((f"zero {zero}", "backward with create_graph=True") for zero in range(4)))
+def a_penalty_on_what_backward_left(side: Side) -> Found:
+    """Under DDP each rank's own part of it has a graph."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+        optimizer.zero_grad()
+        ((net(x) - y).square().mean() + penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
 @idiom()
 def clipping_by_torch_after_micro_batches(side: Side) -> Found:
     """Two models' gradients at once, summed without a word to the engine."""

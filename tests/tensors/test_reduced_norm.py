@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import EngineError, UserError
-from paceline.tensors.gradient_shard import GradientShard, as_shard, scaling
-from paceline.tensors.reduced_norm import ReducedNorm, norms_of
+from paceline.tensors.gradient_shard import GradientShard, as_shard
+from paceline.tensors.reduced_norm import ReducedNorm, forget_norms, norms_of, scaling
 from tests.tensors.test_gradient_shard import IN_PLACE, PARTS, VALUES, parameter
 
 WHOLE_NORM = 9.25
@@ -88,13 +88,48 @@ def test_norms_of_several_count_each() -> None:
     "through", [lambda g: g, lambda g: g.detach(), lambda g: g.data], ids=["itself", "detach", "data"]
 )
 def test_of_an_edited_one_it_is_refused(edit: str, through: Callable[[Any], Any]) -> None:
+    for gradient in (shard(), shard([]), shard([0.0] * len(VALUES))):
+        # On a rank that has none of its elements, too.
+        IN_PLACE[edit](through(gradient))
+        with pytest.raises(UserError, match="until somebody changes them"):
+            gradient.norm()
+
+
+def test_where_it_was_edited_past_its_functions_its_own_norm_tells() -> None:
     gradient = shard()
-    IN_PLACE[edit](through(gradient))
-    if torch.equal(gradient.as_subclass(Tensor).abs(), torch.tensor(VALUES).abs()):
-        assert gradient.norm().item() == WHOLE_NORM
-        return
-    with pytest.raises(UserError, match="until somebody changes them"):
-        gradient.norm()
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient.mul_(2)
+    for _ in range(2):
+        with pytest.raises(UserError, match="until somebody changes them"):
+            gradient.norm()
+        with torch._C.DisableTorchFunctionSubclass():
+            # Known no more, even as it was before.
+            gradient.div_(2)
+
+
+def test_what_steps_or_clips_forgets_it() -> None:
+    gradient = shard([])
+    forget_norms([gradient, torch.ones(3)])
+    with pytest.raises(UserError, match="or the optimizer steps"):
+        gradient.data.norm()
+
+
+def test_what_is_told_is_the_callers_own() -> None:
+    gradient = shard(dtype=torch.float64)
+    gradient.norm().mul_(2)
+    assert gradient.norm().item() == WHOLE_NORM
+
+
+@pytest.mark.parametrize("read", [lambda g: g * 2, lambda g: g.isfinite(), lambda g: g.requires_grad_(False), repr])
+def test_who_only_reads_changes_nothing(read: Callable[[Any], Any]) -> None:
+    gradient = shard()
+    read(gradient)
+    assert gradient.norm().item() == WHOLE_NORM
+
+
+def test_squares_that_float32_does_not_have() -> None:
+    found = norms_of([torch.full((4,), 1e30), torch.tensor([math.inf]), torch.ones(4)], torch.device("cpu"))
+    assert found.tolist() == [pytest.approx(2e30), math.inf, 2.0]
 
 
 def test_one_that_is_not_finite_tells_so() -> None:
