@@ -25,6 +25,9 @@ from paceline.plan.search import Found, search
 from paceline.plan.simulated_memory import simulated_memory
 from paceline.plan.text import print_table
 
+_UNANSWERED = frozenset({"tokens", "failures", "explain", "what_if", "scaling", "picture"})
+"""Options about what is recommended."""
+
 
 def forecast(options: PlanArguments, devices: int) -> int:
     """Prints a forecast; returns the exit status: 1 where nothing fits.
@@ -33,6 +36,11 @@ def forecast(options: PlanArguments, devices: int) -> int:
         UserError: The arguments name what there is not, or sizes that do not go together.
     """
     asked = request(options, devices)
+    if options.write and asked.config is None:
+        raise UserError(
+            f"--write: paceline train trains presets, which {options.model} is none of; pass the strategy that is "
+            "recommended without --write to pl.parallelize in a loop of your own"
+        )
     tokens = quantities.tokens(options.tokens, "--tokens") if options.tokens else 0
     began = time.perf_counter()
     found = search(asked.case, asked.samples, precisions=asked.precisions)
@@ -46,6 +54,7 @@ def forecast(options: PlanArguments, devices: int) -> int:
         numbers["would_fit"] = would_fit(asked.case, asked.samples, asked.precisions[0])
         if shows:
             table.show_misfit(found, numbers["would_fit"])
+            table.show_unanswered(_UNANSWERED & {name for name, value in asdict(options).items() if value})
     else:
         numbers |= _about(options, asked, found, best, tokens, shows)
     if asked.own is not None:
@@ -112,11 +121,7 @@ def _about(
 def _write(options: PlanArguments, asked: Request, found: Found, tokens: int) -> None:
     from paceline.plan import run_file
 
-    if asked.config is None:
-        raise UserError(
-            f"--write: paceline train trains presets, which {options.model} is none of; pass the strategy that is "
-            "recommended above to pl.parallelize in a loop of your own"
-        )
+    assert asked.config is not None
     if found.recommended is None:
         raise UserError("--write: nothing fits, so there is nothing to write")
     context = asked.case.subject.context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from paceline.command_line import quantities as said
 from paceline.command_line.help_page import fill
@@ -180,6 +180,13 @@ def _longest(best: Estimate) -> list[tuple[str, float]]:
     parts = {"compute": best.compute, **{f"wait for {kind}": time for kind, time in best.exposed.items()}}
     parts |= {"update": best.optimizer, "wait for the slowest rank": best.bubble}
     return [(kind, time) for kind, time in parts.items() if time >= 1e-4 * best.seconds]
+
+
+def show_unanswered(options: Collection[str]) -> None:
+    """Prints which options had nothing to be about, where nothing fits."""
+    if options:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(options))
+        print(fill(f"Nothing is said of {named}, as they are about a setting that fits.", "  "))
 
 
 def show_misfit(found: Found, changes: Sequence[str]) -> None:

@@ -39,6 +39,7 @@ class Request:
         samples: Of a step on one device.
         precisions: What may be computed in.
         config: The run's configuration, for models that `paceline train` trains.
+        network: How many times the bandwidth between hosts is asked about.
         usual: Samples of a step by the preset, where its step is planned.
         own: How the user's configuration makes a step, with the batch that is planned, where one is asked about.
     """
@@ -47,6 +48,7 @@ class Request:
     samples: int
     precisions: tuple[str, ...]
     config: TrainConfig | None
+    network: float = 1.0
     usual: int = 0
     own: Setting | None = None
 
@@ -56,6 +58,8 @@ class Request:
         found = self.case.subject.work(1, self.precisions[0]).warnings
         if self.config is not None and self.config.tf32 and "float32" in self.precisions:
             found = (*found, "tf32 is no part of forecasts: in float32 matrices are taken to multiply without it")
+        if self.network != 1 and self.case.devices <= self.case.hardware.devices_per_host:
+            found = (*found, f"--network {self.network:g} changes nothing: {self.case.devices} devices are on one host")
         if not self.usual or self.usual == self.batch:
             return found
         return (
@@ -99,6 +103,7 @@ def request(options: PlanArguments, devices: int) -> Request:
         samples,
         _precisions(options, hardware, subject, config),
         config,
+        options.network,
         usual,
         _own(options, config, samples * devices, devices, hardware),
     )

@@ -116,8 +116,26 @@ def test_nothing_fits_says_by_how_much_and_what_would(capsys: pytest.CaptureFixt
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r"Nothing fits: zero 0, .* misses by [\d.]+ GiB", shown)
     assert re.search(r"It would fit with 2 devices( and a step of 2 samples)? or --hardware \w+", shown)
+    assert "Nothing is said" not in shown
+    assert main([*arguments, "--what-if", "--tokens", "1B"]) == 1
+    assert "Nothing is said of --tokens, --what-if" in " ".join(capsys.readouterr().out.split())
     assert main([*arguments, "--write", "run.yaml"]) == 2
     assert "nothing fits" in capsys.readouterr().err
+
+
+def test_a_network_that_nothing_crosses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "gpt2-124m", "--hardware", "a100", "--network", "0.5", "--devices"]
+    assert main([*arguments, "8"]) == 0
+    assert "warning: --network 0.5 changes nothing: 8 devices are on one host" in capsys.readouterr().out
+    assert main([*arguments, "16"]) == 0
+    assert "changes nothing" not in capsys.readouterr().out
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "tests.engine.models:Stack", "--hardware", "a100", "--devices", "8", "--write", "run.yaml"]
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert "which tests.engine.models:Stack is none of" in told.err and not told.out
 
 
 def test_devices_that_are_advised_may_need_a_larger_step(capsys: pytest.CaptureFixture[str]) -> None:
