@@ -132,8 +132,8 @@ def test_a_network_that_nothing_crosses_is_told(capsys: pytest.CaptureFixture[st
 
 
 def test_what_cannot_be_written_is_told_before_anything_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", "tests.engine.models:Stack", "--hardware", "a100", "--devices", "8", "--write", "run.yaml"]
-    assert main(arguments) == 2
+    arguments = ["plan", "--model", "tests.engine.models:Stack", "--hardware", "a100", "--devices", "8"]
+    assert main([*arguments, "--write", "run.yaml"]) == 2
     told = capsys.readouterr()
     assert "which tests.engine.models:Stack is none of" in told.err and not told.out
 
