@@ -113,7 +113,7 @@ class Case:
             optimizer=split["optimizer"],
             bubble=bubble,
             tokens=self.devices * samples * self.subject.context,
-            flops=self.subject.flops_of(samples, precision),
+            flops=self.subject.flops_of(setting.samples, precision) * setting.micro_batches,
             peak_flops=self._peak(precision),
             memory=self.footprint(setting),
             capacity=self.capacity,

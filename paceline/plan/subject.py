@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 from torch import nn
@@ -51,8 +52,8 @@ class Subject:
         return self._made[samples, dtype]
 
     def flops_of(self, samples: int, dtype: str) -> float:
-        """Floating-point operations that so many samples need, which recomputing does not raise."""
-        return self.flops * self.context * samples or self.work(1, dtype).needed_flops * samples
+        """Floating-point operations that a micro-batch needs, which recomputing does not raise."""
+        return self.flops * self.context * samples or self.work(samples, dtype).needed_flops
 
 
 @lru_cache(maxsize=32)
@@ -66,7 +67,7 @@ def transformer(name: str, config: ModelConfig, context: int = 0, kernels: Kerne
         kernels: Whose attention it computes with.
     """
     context = context or config.context
-    found = of_module(name, on_meta(lambda: Transformer(config)), None, context, kernels)
+    found = of_module(name, on_meta(lambda: Transformer(config)), None, context, kernels, is_even=True)
     return replace(
         found,
         flops=flops_per_token(config, context),
@@ -75,7 +76,12 @@ def transformer(name: str, config: ModelConfig, context: int = 0, kernels: Kerne
 
 
 def of_module(
-    name: str, model: nn.Module, inputs: Inputs | None = None, context: int = 0, kernels: Kernels = "cuda"
+    name: str,
+    model: nn.Module,
+    inputs: Inputs | None = None,
+    context: int = 0,
+    kernels: Kernels = "cuda",
+    is_even: bool = False,
 ) -> Subject:
     """Any model, by a trace.
 
@@ -85,6 +91,7 @@ def of_module(
         inputs: What it is called with, if it is no language model.
         context: Tokens of a sample; 0: the model's longest.
         kernels: Whose attention it computes with.
+        is_even: Whether it is known to take as much more for each sample; else a trace of four tells.
     """
     known: dict[tuple[int, str], Work] = {}
 
@@ -95,10 +102,18 @@ def of_module(
             )
         return known[samples, dtype]
 
+    def line(samples: int, dtype: str) -> Work | None:
+        return extended(traced(1, dtype), traced(2, dtype), samples)
+
+    @cache
+    def grows_evenly() -> bool:
+        # Each sample with each other one, as in a contrastive loss, is more than a part for each sample.
+        four = None if is_even else line(4, "bfloat16")
+        return is_even or (four is not None and _alike(four, traced(4, "bfloat16")))
+
     def work(samples: int, dtype: str) -> Work:
-        if samples <= 2:
-            return grouped(traced(samples, dtype))
-        return grouped(extended(traced(1, dtype), traced(2, dtype), samples) or traced(samples, dtype))
+        made = line(samples, dtype) if samples > 2 and grows_evenly() else None
+        return grouped(made or traced(samples, dtype))
 
     length = context if context and inputs is None else traced(1, "bfloat16").tokens
     return Subject(
@@ -107,6 +122,21 @@ def of_module(
         length,
         work,
         with_context=None if inputs is not None else lambda other: of_module(name, model, inputs, other, kernels),
+    )
+
+
+def _alike(one: Work, other: Work) -> bool:
+    """Whether two count as much: of few samples what each has with each other is next to nothing."""
+    return all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(_totals(one), _totals(other), strict=True))
+
+
+def _totals(work: Work) -> tuple[float, float, float]:
+    """Operations, bytes that they read and write, and bytes that are kept for backward."""
+    each = [op for unit in work.units for op in (*unit.forward, *unit.backward)]
+    return (
+        sum(op.flops * op.count for op in each),
+        sum(op.bytes * op.count for op in each),
+        sum(unit.kept for unit in work.units),
     )
 
 

@@ -38,6 +38,25 @@ def test_a_model_of_ones_own_is_planned_by_what_it_is_called_with() -> None:
     assert subject.work(16, "float32").flops == pytest.approx(16 * subject.work(1, "float32").flops, rel=0.01)
 
 
+class Contrastive(nn.Module):
+    """Each sample with each other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x).relu())
+        return (y @ y.t()).logsumexp(1).mean()
+
+
+def test_what_each_sample_has_with_each_other_is_traced() -> None:
+    model = on_meta(Contrastive)
+    found = of_module("mine", model, torch.empty(1, 64))
+    assert found.work(2048, "float32") == grouped(trace(model, 2048, inputs=torch.empty(1, 64), precision="float32"))
+    assert found.flops_of(2048, "float32") > 8 * 2048 * found.flops_of(1, "float32")
+
+
 def test_works_that_compute_other_things_are_not_extended() -> None:
     one = transformer("nano", PRESETS["nano"]).work(1, "float32")
     other = transformer("tiny", PRESETS["tiny"]).work(2, "float32")
