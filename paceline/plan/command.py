@@ -14,10 +14,12 @@ from paceline.plan import buffer_table, quantities, scaling, what_if
 from paceline.plan import failures as failing
 from paceline.plan import forecast_table as table
 from paceline.plan.arguments import PlanArguments
-from paceline.plan.budget import budget
+from paceline.plan.budget import Budget, budget
 from paceline.plan.buffer_table import buffers
-from paceline.plan.estimate import Estimate
+from paceline.plan.case import Case
+from paceline.plan.estimate import Estimate, Setting
 from paceline.plan.explain import terms
+from paceline.plan.failures import Failures
 from paceline.plan.numbers import forecast_numbers, setting_numbers
 from paceline.plan.recommend import would_fit
 from paceline.plan.request import Request, request
@@ -47,16 +49,27 @@ def forecast(options: PlanArguments, devices: int) -> int:
     best = found.recommended
     numbers = {**forecast_numbers(asked, found), "search_seconds": time.perf_counter() - began}
     shows = options.json != json_file.SCREEN
+    broken = _failures(options, asked.case)
+    budgets = _budgets(options, asked.case, found, tokens, broken)
+    for shown, each in zip(numbers["settings"], found.best, strict=True):
+        if each.setting in budgets:
+            shown["budget"] = budgets[each.setting].to_dict()
     if shows:
         table.show_head(asked)
-        table.show_table(found, options.all)
+        table.show_table(found, options.all, budgets)
     if best is None:
         numbers["would_fit"] = would_fit(asked.case, asked.samples, asked.precisions[0])
         if shows:
             table.show_misfit(found, numbers["would_fit"])
             table.show_unanswered(_UNANSWERED & {name for name, value in asdict(options).items() if value})
     else:
-        numbers |= _about(options, asked, found, best, tokens, shows)
+        if broken is not None:
+            numbers["failures"] = broken.to_dict()
+        if best.setting in budgets:
+            numbers["budget"] = budgets[best.setting].to_dict()
+        if shows:
+            table.show_recommended(found, best, budgets.get(best.setting), broken)
+        numbers |= _about(options, asked, found, best, shows)
     if asked.own is not None:
         from paceline.plan.run_file import estimate_of
 
@@ -73,24 +86,32 @@ def forecast(options: PlanArguments, devices: int) -> int:
     return 0 if best else 1
 
 
-def _about(
-    options: PlanArguments, asked: Request, found: Found, best: Estimate, tokens: int, shows: bool
-) -> dict[str, Any]:
-    """Shows what there is to say of the recommended setting, and gives its numbers."""
-    case, numbers = asked.case, dict[str, Any]()
-    budgeted = broken = None
-    if options.failures:
-        hosts = math.ceil(case.devices / case.hardware.devices_per_host)
-        saving = options.save_seconds or failing.saving_seconds(case.subject.shapes.numel, hosts)
-        broken = failing.failures(3600 * options.failures, saving, options.restart_seconds)
-        numbers["failures"] = broken.to_dict()
+def _failures(options: PlanArguments, case: Case) -> Failures | None:
+    if not options.failures:
+        return None
+    hosts = math.ceil(case.devices / case.hardware.devices_per_host)
+    saving = options.save_seconds or failing.saving_seconds(case.subject.shapes.numel, hosts)
+    return failing.failures(3600 * options.failures, saving, options.restart_seconds)
+
+
+def _budgets(
+    options: PlanArguments, case: Case, found: Found, tokens: int, broken: Failures | None
+) -> dict[Setting, Budget]:
+    """What the tokens take with each setting that fits."""
     useful = broken.goodput if broken else 1.0
     # Where nothing is ever done between two failures, no time is enough.
-    if tokens and useful:
-        budgeted = budget(best, tokens, case.hardware.device.watts, options.price, options.power_price, useful)
-        numbers["budget"] = budgeted.to_dict()
-    if shows:
-        table.show_recommended(found, best, budgeted, broken)
+    if not tokens or not useful:
+        return {}
+    return {
+        each.setting: budget(each, tokens, case.hardware.device.watts, options.price, options.power_price, useful)
+        for each in found.best
+        if each.fits
+    }
+
+
+def _about(options: PlanArguments, asked: Request, found: Found, best: Estimate, shows: bool) -> dict[str, Any]:
+    """Shows what more is asked about the recommended setting, and gives its numbers."""
+    case, numbers = asked.case, dict[str, Any]()
     if options.explain:
         told = list(terms(case, best))
         numbers["terms"] = [asdict(term) for term in told]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from paceline.command_line import quantities as said
 from paceline.command_line.help_page import fill
 from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
-from paceline.plan import scaling
+from paceline.plan import detail_table, scaling
 from paceline.plan.budget import Budget
 from paceline.plan.choice import ALIKE
-from paceline.plan.estimate import Estimate
+from paceline.plan.estimate import Estimate, Setting
 from paceline.plan.explain import Term
 from paceline.plan.failures import Failures
 from paceline.plan.quantities import gib, short
@@ -59,8 +59,14 @@ def show_head(request: Request) -> None:
     print()
 
 
-def show_table(found: Found, everything: bool) -> None:
-    """Prints the strategies, the fastest first."""
+def show_table(found: Found, everything: bool, budgets: Mapping[Setting, Budget]) -> None:
+    """Prints the strategies, the fastest first: their times, then what binds them and what they hold and take.
+
+    Args:
+        found: What a search found.
+        everything: Whether all are shown.
+        budgets: Of those that fit; none where no tokens are asked about.
+    """
     shown = list(found.best) if everything else chosen(found)
     unit, times = (1.0, "seconds") if min(each.seconds for each in shown) >= 1 else (1e3, "milliseconds")
     print_table(HEADS, [_cells(name(found, each), each, unit) for each in shown], left=3)
@@ -70,6 +76,9 @@ def show_table(found: Found, everything: bool) -> None:
         f"batch: micro-batches x samples. Times in {times}; gather, reduce: waited for. free: of "
         f"{gib(found.best[0].capacity)}{more}"
     )
+    print()
+    print_table(*detail_table.table([name(found, each) for each in shown], shown, budgets), left=2)
+    print("GiB of a rank when it holds most, by kind")
 
 
 def chosen(found: Found) -> list[Estimate]:

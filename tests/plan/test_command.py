@@ -22,6 +22,12 @@ def test_a_plan_has_a_table_a_recommendation_and_fits_a_terminal(capsys: pytest.
     assert "a step: 4,194,304 tokens, 512 samples of 8,192, 8 on each device" in shown
     rows = [line for line in shown.splitlines() if line.startswith("zero ")]
     assert {re.split("  +", row)[0] for row in rows} >= {"zero 0", "zero 1", "zero 2", "zero 3"}
+    (heads,) = (line.split() for line in shown.splitlines() if line.startswith("strategy") and " bound " in line)
+    assert " ".join(heads[1:]) == "bound param grad optim activ logits buckets gathered framework days kWh cost"
+    details = {re.split("  +", row)[0]: re.split("  +", row)[1:] for row in rows[len(rows) // 2 :]}
+    assert details["zero 0"][0] == "compute" and len(details["zero 0"]) == 9, "it does not fit, and trains no tokens"
+    assert float(details["zero 3"][1]) < 1 < float(details["zero 1"][1]) == float(details["zero 2"][1])
+    assert float(details["zero 3"][9]) > 20 and details["zero 3"][11].endswith("k")
     for words in ("Take zero", "bound by", "parameters", "sends", "1.00T tokens:", "days", "kWh", "costs"):
         assert words in shown
 
@@ -36,7 +42,9 @@ def test_json_has_what_is_shown_and_parts_add_up(capsys: pytest.CaptureFixture[s
         assert row["seconds"] == pytest.approx(parts)
         assert row["tokens_per_second"] == pytest.approx(2**22 / row["seconds"])
         assert row["fits"] == (row["spare"] >= 0) and row["spare"] == row["capacity"] - row["memory"]["peak"]
+    assert all(("budget" in row) == row["fits"] for row in plan["settings"])
     best = plan["recommended"]
+    assert next(row["budget"] for row in plan["settings"] if row["name"] == best["name"]) == plan["budget"]
     assert best["fits"] and best["seconds"] == min(row["seconds"] for row in plan["settings"] if row["fits"])
     hours = 1e12 / best["tokens_per_second"] / 3600
     assert plan["budget"]["cost"] == pytest.approx(hours * 64 * 2)
@@ -248,7 +256,7 @@ def test_what_may_be_asked_beside_a_plan(tmp_path: Path, capsys: pytest.CaptureF
     states = memory["optimizer"] * 2 // 3
     held = memory["steady"] - memory["framework"] - states
     assert sum(each["bytes"] for each in plan["buffers"] if each["kind"] != "statistics") == held
-    assert len(plan["settings"]) == len([line for line in shown.splitlines() if line.startswith("zero ")])
+    assert 2 * len(plan["settings"]) == len([line for line in shown.splitlines() if line.startswith("zero ")])
 
 
 @pytest.mark.full
