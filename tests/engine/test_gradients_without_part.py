@@ -72,7 +72,7 @@ def test_elements_of_gradients_are_edited_on_every_rank(ranks, strategy, n, kind
 
 
 READS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
-    "norm": lambda g, p: g.norm(),
+    "norm of order 1": lambda g, p: g.norm(1),
     "sum": lambda g, p: g.sum(),
     "shape": lambda g, p: g.shape,
     "projection": lambda g, p: (g * g.clone()).sum() / g.dot(g),
@@ -80,7 +80,7 @@ READS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
     "view": lambda g, p: g.view(-1),
     "float": lambda g, p: float(g),
     "any": lambda g, p: bool(g.isnan().any()),
-    "list norm": lambda g, p: torch._foreach_norm([g, g]),
+    "norms of what was computed": lambda g, p: torch._foreach_norm([2 * g, g + g]),
 }
 
 
@@ -105,6 +105,17 @@ def read(strategy: Strategy) -> dict[str, set[str]]:
 def test_reading_them_whole_is_refused_on_every_rank(ranks, strategy, n) -> None:
     for found in ranks(n, read, strategy):
         assert found == {name: {"UserError" if "norm" in name else "EngineError"} for name in READS}
+
+
+def norms(model: nn.Module) -> list[float]:
+    loss_on(model, 0).backward()
+    return [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
+
+
+@in_worlds(PARTIAL)
+def test_every_rank_knows_the_norm_of_the_whole(ranks, strategy, n) -> None:
+    for found in ranks(n, in_parallel, strategy, make, norms):
+        assert found == pytest.approx(norms(make()), rel=1e-12)
 
 
 class Half(Stack):

@@ -16,6 +16,7 @@ from tests.idioms import (
     averages,
     beside_the_model,
     buffers,
+    clipping,
     closures,
     conversions,
     frozen,
@@ -38,8 +39,32 @@ from tests.idioms.side import IDIOMS, Ddp, Found, Paceline, Side
 from tests.ranks import RankError, RankPool
 
 WRITTEN_IN = (
-    *(averages, beside_the_model, buffers, closures, conversions, frozen, gradients, gradients_assigned, layouts),
-    *(loops, losses, modules, odd_modules, optimizers, own_optimizers, parts, recomputed, several, tables, weights),
+    *(
+        averages,
+        beside_the_model,
+        buffers,
+        clipping,
+        closures,
+        conversions,
+        frozen,
+        gradients,
+        gradients_assigned,
+        layouts,
+    ),
+    *(
+        layouts,
+        loops,
+        losses,
+        modules,
+        odd_modules,
+        optimizers,
+        own_optimizers,
+        parts,
+        recomputed,
+        several,
+        tables,
+        weights,
+    ),
 )
 """Importing them registers the idioms."""
 
