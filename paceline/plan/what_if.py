@@ -58,20 +58,18 @@ def changes(case: Case, samples: int, found: Found) -> Iterator[Change]:
     def best_of(changed: Case, share: int) -> Estimate | None:
         return search(changed, share, precisions=(precision,)).recommended
 
+    def change(words: str, changed: Case) -> Change:
+        same, other = changed.estimate(setting), best_of(changed, samples)
+        return Change(words, same, other if other and other.seconds < same.seconds else same)
+
     if case.devices > case.hardware.devices_per_host:
         for factor, words in ((0.5, "half the network between hosts"), (2.0, "twice the network between hosts")):
-            changed = replace(case, hardware=with_network(case.hardware, factor))
-            same, other = changed.estimate(setting), best_of(changed, samples)
-            yield Change(words, same, other if other and other.seconds < same.seconds else same)
+            yield change(words, replace(case, hardware=with_network(case.hardware, factor)))
     more = replace(case, devices=2 * case.devices)
     share, batch = (samples // 2, "same batch") if samples % 2 == 0 else (samples, "twice the batch")
     yield Change(f"{more.devices:,} devices, {batch}", None, best_of(more, share))
     if case.devices > 1:
-        slower = replace(case, slow_rank=SLOW * case.slow_rank)
-        slow, other = slower.estimate(setting), best_of(slower, samples)
-        yield Change(
-            f"one rank {SLOW:g} times as slow", slow, other if other and other.seconds < slow.seconds else slow
-        )
+        yield change(f"one rank {SLOW:g} times as slow", replace(case, slow_rank=SLOW * case.slow_rank))
 
 
 def with_network(hardware: Hardware, factor: float) -> Hardware:

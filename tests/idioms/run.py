@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import pkgutil
 import re
 import traceback
 import warnings
@@ -12,59 +14,15 @@ import torch
 
 import paceline as pl
 from paceline.core.errors import EngineError
-from tests.idioms import (
-    averages,
-    beside_the_model,
-    buffers,
-    clipping,
-    closures,
-    conversions,
-    frozen,
-    gradients,
-    gradients_assigned,
-    layouts,
-    loops,
-    losses,
-    modules,
-    odd_modules,
-    optimizers,
-    own_optimizers,
-    parts,
-    recomputed,
-    several,
-    tables,
-    weights,
-)
+from tests import idioms
 from tests.idioms.side import IDIOMS, Ddp, Found, Paceline, Side
 from tests.ranks import RankError, RankPool
 
-WRITTEN_IN = (
-    *(
-        averages,
-        beside_the_model,
-        buffers,
-        clipping,
-        closures,
-        conversions,
-        frozen,
-        gradients,
-        gradients_assigned,
-        layouts,
-    ),
-    *(
-        layouts,
-        loops,
-        losses,
-        modules,
-        odd_modules,
-        optimizers,
-        own_optimizers,
-        parts,
-        recomputed,
-        several,
-        tables,
-        weights,
-    ),
+_NONE_OF_THEM = ("__main__", "run", "side", "test_idioms")
+WRITTEN_IN = tuple(
+    importlib.import_module(f"tests.idioms.{module.name}")
+    for module in pkgutil.iter_modules(idioms.__path__)
+    if module.name not in _NONE_OF_THEM
 )
 """Importing them registers the idioms."""
 
