@@ -75,17 +75,17 @@ class Edits:
 
     def set(self) -> None:
         """Takes the shards as they are now."""
-        self._versions = [self._parameters[index]._version for index in self._indices]
-        self._values = [memory[places] for _, memory, places in self._seen]
+        self._versions = self._read_versions()
+        self._values = [memory.index_select(0, places) for _, memory, places in self._seen]
 
     def found(self) -> int | None:
         """The index of a parameter that was edited since; None where none was."""
-        for index, version in zip(self._indices, self._versions, strict=True):
-            if self._parameters[index]._version != version:
+        for index, version, now in zip(self._indices, self._versions, self._read_versions(), strict=True):
+            if now != version:
                 return index
         for (indices, memory, places), values, later in zip(self._seen, self._values, self._later, strict=True):
             # By bits, as NaN is not equal to itself.
-            seen, kept = memory[places].view(torch.uint8), values.view(torch.uint8)
+            seen, kept = memory.index_select(0, places).view(torch.uint8), values.view(torch.uint8)
             if later is None and torch.equal(seen, kept):
                 continue
             changed = (seen != kept).view(len(indices), -1).any(1)
@@ -93,6 +93,10 @@ class Edits:
             if known is not None and known.any():
                 return indices[int(known.nonzero()[0])]
         return None
+
+    def _read_versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [self._parameters[index]._version for index in self._indices]
 
 
 class CopyEdits:

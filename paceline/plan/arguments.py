@@ -30,6 +30,8 @@ class PlanArguments:
     """What they are: h100, a100, a100-40gb, h200, b200, v100 ..., or the file of a profile."""
     here: bool = False
     """Measures this machine for a minute, once, and plans for devices like it."""
+    collectives: Annotated[str, Value("FILE.json")] = ""
+    """What collectives within a host take: a profile that paceline bench comm --profile measured there."""
     batch_tokens: Annotated[str, Value("N")] = ""
     """Tokens of an optimizer step over all devices, such as 4M. By default those of the preset's settings."""
     context: int = 0

@@ -63,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 _NEED_HARDWARE = (
     "config",
+    "collectives",
     "batch_tokens",
     "context",
     "tokens",

@@ -12,7 +12,7 @@ from paceline.plan.case import Case
 from paceline.plan.costs import OPTIMIZER_BYTES
 from paceline.plan.estimate import Estimate
 from paceline.plan.footprint import FREE
-from paceline.plan.network import spread
+from paceline.plan.network import measured_rates, spread
 from paceline.plan.quantities import gib, si
 
 
@@ -57,7 +57,7 @@ def _computing(case: Case, estimate: Estimate) -> Iterator[Term]:
     count = sum(op.count for op in operations)
     matmuls, attention = f"matmuls {si(flops['matmul'])}FLOP", f"attention {si(flops['attention'])}FLOP"
     moved = f"{si(spent.moved)}B by kernels that do not multiply"
-    if hardware.measured:
+    if hardware.is_cpu:
         attention, moved = f"{attention}, measured at their sizes", f"{moved}, measured at their sizes"
     else:
         rate = f"({si(hardware.device.bandwidth)}B/s x {kernels.memory_efficiency:g})"
@@ -124,12 +124,16 @@ def _communicating(case: Case, estimate: Estimate) -> Iterator[Term]:
         within = f"B (n-1)/n / {si(hardware.within.bandwidth)}B/s"
         between = f"B (h-1)/h / ({where.within} x {si(hardware.between.bandwidth)}B/s)"
         formula = f"max({within}, {between})" if where.within > 1 and hosts > 1 else between if hosts > 1 else within
+        formula = f"{twice}{formula} + a latency for each step of the ring"
+        source = "ring (Thakur et al. 2005), links: datasheet x 0.8 (nccl-tests)"
+        if (rates := measured_rates(kind, where, hardware)) is not None:
+            speed = f" + B / {si(1 / rates.per_byte)}B/s" if rates.per_byte else ""
+            formula, source = f"{said.seconds(rates.fixed)}{speed}", f"measured between {n} ranks of a host"
         yield Term(
             kind,
             f"{gib(size)} GiB a step in {number:,}",
-            f"{twice}{formula} + a latency for each step of the ring; n = {n}, h = {hosts}; waited for "
-            f"{said.seconds(estimate.exposed.get(kind, 0.0))} of a step",
-            "ring (Thakur et al. 2005), links: datasheet x 0.8 (nccl-tests)",
+            f"{formula}; n = {n}, h = {hosts}; waited for {said.seconds(estimate.exposed.get(kind, 0.0))} of a step",
+            source,
         )
 
 

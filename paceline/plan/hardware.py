@@ -122,3 +122,8 @@ class Hardware:
     source: str = ""
     hooks: float = 0.0
     measured: Mapping[str, Rates] = field(default_factory=dict)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether its devices are CPUs, of which operators are measured one by one, and of nothing else."""
+        return any(name.endswith(" float32") for name in self.measured)

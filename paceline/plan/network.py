@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paceline.plan.hardware import Hardware
+from paceline.plan.hardware import Hardware, Rates
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast", "barrier", "point_to_point"]
 
@@ -54,6 +54,11 @@ def spread(ranks: int, devices_per_host: int, stride: int = 1) -> Spread:
     return Spread(within, math.ceil(ranks / within))
 
 
+def measured_rates(collective: Collective | str, group: Spread, hardware: Hardware) -> Rates | None:
+    """What was measured of a collective between so many ranks of one host; None where nothing was."""
+    return hardware.measured.get(f"{collective} {group.ranks}") if group.hosts == 1 else None
+
+
 def seconds(collective: Collective | str, size: float, group: Spread, hardware: Hardware) -> float:
     """Seconds of one collective while nothing else uses the links.
 
@@ -66,7 +71,7 @@ def seconds(collective: Collective | str, size: float, group: Spread, hardware: 
     n, hosts = group.ranks, group.hosts
     if n <= 1:
         return 0.0
-    if hosts == 1 and (measured := hardware.measured.get(f"{collective} {n}")) is not None:
+    if (measured := measured_rates(collective, group, hardware)) is not None:
         return measured.seconds(0.0, size)
     within, between = hardware.within, hardware.between
     if collective == "point_to_point":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from paceline.comm.profile import read_profile
 from paceline.core.errors import UserError
 from paceline.launch.screen import show
 from paceline.models.config import ModelConfig
@@ -18,6 +19,7 @@ from paceline.plan.arguments import PlanArguments
 from paceline.plan.case import Case
 from paceline.plan.estimate import Setting
 from paceline.plan.hardware import Hardware
+from paceline.plan.measured_collectives import with_collectives
 from paceline.plan.models import meta_model_and_inputs
 from paceline.plan.subject import Kernels, Subject, of_module, transformer
 from paceline.plan.what_if import with_network
@@ -87,8 +89,9 @@ def request(options: PlanArguments, devices: int) -> Request:
     """
     # What is misspelt is told first: a machine's name before a model is traced, a model's before a machine is measured.
     named = None if options.hardware is None else profiles.hardware(options.hardware)
+    profile = read_profile(options.collectives) if options.collectives else None
     config = _config(options)
-    subject = _subject(options, config)
+    subject = _subject(options, config, _kernels(named))
     usual = 0
     if options.batch_tokens:
         samples = quantities.samples(options.batch_tokens, subject.context, devices)
@@ -98,6 +101,8 @@ def request(options: PlanArguments, devices: int) -> Request:
         usual = config.batch if config is not None else 0
         samples = max(1, (usual or SAMPLES) // devices)
     hardware = with_network(named or _here(devices), options.network)
+    if profile is not None:
+        hardware = with_collectives(hardware, profile, devices, options.collectives)
     return Request(
         Case(subject, hardware, devices, options.slow_rank),
         samples,
@@ -120,12 +125,13 @@ def _own(
     if setting.strategy.precision != "auto":
         return setting
     # As a run finds it: see `comm.devices.strategy_on`.
-    low = _kernels(options) == "cuda" and "bfloat16" in hardware.device.ceiling
+    low = _kernels(hardware) == "cuda" and "bfloat16" in hardware.device.ceiling
     return replace(setting, strategy=replace(setting.strategy, precision="bfloat16" if low else "float32"))
 
 
-def _kernels(options: PlanArguments) -> Kernels:
-    return "cpu" if options.here and not torch.cuda.is_available() else "cuda"
+def _kernels(named: Hardware | None) -> Kernels:
+    is_cpu = not torch.cuda.is_available() if named is None else named.is_cpu
+    return "cpu" if is_cpu else "cuda"
 
 
 def _here(devices: int) -> Hardware:
@@ -150,8 +156,7 @@ def _config(options: PlanArguments) -> TrainConfig | None:
     return None
 
 
-def _subject(options: PlanArguments, config: TrainConfig | None) -> Subject:
-    kernels = _kernels(options)
+def _subject(options: PlanArguments, config: TrainConfig | None, kernels: Kernels) -> Subject:
     if config is not None:
         shape = config.model.shape(config.data.vocabulary) if options.config else PRESETS[options.model]
         return transformer(options.config or options.model, _fitting(shape, options), options.context, kernels)

@@ -16,6 +16,7 @@ from paceline.plan.published.division import (
 )
 from paceline.plan.published.settings import precision, recompute, sharding, unread
 from paceline.plan.published.shapes import shape
+from paceline.plan.published.stacks import OWN
 from paceline.plan.published.table import Row
 from paceline.plan.run import Run
 
@@ -77,7 +78,7 @@ def describe(row: Row) -> Described:
         raise UserError("fine-tuning with adapters: only training of all parameters is predicted")
     config, noted = shape(row)
     assumed = [noted] if noted else []
-    gpu = row.text("gpu") or _gpu_in(row)
+    gpu = row.values.get("gpu", "") or _gpu_in(row)
     if not gpu:
         raise UserError("gpu: expected the device's name, got none")
     per_host = count_per_host(row)
@@ -160,6 +161,8 @@ _OWN_WAYS: dict[str, dict[str, Any]] = {
 def stack_of(row: Row) -> str:
     """The program that a row was measured with, as far as it tells: a key of `stacks.STACKS`."""
     text = " ".join(row.text(name) for name in ("source", "table", "label"))
+    if OWN in text:
+        return OWN
     if "vtrain" in text:
         return "megatron_deepspeed"
     if re.search(r"llm-foundry|mosaicml|composer", text):

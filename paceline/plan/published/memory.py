@@ -9,10 +9,12 @@ from paceline.core.errors import UserError
 from paceline.plan.fsdp2 import Fsdp2
 from paceline.plan.llama_memory import Kept
 from paceline.plan.nanotron import Nanotron
+from paceline.plan.published import traced
 from paceline.plan.published.describe import Described, describe, stack_of
 from paceline.plan.published.megatron_memory import megatron_run
 from paceline.plan.published.model_states import predicted_states, published_states, tells_states
-from paceline.plan.published.predict import profile
+from paceline.plan.published.predict import machines, profile
+from paceline.plan.published.stacks import OWN
 from paceline.plan.published.table import Row
 
 
@@ -76,7 +78,7 @@ def predict_memory(row: Row) -> MemoryPrediction:
         return MemoryPrediction(published_states(row), states, None, states, False, None)
     out = ran_out(row)
     stack = stack_of(row)
-    if "steady_bytes" in row.values or stack == "megatron":
+    if stack != OWN and ("steady_bytes" in row.values or stack == "megatron"):
         run = megatron_run(_options(row))
         peak = None if out else _above_zero(row, "peak_bytes")
         return MemoryPrediction(_above_zero(row, "steady_bytes"), run.steady, peak, run.peak, out, None)
@@ -85,7 +87,18 @@ def predict_memory(row: Row) -> MemoryPrediction:
     peak = None if out else _above_zero(row, "peak_bytes")
     if peak is None and not out and (share := _above_zero(row, "memory_share")):
         peak = share * available
+    if stack == OWN:
+        steady, predicted = _of_paceline(described)
+        return MemoryPrediction(_above_zero(row, "steady_bytes"), steady, peak, predicted, out, available)
     return MemoryPrediction(None, None, peak, _peak(described, row), out, available)
+
+
+def _of_paceline(described: Described) -> tuple[float, float]:
+    """What paceline holds between steps and at most: of a CPU's process, or of a GPU's allocator."""
+    hardware = machines(described)
+    held = traced.estimate(described.run, hardware).memory
+    outside = 0 if hardware.is_cpu else held.framework
+    return held.steady - outside, held.peak - outside
 
 
 def _options(row: Row) -> dict[str, str]:

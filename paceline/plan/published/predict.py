@@ -11,9 +11,10 @@ from paceline.plan import profiles
 from paceline.plan.fitted import FITTED, LAUNCH, Constants, kernels
 from paceline.plan.hardware import Hardware, Link
 from paceline.plan.network import spread
+from paceline.plan.published import traced
 from paceline.plan.published.describe import Described, describe
 from paceline.plan.published.measured import measured_seconds, read_as_share
-from paceline.plan.published.stacks import STACKS, software
+from paceline.plan.published.stacks import OWN, STACKS, software
 from paceline.plan.published.table import Row
 from paceline.plan.step import StepTime, step_time
 
@@ -86,6 +87,8 @@ def step_of(described: Described, constants: Constants = FITTED) -> StepTime:
         UserError: The device does not compute in its precision.
     """
     stack = STACKS[described.stack]
+    if described.stack == OWN:
+        return traced.step_time(described.run, machines(described, constants))
     how = software(stack, constants.eager_passes, constants.fused_passes, constants.scores_passes)
     if described.compiled is not None:
         how = replace(
@@ -106,12 +109,14 @@ def machines(described: Described, constants: Constants = FITTED) -> Hardware:
     """
     stack = STACKS[described.stack]
     found = profile(described.gpu, described.stack)
-    device = found.device.name
-    made = kernels(device, stack.attention or "flash2", constants)
     within, between = found.within, found.between
     compiled = described.compiled if described.compiled is not None else stack.compiled
-    # An operation of `transformer_work` is about three kernels, and two where neighbours are fused.
-    made = replace(made, launch=LAUNCH * (2 if compiled else 3))
+    if described.stack == OWN:
+        made = found.kernels
+    else:
+        # An operation of `transformer_work` is about three kernels, and two where neighbours are fused.
+        launch = LAUNCH * (2 if compiled else 3)
+        made = replace(kernels(found.device.name, stack.attention or "flash2", constants), launch=launch)
     if stack.own_launch:
         made = replace(made, launch=constants.launch)
         within = replace(within, latency=constants.exchange_latency)
@@ -138,6 +143,8 @@ def profile(gpu: str, stack: str) -> Hardware:
     Raises:
         UserError: There is none; the message names the nearest.
     """
+    if stack == OWN and (gpu.endswith(".json") or "cpu" in gpu.lower()):
+        return _of_file(gpu)
     text = gpu.lower().replace("_", "-")
     found = _DEVICES.search(text)
     name = found[1] if found else text
@@ -159,3 +166,15 @@ def profile(gpu: str, stack: str) -> Hardware:
     if said and not 0.9 < float(said[1]) * 1e9 / held < 1.06:
         raise UserError(f"gpu: expected {name} with {held / 1e9:.0f} GB, of which there is a profile, got {gpu!r}")
     return hardware
+
+
+def _of_file(gpu: str) -> Hardware:
+    if not gpu.endswith(".json"):
+        raise UserError(
+            f"gpu: no forecast knows {gpu!r} before it was measured: run paceline plan --here with as many --devices, "
+            "and put the path of the file that it keeps in ~/.cache/paceline/hardware here"
+        )
+    try:
+        return profiles.hardware(gpu)
+    except UserError as error:
+        raise UserError(f"gpu: {error}") from None

@@ -9,6 +9,7 @@ from paceline.core.errors import UserError
 from paceline.models.config import ModelConfig
 from paceline.models.flops import parameter_count
 from paceline.models.presets import PRESETS, llama
+from paceline.plan.published.stacks import OWN
 from paceline.plan.published.table import Row
 
 CONTEXT = 2048
@@ -207,7 +208,8 @@ def shape(row: Row) -> tuple[ModelConfig, str]:
 
 
 def _named(row: Row) -> ModelConfig | None:
-    if row.text("model") in PRESETS and not row.text("table") and not row.text("source"):
+    told = row.text("source") + row.text("table")
+    if row.text("model") in PRESETS and (not told or OWN in told):
         # A row of a user's own.
         return PRESETS[row.text("model")]
     size = _size(row)

@@ -58,7 +58,11 @@ _PLAYBOOK = {2: 361.7e9, 4: 160.1e9, 8: 99.6e9, 16: 84.7e9, 32: 64.9e9, 64: 32.9
 """Medians of all-reduces on the machines of the Ultra-Scale Playbook, where it shows what its network gives
 (nanotron/ultrascale-playbook, src/fragments/pp_comm_bandwidth.html)."""
 
+OWN = "paceline"
+"""The program whose runs are forecast as `paceline plan` forecasts, by a trace."""
+
 STACKS: dict[str, Stack] = {
+    OWN: Stack("paceline"),
     "composer": Stack("LLM-Foundry (Composer, FSDP1)", attention="triton", cast_bytes=4.0),
     "fsdp": Stack("PyTorch FSDP"),
     "fms": Stack("IBM fms-fsdp (FSDP1, torch.compile)", compiled=True),

@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _validate_published(options: ValidateArguments) -> int:
-    from paceline.plan.published.accuracy import evaluate, page
+    from paceline.plan.published.accuracy import evaluate
+    from paceline.plan.published.accuracy_page import page
 
     result = evaluate(options.published)
     json_file.write(options.json, result.to_dict())

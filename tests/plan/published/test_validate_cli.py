@@ -7,7 +7,8 @@ import pytest
 
 from paceline.core.errors import UserError
 from paceline.plan.cli import main
-from paceline.plan.published.accuracy import evaluate, page
+from paceline.plan.published.accuracy import evaluate
+from paceline.plan.published.accuracy_page import page
 from paceline.plan.published.sets import PUBLISHED
 
 FILES = Path(__file__).parents[3] / PUBLISHED
