@@ -41,6 +41,7 @@ class Run:
         gathers_first: Whether updated parameters are all gathered before the next step begins.
         added: Bytes that pass through memory for each parameter, in each micro-batch, to add its gradient to a sum.
         sequence_parallel: Whether tensor ranks share norms and residuals.
+        sends_parts: Whether tensor ranks each send a part of what goes from stage to stage, and gather it there.
         software: How the program computes.
     """
 
@@ -66,6 +67,7 @@ class Run:
     gathers_first: bool = False
     added: int = 0
     sequence_parallel: bool = False
+    sends_parts: bool = False
     software: Software = EAGER
 
     def __post_init__(self) -> None:

@@ -165,10 +165,14 @@ def _sent(run: Run, hardware: Hardware) -> float:
     if run.pipeline == 1:
         return 0.0
     tokens = run.samples * run.config.context // run.context_ranks
-    size = tokens * run.config.width * ITEMSIZE[run.dtype] / (run.tensor if run.sequence_parallel else 1)
+    whole = tokens * run.config.width * ITEMSIZE[run.dtype]
+    size = whole / run.tensor if run.sequence_parallel or run.sends_parts else whole
     apart = run.devices // run.pipeline >= hardware.devices_per_host
     hop = network.Spread(1, 2) if apart else network.Spread(2, 1)
-    return 2 * run.chunks * network.seconds("point_to_point", size, hop, hardware)
+    sent = network.seconds("point_to_point", size, hop, hardware)
+    if run.sends_parts and not run.sequence_parallel:
+        sent += network.seconds("all_gather", whole, network.spread(run.tensor, hardware.devices_per_host), hardware)
+    return 2 * run.chunks * sent
 
 
 def _parameters(run: Run) -> float:

@@ -116,3 +116,16 @@ def test_what_nanotron_does_in_its_own_way_is_no_faster() -> None:
         assert changed.total > plain.total, name
     assert step_time(replace(run, gathers_first=True), A100).gather > plain.gather
     assert step_time(replace(run, bucket=1_000_000), A100).reduce > plain.reduce
+
+
+def test_tensor_ranks_that_send_parts_send_each_byte_once_between_hosts() -> None:
+    run = Run(GPT, 64, 1, 8, tensor=8, pipeline=8, dtype="float16")
+    whole, parts = (step_time(replace(run, sends_parts=sends), A100) for sends in (False, True))
+    size = 2048 * 2048 * 2  # tokens x width x bytes
+    forward_and_back, micro_batches = 2, 8
+    wire = 8e-6 + size / A100.between.bandwidth
+    part = 8e-6 + size / 8 / A100.between.bandwidth
+    gathered = 7 * 2e-6 + size * 7 / 8 / A100.within.bandwidth
+    assert whole.send == pytest.approx(forward_and_back * micro_batches * wire)
+    assert parts.send == pytest.approx(forward_and_back * micro_batches * (part + gathered))
+    assert parts.total < whole.total

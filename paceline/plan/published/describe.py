@@ -151,6 +151,10 @@ def describe(row: Row) -> Described:
 
 
 _OWN_WAYS: dict[str, dict[str, Any]] = {
+    # DeepSpeed's runtime/pipe/engine.py, is_pipe_partitioned and is_grad_partitioned.
+    "megatron_deepspeed": {"sends_parts": True},
+    # Its option scatter_gather_tensors_in_pipeline, on by default (Narayanan et al. 2021, section 4.1).
+    "megatron_2021": {"sends_parts": True},
     # nanotron's optim/gradient_accumulator.py and optim/zero.py: DDP's buckets of 25 MiB in bf16 are added to fp32
     # sums, which are reduced whole, with ZeRO-1 too; that gathers what it updated before a step ends.
     "nanotron": {"reduces_whole": True, "bucket": 25 * 2**20 // 2, "gathers_first": True, "added": 10},
