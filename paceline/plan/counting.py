@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,12 @@ _FREE = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_emp
 
 _MULTIPLY = ("mm", "conv", "rnn", "lstm", "gru", "attention", "linear")
 """Parts of names of operators that multiply matrices, for those whose cost nobody told."""
+
+_DECOMPOSE = re.compile(
+    r"_?(linalg_(?!vector_norm|_powsum|check_errors|cross|vander|mat(?!rix_exp))|cholesky|svd|qr$|geqrf|orgqr|ormqr|lu_|"
+    r"triangular_solve)"
+)
+"""Of names of operators that take many passes over a matrix, whose number depends on its values."""
 
 BACKWARD_OF_ATTENTION = 2.5
 """Five products where the forward has two: scores are computed again (Dao et al. 2022, FlashAttention)."""
@@ -58,9 +65,11 @@ def operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
 
 
 def uncounted(func: Any, counted: Operation | None) -> bool:
-    """Whether an operator looks like one that multiplies matrices, but its operations are not known."""
+    """Whether an operator looks like one that multiplies or decomposes matrices, but its operations are not known."""
     name = func._schema.name.partition("::")[2]
-    return counted is not None and counted.kind == "memory" and any(part in name for part in _MULTIPLY)
+    if counted is None or counted.kind != "memory":
+        return False
+    return any(part in name for part in _MULTIPLY) or _DECOMPOSE.match(name) is not None
 
 
 def _is_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> bool:

@@ -47,6 +47,8 @@ def meta_model_and_inputs(name: str) -> tuple[nn.Module, Inputs | None]:
         model, inputs = on_meta(lambda: _build(name))
     if not any(True for _ in model.parameters()):
         raise UserError(f"--model {name}: {type(model).__name__} has no parameters")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"--model {name}: all parameters are frozen, so that there is no step of training to plan")
     if lazy := [each for each, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise UserError(
             f"--model {name}: {lazy[0]} has no shape before the model is called; give its layer the sizes in place of "

@@ -199,7 +199,10 @@ class _Trace:
             found[name] = replace(found[self.ran[key][1]], unit=name)
         order = [*seen.order, *([""] if seen.forward[""] or seen.backward[""] or kept.get("", 0) else [])]
         doubts = [self.given.doubt] if self.given.doubt else []
-        unknown = [f"the operations of {name} are not known and not counted" for name in sorted(seen.unknown)]
+        unknown = [
+            f"the operations of {name} are not known and not counted: a step takes longer than this"
+            for name in sorted(seen.unknown)
+        ]
         return Work(
             tuple(found[name] for name in order),
             self.given.samples,

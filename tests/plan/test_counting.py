@@ -98,3 +98,20 @@ def test_products_are_aligned_where_all_rows_are(columns: int) -> None:
     # An odd number of rows moves no row's beginning, and vectors have none.
     assert all(each.aligned for each in counted(lambda: x[:5] @ weight[:64].t()))
     assert all(each.aligned for each in counted(lambda: weight @ x[0]))
+
+
+@pytest.mark.parametrize(
+    ("compute", "told"),
+    [
+        (lambda x: torch.linalg.eigvalsh(x @ x.mT), {"_linalg_eigh"}),
+        (lambda x: torch.linalg.inv(x @ x.mT), {"linalg_inv_ex"}),
+        (lambda x: torch.linalg.vector_norm(x), set()),
+        (lambda x: F.gelu(x).sqrt().rsqrt(), set()),
+    ],
+)
+def test_what_decomposes_matrices_is_not_taken_for_one_pass_over_them(
+    compute: Callable[[Tensor], Tensor], told: set[str]
+) -> None:
+    with ObservedPass([]) as seen:
+        compute(torch.eye(8) + 1)
+    assert seen.unknown == told

@@ -127,6 +127,9 @@ def number():
 def empty():
     return nn.ReLU()
 
+def frozen():
+    return nn.Linear(4, 4).requires_grad_(False)
+
 def lazy():
     return nn.LazyLinear(3)
 
@@ -181,6 +184,7 @@ def test_what_has_memory_is_drawn_as_ever(mine: str) -> None:
         ("{}:built", "expected a function that builds the model, got a Linear that is built already"),
         ("{}:leaves", "leaves(), which builds it on the meta device (shapes without values), raised SystemExit: 2"),
         ("{}:empty", "ReLU has no parameters"),
+        ("{}:frozen", "all parameters are frozen"),
         ("{}:lazy", "weight has no shape before the model is called"),
         ("{}:sized", "expected a function that takes nothing (missing a required argument: 'width')"),
         ("no_such_module:build", "there is no module no_such_module"),
