@@ -89,9 +89,13 @@ def test_the_page_is_what_the_published_files_give_and_its_targets_are_met() -> 
     result = evaluate(str(FILES))
     committed = (Path(__file__).parents[3] / "docs" / "accuracy.md").read_text(encoding="utf-8")
     told = page(result)
-    for title in ("## LLM-Foundry", "## vTrain", "## The constants"):
+    for title in ("## LLM-Foundry", "## vTrain", "## As `paceline plan`", "## The constants"):
         (section,) = (part for part in told.split("\n\n## ") if f"## {part}".startswith(title))
         assert section in committed
+    targets = [line for line in told.splitlines() if line.endswith(("| met |", "| missed |"))]
+    assert len(targets) == 10 and all(line in committed for line in targets)
+    # A forecast of every pair in order would have to know the noise of each run.
+    assert all("order" in line for line in targets if "missed" in line)
     (fold,) = (
         each.errors
         for each in result.times["llm_foundry.csv"]
@@ -103,4 +107,4 @@ def test_the_page_is_what_the_published_files_give_and_its_targets_are_met() -> 
         for each in result.times["vtrain_a100.csv"]
         if each.constants == "all rows but this width of model's"
     )
-    assert single < 0.0837 and multi < 0.1473
+    assert single < 0.0837 and multi < 0.10
