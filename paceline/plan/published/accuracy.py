@@ -81,11 +81,12 @@ class Result:
         }
 
 
-def evaluate(published: str = "") -> Result:
+def evaluate(published: str = "", traces: bool = True) -> Result:
     """Computes every error.
 
     Args:
         published: The folder of the published files; "" for the usual place.
+        traces: Whether those of traces too, which take longer than all others.
 
     Raises:
         UserError: It is not there.
@@ -113,13 +114,16 @@ def evaluate(published: str = "") -> Result:
         times[name] = _lines(name, checked.times, alone, sized, left_out)
     others = {each.table.path.name: _plain(each) for each in files if each.table.path.name not in FITTED_FILES}
     memories = {each.table.path.name: _memory(each) for each in files if each.memories}
-    traced, unfit = _traced(files)
+    traced, unfit = traced_lines(next(each for each in files if each.table.path.name == TRACED)) if traces else ([], 0)
     return Result(files, times, {name: lines for name, lines in others.items() if lines}, memories, traced, unfit)
 
 
-def _traced(files: Sequence[Checked]) -> tuple[list[Line], int]:
-    """LLM-Foundry's rows as forecasts are made for a user, but with its attention; and how many are said not to fit."""
-    (checked,) = (each for each in files if each.table.path.name == "llm_foundry.csv")
+TRACED = "llm_foundry.csv"
+"""The file whose runs paceline could have run."""
+
+
+def traced_lines(checked: Checked) -> tuple[list[Line], int]:
+    """Errors of rows as forecasts are made for a user, but with their attention; and how many are said not to fit."""
     found = []
     for _, each in checked.times:
         hardware = machines(each.described)

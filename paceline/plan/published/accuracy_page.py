@@ -23,7 +23,9 @@ def page(result: Result) -> str:
         lines += ["", "## Memory", ""]
         for name, of in result.memories.items():
             lines += [f"`{name}`, by formula, with nothing fitted:", "", *_table(of), ""]
-    lines += ["", *_traced(result), "", *_constants(), "", *_refused(result), "", *_LIMITS]
+    if result.traced:
+        lines += ["", *_traced(result)]
+    lines += ["", *_constants(), "", *_refused(result), "", *_LIMITS]
     text = "\n".join(lines)
     while "\n\n\n" in text:
         text = text.replace("\n\n\n", "\n\n")
