@@ -215,6 +215,22 @@ class EarlierGradients:
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(gradient, GradientShard):
                 if self._shards > 1:
-                    require_own(gradient, self._parameters.division(index))
+                    _require_own(gradient, self._parameters, index)
                 return gradient.as_subclass(Tensor)
             return self._parameters.cut(index, gradient) if self._shards > 1 else gradient.detach()
+
+
+def require_own_gradients(parameters: FlatParameters) -> None:
+    """Refuses gradients of other parameters, or in other memory, before any parameter becomes a shard: `require_own`.
+
+    Raises:
+        EngineError: There is one.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for index in parameters.managed if parameters.shards > 1 else ():
+            if isinstance(gradient := gradient_of(parameters.all[index]), GradientShard):
+                _require_own(gradient, parameters, index)
+
+
+def _require_own(gradient: GradientShard, parameters: FlatParameters, index: int) -> None:
+    require_own(gradient, parameters.division(index), parameters.local[index].numel())

@@ -89,7 +89,7 @@ class Engine:
         self.backward = BackwardPass(self.program, self.state, self.forward)
         self.update = Update(self.program, self.state, self.forward)
         self.norm = GradientNorm(self.program, self.update, self.settle)
-        self.backward.when_over = self.update.resume
+        self.backward.when_over, self.forward.end_raised_update = self.update.resume, self.update.end_raised
         self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
         self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]
         if self.schedule.copies_gradients:

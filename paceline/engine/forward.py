@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class ForwardPass:
         self._index = 0
         self._depth = 0
         self._thread: threading.Thread | None = None
+        self.end_raised_update: Callable[[], None] = lambda: None
 
     # ---- a pass
 
@@ -217,6 +218,7 @@ class ForwardPass:
 
     def wait_for_updates(self) -> None:
         """Waits until every rank's update is here."""
+        self.end_raised_update()
         self._program.executor.settle()
         self._program.parameters.arrived(tuple(self._program.parameters.waiting))
 

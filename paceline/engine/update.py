@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from threading import get_ident
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.buffers.earlier_gradients import require_own_gradients
 from paceline.buffers.put_in_place import take_updated
 from paceline.comm.agreement import differing
 from paceline.core.errors import EngineError, UserError
@@ -16,8 +19,9 @@ from paceline.engine.program import Program
 from paceline.hooks.modules import in_backward
 from paceline.materialise.freed import return_freed_memory
 from paceline.optimizers.shard_states import mark_states, prepare_optimizer, require_states_of, takes_empty_parts
+from paceline.optimizers.watch import begins_with_closure, is_stepping
 from paceline.tensors.assigned_gradient import gradient_of, set_gradient
-from paceline.tensors.gradient_shard import GradientShard, as_shard, require_own
+from paceline.tensors.gradient_shard import GradientShard, as_shard
 from paceline.tensors.reduced_norm import forget_norms
 
 
@@ -34,7 +38,7 @@ class Update:
         self._shards: list[GradientShard] = []
         self._empty: dict[int, GradientShard] = {}
         self.under_way = self._is_suspended = self._has_updated = self._hides_empty = False
-        self._closures = 0
+        self._closures = self._thread = 0
 
     def begin(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: it is shown this rank's shards.
@@ -63,11 +67,11 @@ class Update:
             self._forward.wait_for_updates()
             parameters.require_unedited()
             prepare_optimizer(optimizer, parameters.flat, program.strategy)
-            self._require_own()
+            require_own_gradients(parameters.flat)
         else:
             require_states_of(optimizer, parameters.flat.index_of.__contains__)
         executor.load(executor.step, self._ops())
-        self.under_way, self._hides_empty = True, not takes_empty_parts(optimizer)
+        self.under_way, self._hides_empty, self._thread = True, not takes_empty_parts(optimizer), get_ident()
         self._show_local()
         # Where ranks share memory this one has done with it now, but others may still read what it is about to write.
         executor.begin(self._key("update"))
@@ -108,15 +112,6 @@ class Update:
                 wide = gradient.to(local.dtype)
             set_gradient(flat.all[index], wide)
 
-    def _require_own(self) -> None:
-        """Refuses gradients of other parameters: before any parameter is a shard. See `require_own`."""
-        flat = self._program.parameters.flat
-        with torch._C.DisableTorchFunctionSubclass():
-            found = [(index, gradient_of(flat.all[index])) for index in flat.managed] if flat.shards > 1 else []
-        for index, gradient in found:
-            if isinstance(gradient, GradientShard):
-                require_own(gradient, flat.division(index))
-
     def _ops(self) -> tuple[Op, ...]:
         schedule, index = self._program.schedule, self._state.last_micro_batch
         # Gradients that nothing moves are autograd's own, and no op hands them over.
@@ -125,10 +120,11 @@ class Update:
 
     def suspend(self) -> None:
         """A closure runs, or a forward inside the step: parameters are what they are outside of it."""
+        self.end_raised()
         if self.under_way:
             take_updated(self._program.parameters.flat)
-        self._rest()
-        self._is_suspended = True
+            self._rest()
+            self._is_suspended = True
 
     def _rest(self) -> None:
         """Parameters and gradients are what they are outside of the step."""
@@ -139,6 +135,7 @@ class Update:
 
     def resume(self) -> None:
         """A backward inside the step, but in no closure, is over: the step goes on, if it was the step's last."""
+        self.end_raised()
         if self._is_suspended and not self._closures and self._state.gradients == "reduced":
             self._go_on()
 
@@ -148,7 +145,7 @@ class Update:
 
     def closure_begins(self, optimizer: Optimizer) -> None:
         """The step's closure begins: all of it finds gradients and parameters as outside of the step."""
-        if self.under_way and self._program.parameters.flat.managed and not _begins_with_closure(optimizer):
+        if self.under_way and self._program.parameters.flat.managed and not begins_with_closure(optimizer):
             # Such as one that looks ahead: what it has done to shards so far is an update, and what is left another.
             self.end(optimizer)
         elif self.under_way:
@@ -166,7 +163,7 @@ class Update:
             return
         if self._is_suspended:
             self.require_reduced("optimizer.step() with a closure")
-            self._require_own()
+            require_own_gradients(self._program.parameters.flat)
             # Forwards of the closure have launched what was left to launch, and may have read what is to be written.
             self._program.executor.load(self._program.executor.step, self._ops())
             self._go_on()
@@ -179,6 +176,11 @@ class Update:
         if self.under_way:
             self._rest()
         self._is_suspended, self._closures = False, 0
+
+    def end_raised(self) -> None:
+        """Ends a step that raised, if there is one: nothing steps any more in the thread where it began."""
+        if (self.under_way or self._is_suspended) and get_ident() == self._thread and not is_stepping():
+            self.abandon()
 
     def _give_shards_back(self) -> None:
         for shard in self._shards:
@@ -285,8 +287,3 @@ class Update:
                 and not (reduced and isinstance(parameter.grad, GradientShard))
                 and published.get(index) != parameter.grad.data_ptr()
             }
-
-
-def _begins_with_closure(optimizer: Optimizer) -> bool:
-    """Whether a closure runs once in a step and before all else, as in all steps of torch's that shards can take."""
-    return type(optimizer).step.__module__.startswith("torch.optim.")

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
+from itertools import islice
 from types import FrameType
 from typing import Any, Protocol
 
@@ -169,18 +170,30 @@ def _holds(watcher: Watcher, optimizer: Optimizer) -> bool:
 _TORCHS = Optimizer.profile_hook_step.__code__.co_filename
 
 
+def begins_with_closure(optimizer: Optimizer) -> bool:
+    """Whether a closure runs once in a step and before all else, as in all steps of torch's that shards can take."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+def is_stepping() -> bool:
+    """Whether this thread is in an optimizer's step."""
+    return any(True for _ in _steps())
+
+
 def _steps_around() -> Iterator[Optimizer]:
-    """Optimizers in whose step the one is that a hook is called for, such as the one that calls `super().step()`.
+    """Optimizers in whose step the one is that a hook is called for, such as the one that calls `super().step()`."""
+    return islice(_steps(), 1, None)
+
+
+def _steps() -> Iterator[Optimizer]:
+    """The optimizers that are in a step, the innermost first.
 
     They are read off the stack: no hook of torch's tells of a step that raised, so that counting would go wrong.
     """
     frame: FrameType | None = sys._getframe(1)
-    is_outer = False
     while frame is not None:
         code = frame.f_code
         # Torch's frame around a `step`, which calls the hooks; what torch.compile makes of it has that in its name.
         if code.co_filename == _TORCHS and "wrapper" in code.co_name:
-            if is_outer:
-                yield frame.f_locals["self"]
-            is_outer = True
+            yield frame.f_locals["self"]
         frame = frame.f_back

@@ -131,15 +131,17 @@ def division_of(shard: GradientShard) -> Division | None:
     return found
 
 
-def require_own(shard: GradientShard, division: Division) -> None:
+def require_own(shard: GradientShard, division: Division, numel: int) -> None:
     """Refuses a gradient that was put in the place of another parameter's, of which ranks have other parts.
 
     Args:
         shard: What is `p.grad` of a parameter.
         division: Of that parameter.
+        numel: How many of its elements this rank has.
 
     Raises:
-        EngineError: It is another's; on every rank that did so, whatever the ranks have of both.
+        EngineError: It is another's, on every rank that did so, whatever the ranks have of both; or it was given other
+            memory, by `p.grad.set_(t)`, which no function of a class is told of.
     """
     if division_of(shard) not in (None, division):
         raise EngineError(
@@ -147,6 +149,12 @@ def require_own(shard: GradientShard, division: Division) -> None:
             "other elements. Exchange what the loss computes with instead of gradients, or set strategy.zero to 0 for "
             "whole ones"
         )
+    with torch._C.DisableTorchFunctionSubclass():
+        if shard.shape != (numel,):
+            raise EngineError(
+                f"{division.parameter}: its p.grad was given memory of shape {list(shard.shape)}, by p.grad.set_(t), "
+                f"where this rank's shard of the gradient is, of {numel} elements, flat. Assign p.grad = t instead"
+            )
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -177,6 +185,11 @@ def _require_elementwise(
         )
     if name == "__set__" and len(shards) > 1 and _differ(shards):
         raise _refusal(f"{func.__self__.__name__} =", shards)  # type: ignore[attr-defined]
+    if name == "__set__" and attribute == "data" and not isinstance(args[1], GradientShard):
+        raise EngineError(
+            f"{_owner(shards)}.grad.data = ...: it holds this rank's shard of the gradient, flat. Assign p.grad = t, a "
+            "gradient of the parameter's shape, instead, or scale or zero p.grad as you like"
+        )
     if name in _ACCESS or name in DESCRIPTIONS:
         return
     if name in NORMS and kwargs.get("dim") is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -86,3 +87,33 @@ def gradients_of_autograd_grad_are_assigned(side: Side) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return state(model)
+
+
+_SHARDS = tuple((f"zero {zero}", "its p.grad was given memory|grad.data = ") for zero in (1, 2, 3))
+
+
+def _replaced(side: Side, replace: Callable[[Tensor, Tensor], object]) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        for index, p in enumerate(model.parameters()):
+            replace(p.grad, side.tensor(*p.shape, seed=index))
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom(refused=_SHARDS, low=False)
+def a_gradient_is_given_other_data(side: Side) -> Found:
+    def replace(gradient: Tensor, values: Tensor) -> None:
+        gradient.data = values
+
+    return _replaced(side, replace)
+
+
+@idiom(refused=_SHARDS, low=False)
+def a_gradient_is_set_to_other_memory(side: Side) -> Found:
+    return _replaced(side, lambda gradient, values: gradient.set_(values))

@@ -46,6 +46,8 @@ PLACES: dict[str, tuple[pl.Strategy, int]] = {
 """Strategies, and how many micro-batches a step has."""
 OF_ALL_RANKS = frozenset(
     {
+        "a gradient is given other data",
+        "a gradient is set to other memory",
         "an optimizer that asks for no missing gradient",
         "an optimizer that puts new data in place of the old",
         "clipping by torch",
