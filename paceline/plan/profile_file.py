@@ -92,7 +92,9 @@ def read(path: str | Path) -> Hardware:
     kind = values.pop("kind", None)
     if kind != KIND:
         other = (
-            " (`paceline bench comm` made it: it knows of links alone)" if kind == "paceline hardware profile" else ""
+            " (`paceline bench comm` made it: it knows of links alone, and goes beside by --collectives)"
+            if kind == "paceline hardware profile"
+            else ""
         )
         raise UserError(
             f"{path}: expected a planner's hardware (kind {KIND!r}), got kind {kind!r}{other}; `paceline plan --here` "
