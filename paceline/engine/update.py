@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import get_ident
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -39,6 +41,7 @@ class Update:
         self._empty: dict[int, GradientShard] = {}
         self.under_way = self._is_suspended = self._has_updated = self._hides_empty = False
         self._closures = self._thread = 0
+        self._stepping: Callable[[], Optimizer | None] = lambda: None
 
     def begin(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: it is shown this rank's shards.
@@ -71,7 +74,8 @@ class Update:
         else:
             require_states_of(optimizer, parameters.flat.index_of.__contains__)
         executor.load(executor.step, self._ops())
-        self.under_way, self._hides_empty, self._thread = True, not takes_empty_parts(optimizer), get_ident()
+        self.under_way, self._hides_empty = True, not takes_empty_parts(optimizer)
+        self._thread, self._stepping = get_ident(), ref(optimizer)
         self._show_local()
         # Where ranks share memory this one has done with it now, but others may still read what it is about to write.
         executor.begin(self._key("update"))
@@ -127,7 +131,6 @@ class Update:
             self._is_suspended = True
 
     def _rest(self) -> None:
-        """Parameters and gradients are what they are outside of the step."""
         self._give_shards_back()
         if self._program.parameters.flat.managed:
             self._program.parameters.rest()
@@ -178,8 +181,10 @@ class Update:
         self._is_suspended, self._closures = False, 0
 
     def end_raised(self) -> None:
-        """Ends a step that raised, if there is one: nothing steps any more in the thread where it began."""
+        """Ends a step that raised, if there is one, as others end: what it wrote is sent. Its thread steps no more."""
         if (self.under_way or self._is_suspended) and get_ident() == self._thread and not is_stepping():
+            if self.under_way and (optimizer := self._stepping()) is not None:
+                self.end(optimizer)
             self.abandon()
 
     def _give_shards_back(self) -> None:
@@ -213,8 +218,7 @@ class Update:
             parameters.updated()
             executor.end()
         executor.done(self._key("cast"))
-        sends = [op for op in ops if op.target not in (READ, OPTIMIZER)]
-        parameters.waiting.update(op.target for op in sends)
+        parameters.waiting.update(op.target for op in ops if op.target not in (READ, OPTIMIZER))
         self._state.end_update()
         if not self._has_updated and self._program.world.device.type == "cpu":
             # Now optimizer's states are there, too, and nothing as large is allocated again.

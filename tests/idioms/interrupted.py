@@ -22,7 +22,7 @@ class Interrupted(torch.optim.AdamW):
         return super().step(closure)
 
 
-def _interrupt(side: Side, net: torch.nn.Module, optimizer: Interrupted) -> None:
+def _interrupt(side: Side, net: torch.nn.Module, optimizer: Interrupted | Half) -> None:
     x, y = side.batch(7)
     (net(x) - y).square().mean().backward()
     optimizer.due = True
@@ -59,3 +59,32 @@ def trained_on_after_a_step_that_raised(side: Side) -> Found:
     optimizer.zero_grad()
     fit(side, net, optimizer, 1)
     return {"evaluated": evaluated, **shapes, **state(model)}
+
+
+@pl.elementwise
+class Half(torch.optim.SGD):
+    """Descent by hand, which raises once when it has updated the first two parameters."""
+
+    due = False
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[no-untyped-def,override]
+        """Updates all parameters, or two."""
+        for index, p in enumerate(self.param_groups[0]["params"]):
+            if self.due and index == 2:
+                self.due = False
+                raise KeyboardInterrupt
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-0.1)
+
+
+@idiom()
+def trained_on_after_half_a_step_that_raised(side: Side) -> Found:
+    """What was written counts, on all ranks."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = Half(model.parameters(), 0.1)
+    fit(side, net, optimizer, 1)
+    _interrupt(side, net, optimizer)
+    fit(side, net, optimizer, 2)
+    return state(model)
