@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import get_ident
 from weakref import ref
 
@@ -41,7 +40,7 @@ class Update:
         self._empty: dict[int, GradientShard] = {}
         self.under_way = self._is_suspended = self._has_updated = self._hides_empty = False
         self._closures = self._thread = 0
-        self._stepping: Callable[[], Optimizer | None] = lambda: None
+        self._stepping: ref[Optimizer] | None = None
 
     def begin(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step: it is shown this rank's shards.
@@ -50,7 +49,7 @@ class Update:
             EngineError: Gradients are partial, this rank's own or of a backward that went unseen, or parameters whole.
             UserError: The optimizer cannot step on shards.
         """
-        program, parameters = self._program, self._program.parameters
+        program, parameters, executor = self._program, self._program.parameters, self._program.executor
         self.abandon()
         if isinstance(optimizer, torch.optim.SparseAdam) and program.world.world_size > 1:
             raise UserError(
@@ -65,7 +64,6 @@ class Update:
         self.require_reduced("optimizer.step()")
         if program.gradients is not None:
             program.gradients.require_unedited()
-        executor = program.executor
         if parameters.flat.managed:
             self._forward.wait_for_updates()
             parameters.require_unedited()
@@ -183,7 +181,7 @@ class Update:
     def end_raised(self) -> None:
         """Ends a step that raised, if there is one, as others end: what it wrote is sent. Its thread steps no more."""
         if (self.under_way or self._is_suspended) and get_ident() == self._thread and not is_stepping():
-            if self.under_way and (optimizer := self._stepping()) is not None:
+            if self.under_way and self._stepping and (optimizer := self._stepping()):
                 self.end(optimizer)
             self.abandon()
 
@@ -263,8 +261,7 @@ class Update:
         state.require_whole_backward(what)
         if program.world.world_size == 1 or (state.gradients == "reduced" and not state.is_used):
             return
-        made = self._made_by_hand()
-        if not made:
+        if not (made := self._made_by_hand()):
             return
         state.require_reduced(what)
         # All ranks may have been given the same: by all-reducing it in the loop.
