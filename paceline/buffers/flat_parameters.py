@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from paceline.core.buffers import Buffers, has_master
 from paceline.core.errors import EngineError
 from paceline.core.layout import Bucket, Flat
 from paceline.core.schedule import Schedule
-from paceline.tensors.gradient_shard import Division
+from paceline.tensors.division import Division, Gather
 
 
 class FlatParameters:
@@ -40,6 +40,7 @@ class FlatParameters:
         cuts: A checksum of which elements of each managed one these are.
         former: Where they lay before or for a while, as far as a loop has tensors there.
         renormed: Indices of those that their own modules write to in forward, for `max_norm`.
+        gather_gradients: See `Division.gather`.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class FlatParameters:
         for index in self.managed:
             self.managed_of.setdefault(layout.slots[index].spec.unit, []).append(index)
         self._divisions: dict[int, Division] = {}
+        self.gather_gradients: Callable[[], Gather | None] = lambda: None
         self._handed_out, self._own_uses = HandedOut(), 0
         self.views: list[Tensor] = []
         self.assign_slots(schedule)
@@ -149,7 +151,9 @@ class FlatParameters:
             slot, bucket = self.layout.slots[index], self.bucket_of[index]
             ranges = (self.layout.shard_of(bucket, index, each, self.shards) for each in range(self.shards))
             parts = tuple((start - slot.offset, stop - slot.offset) if start < stop else () for start, stop in ranges)
-            found = self._divisions[index] = Division(slot.spec.name, slot.spec.shape, slot.spec.stride, parts)
+            found = self._divisions[index] = Division(
+                slot.spec.name, slot.spec.shape, slot.spec.stride, parts, self.gather_gradients
+            )
         return found
 
     def _take(self, index: int) -> None:

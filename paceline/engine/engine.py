@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from paceline.engine.unit_outputs import UnitOutputs
 from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
 from paceline.executor.gradient_norms import GradientNorms
+from paceline.executor.whole_gradients import WholeGradients
 from paceline.hooks.casting import cast_inputs, cast_singular_vectors
 from paceline.hooks.given_weights import round_given_weights
 from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, require_hooks
@@ -89,6 +91,8 @@ class Engine:
         self.backward = BackwardPass(self.program, self.state, self.forward)
         self.update = Update(self.program, self.state, self.forward)
         self.norm = GradientNorm(self.program, self.update, self.settle)
+        self._whole_gradients = WholeGradients(self.program.collectives, self.schedule, world.device, self.state, self.settle)
+        self.program.parameters.flat.gather_gradients = ref(self._whole_gradients)
         self.backward.when_over, self.forward.end_raised_update = self.update.resume, self.update.end_raised
         self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
         self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]

@@ -16,7 +16,9 @@ from paceline.core.schedule import Schedule
 from paceline.engine.parameters import Parameters
 from paceline.executor.gradient_norms import NormRecords
 from paceline.tensors.assigned_gradient import assign_gradient, give_gradient, gradient_of, set_gradient
-from paceline.tensors.gradient_shard import WHOLE, become_shard
+from paceline.tensors.division import WHOLE
+from paceline.tensors.former_gradient import end_former
+from paceline.tensors.gradient_shard import become_shard
 from paceline.tensors.reduced_norm import ReducedNorm, norms_of
 
 
@@ -215,6 +217,7 @@ class Gradients:
             memory = gradient if gradient.dtype == dtype else gradient.to(dtype)
             gradient = give_gradient(self._all[index], memory, sharded or sums)
         else:
+            end_former(held)
             if held.data_ptr() != gradient.data_ptr():
                 if wait is not None:
                     # Who reads the loop's own tensor is not seen.

@@ -156,6 +156,16 @@ class Collectives:
         """
         self._meet("gather", "all_gather", buffer, f"{label} for {purpose}", purpose, shard=shard, once=True)
 
+    def gather_parts(self, parts: Tensor, label: str, purpose: str) -> None:
+        """Fills the rows of other ranks of this shard group. A collective call.
+
+        Args:
+            parts: (ranks of the group, elements), of any dtype; this rank's row is its own.
+            label: What they are, the same on every rank.
+            purpose: See `advised`.
+        """
+        self._meet("gather", "all_gather", parts.view(-1).view(torch.uint8), label, purpose)
+
     def _meet(
         self,
         stream: str,

@@ -55,7 +55,7 @@ class FormerGradient(Tensor):
         if read and name not in DESCRIPTIONS and name not in _ALIASES:
             raise EngineError(refusal(read[0]._name))
         for former in written:
-            former.__class__ = former._was  # type: ignore[assignment]
+            end_former(former)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if name in _ALIASES and type(result) is Tensor:
@@ -68,6 +68,13 @@ def become_former(tensor: Tensor, name: str) -> None:
     former = cast(FormerGradient, tensor)
     former._was, former._name = kind_of(tensor), name
     former.__class__ = FormerGradient
+
+
+def end_former(tensor: Tensor) -> None:
+    """Makes a tensor what it was before it was marked, if it is."""
+    if isinstance(tensor, FormerGradient):
+        tensor.__class__ = tensor._was  # type: ignore[assignment]
+        del tensor._was, tensor._name
 
 
 def kind_of(tensor: Tensor) -> type[Tensor]:

@@ -1,18 +1,19 @@
-"""This rank's shard of a reduced gradient: what would take it for the whole one is refused."""
+"""This rank's shard of a reduced gradient, which becomes the whole one where a loop looks at it as such."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
+from torch.utils.weak import TensorWeakRef
 
-from paceline.core.errors import EngineError, UserError
-from paceline.tensors.calls import tensors_of
-from paceline.tensors.reduced_norm import NORMS, ReducedNorm, forget_norms, known_norms, may_edit
+from paceline.core.errors import EngineError
+from paceline.tensors.calls import name_of, tensors_of
+from paceline.tensors.division import WHOLE, Division
+from paceline.tensors.reduced_norm import ReducedNorm, forget_norms, known_norms, may_edit
 
 ELEMENTWISE = frozenset(
     {
@@ -29,71 +30,67 @@ DESCRIPTIONS = frozenset(
     {
         *("element_size", "is_floating_point", "is_complex", "data_ptr", "is_contiguous", "untyped_storage"),
         *("storage_offset", "get_device", "__repr__", "__hash__"),
-        *("zeros_like", "ones_like", "empty_like", "full_like", "is_same_size", "__format__", "__reduce_ex__"),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "__format__"),
         *("__deepcopy__", "is_coalesced", "_has_compatible_shallow_copy_type", "_is_view"),
     }
 )
 
-SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "T", "mT"})
+SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__"})
 
 _ACCESS = ("__get__", "__set__", "__delete__")
 
 _SAME_MEMORY = frozenset({"detach", "data"})
 """Give the shard itself once more."""
 
-
-@dataclass(frozen=True)
-class Division:
-    """The elements of a parameter that each rank has: equal for two where every rank has the same ones of both."""
-
-    parameter: str = field(compare=False)
-    """Its name."""
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    parts: tuple[tuple[int, ...], ...]
-    """Of each rank the first element and the end, in the order of memory; nothing where it has none."""
-
-
-WHOLE = Division("", (), (), ())
-"""Of a gradient that this rank has all of."""
+_VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+"""Attributes that give other tensors of the same memory."""
 
 
 class GradientShard(Tensor):
     """`p.grad` where this rank holds a shard of the reduced gradient: one-dimensional, in the order of memory.
 
-    Scaling, zeroing and other functions of each element work as on the whole gradient. What would look at it as if it
-    were whole (a sum, arithmetic with a tensor of the parameter's shape) raises; its 2-norm is the whole gradient's,
-    where that is known. While a reduction into it is still under way, it waits for that first.
+    Scaling, zeroing and other functions of each element work as on the whole gradient, and so does its shape. Its 2-norm
+    is the whole gradient's, where that is known. What looks at all of it (a sum, rows, arithmetic with a tensor of the
+    parameter's shape) makes it the whole gradient first, for good: the same object, and all others of its memory, is an
+    ordinary tensor then. That is a collective call. While a reduction into it is still under way, it waits for that.
     """
 
     _wait: Callable[[], None] | None
     _division: Division | None
     _norm: ReducedNorm | None
+    _aliases: list[TensorWeakRef]
+    """All tensors of its memory, itself included."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Waits for what is under way, and refuses what needs whole gradients."""
+        """Waits for what is under way, and has shards made whole where that is needed."""
         if TracingContext.try_get() is not None:
             # torch.compile reads a loop's function with this among its values, and would ask for its shape.
             raise torch._dynamo.exc.Unsupported("p.grad is this rank's shard of it, with which nothing is compiled")
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, name_of(func)
         shards = list(tensors_of((args, tuple(kwargs.values())), GradientShard))
         for shard in shards:
             wait = shard.__dict__.get("_wait")
             if wait is not None:
                 wait()
         with torch._C.DisableTorchFunctionSubclass():
-            if any(division_of(shard) != WHOLE for shard in shards):
-                if (norms := known_norms(_name_of(func), args, kwargs, GradientShard)) is not None:
+            if any(division_of(shard) not in (None, WHOLE) for shard in shards):
+                if (norms := known_norms(name, args, kwargs, GradientShard)) is not None:
                     return norms
-                _require_elementwise(func, shards, args, kwargs)
+                if name in SHAPES:
+                    return func(_described(shards[0]), *args[1:], **kwargs)
+                if _is_given_whole(func, name, args):
+                    return _give(shards[0], args[1])
+                if _needs_whole(func, name, shards, args, kwargs):
+                    become_whole(shards, name)
+                    return func(*args, **kwargs)
             if may_edit(func, kwargs):
                 forget_norms(shards)
             result = func(*args, **kwargs)
             # Whoever asks for a plain tensor knows what it is.
-            return result if func is Tensor.as_subclass else _marked(result, shards, _name_of(func))
+            return result if func is Tensor.as_subclass else _marked(result, shards, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy is a shard, too."""
@@ -157,10 +154,80 @@ def require_own(shard: GradientShard, division: Division, numel: int) -> None:
             )
 
 
-def _name_of(func: Callable[..., Any]) -> str:
-    """A function's name, or that of the attribute that it gets, sets or deletes."""
-    name = getattr(func, "__name__", "")
-    return getattr(getattr(func, "__self__", None), "__name__", "") if name in _ACCESS else name
+def become_whole(shards: Sequence[GradientShard], what: str) -> None:
+    """Makes shards of gradients, and all other tensors of their memory, whole and plain. A collective call.
+
+    Args:
+        shards: Of gradients, or computed from these element by element.
+        what: Is to be done with them, for messages.
+
+    Raises:
+        EngineError: A gradient is not reduced yet, or has a graph of its own.
+    """
+    chosen = {
+        id(_aliases(shard)): shard for shard in shards if type(shard) is GradientShard and _is_part(division_of(shard))
+    }
+    if not chosen:
+        return
+    divisions = [cast(Division, division_of(shard)) for shard in chosen.values()]
+    gather = divisions[0].gather()
+    if gather is None:
+        raise EngineError(f"{what} of {divisions[0].parameter}.grad, this rank's shard of it: its model is gone")
+    if graph := next((division_of(shard) for shard in chosen.values() if shard.requires_grad), None):
+        raise EngineError(
+            f"{what} of {graph.parameter}.grad, of which this rank holds a shard, in a graph of its own: take "
+            "p.grad.detach().clone() first"
+        )
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        for shard, whole in zip(chosen.values(), gather(list(chosen.values()), divisions, what), strict=True):
+            for alias in [each() for each in _aliases(shard)]:
+                if isinstance(alias, GradientShard):
+                    alias.data = whole
+                    _become_plain(alias)
+
+
+def _aliases(shard: GradientShard) -> list[TensorWeakRef]:
+    found: list[TensorWeakRef] | None = shard.__dict__.get("_aliases")
+    if found is None:
+        found = shard._aliases = [TensorWeakRef(shard)]
+    return found
+
+
+def _is_part(division: Division | None) -> bool:
+    return division is not None and division != WHOLE
+
+
+def _described(shard: GradientShard) -> Tensor:
+    """A tensor without memory that is like the whole gradient."""
+    division = division_of(shard)
+    assert division is not None
+    if division == WHOLE:
+        return shard
+    return torch.empty_strided(division.shape, division.strides, dtype=shard.dtype, device="meta")
+
+
+def _is_given_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:
+    """Whether it is `p.grad.data = t`, with a whole gradient."""
+    sets = getattr(func, "__name__", "") == "__set__" and name == "data"
+    return sets and isinstance(args[0], GradientShard) and not isinstance(args[1], GradientShard)
+
+
+def _give(shard: GradientShard, whole: Tensor) -> None:
+    division = division_of(shard)
+    assert division is not None
+    if tuple(whole.shape) != division.shape:
+        raise EngineError(
+            f"{division.parameter}.grad.data was given a tensor of shape {list(whole.shape)}, where the gradient has "
+            f"{list(division.shape)}"
+        )
+    shard.data = whole
+    _become_plain(shard)
+
+
+def _become_plain(shard: GradientShard) -> None:
+    shard.__class__ = Tensor  # type: ignore[assignment]
+    for name in ("_wait", "_division", "_norm", "_aliases"):
+        shard.__dict__.pop(name, None)
 
 
 def _marked(result: Any, shards: list[GradientShard], name: str) -> Any:
@@ -169,80 +236,43 @@ def _marked(result: Any, shards: list[GradientShard], name: str) -> Any:
         # Of functions of lists, each of whose results goes with one shard.
         return type(result)(_marked(each, [shard], name) for each, shard in zip(result, shards, strict=False))
     if type(result) is Tensor and shards and result.shape == shards[0].shape and result.dim():
-        norm = shards[0].__dict__.get("_norm") if name in _SAME_MEMORY else None
-        return as_shard(result, None, division_of(shards[0]), norm)
+        is_same = name in _SAME_MEMORY
+        marked = as_shard(result, None, division_of(shards[0]), shards[0].__dict__.get("_norm") if is_same else None)
+        if is_same:
+            aliases = _aliases(shards[0])
+            aliases[:] = [each for each in aliases if each() is not None] + [TensorWeakRef(marked)]
+            marked._aliases = aliases
+        return marked
     return result
 
 
-def _require_elementwise(
-    func: Callable[..., Any], shards: list[GradientShard], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    name, attribute = getattr(func, "__name__", ""), _name_of(func)
-    if attribute in SHAPES:
-        raise EngineError(
-            f"{attribute} of {_owner(shards)}.grad: it holds this rank's shard of the gradient, flat. Ask the "
-            "parameter, whose shape the whole gradient has"
-        )
-    if name == "__set__" and len(shards) > 1 and _differ(shards):
-        raise _refusal(f"{func.__self__.__name__} =", shards)  # type: ignore[attr-defined]
-    if name == "__set__" and attribute == "data" and not isinstance(args[1], GradientShard):
-        raise EngineError(
-            f"{_owner(shards)}.grad.data = ...: it holds this rank's shard of the gradient, flat. Assign p.grad = t, a "
-            "gradient of the parameter's shape, instead, or scale or zero p.grad as you like"
-        )
-    if name in _ACCESS or name in DESCRIPTIONS:
-        return
-    if name in NORMS and kwargs.get("dim") is None:
-        raise UserError(
-            f"{name} of {_owner(shards)}.grad, as torch.nn.utils.clip_grad_norm_ and get_total_norm ask: of "
-            "gradients that this rank has shards of the 2-norm alone is known, from the backward that reduces a step's "
-            "until somebody changes them or the optimizer steps. To clip at any time call pl.clip_grad_norm_(model, "
-            "max_norm), by some parameters' norm pl.clip_grad_norm_(model, max_norm, group['params']), and for a norm "
-            "alone pl.engine_of(model).grad_norm()"
-        )
-    if name == "_amp_foreach_non_finite_check_and_unscale_":
-        raise UserError(
-            "torch.amp.GradScaler would look for infinities in this rank's shards of the gradients, and skip other "
-            "steps than the rest: use pl.GradScaler, which is the same but decides for all ranks"
-        )
-    if name in ("__float__", "__int__", "__bool__", "__index__", "__complex__"):
-        raise _refusal(name, shards)
+def _needs_whole(
+    func: Callable[..., Any], name: str, shards: list[GradientShard], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a function of shards would give another result than the shard of what it gives of whole gradients."""
+    if getattr(func, "__name__", "") in _ACCESS:
+        return name in _VIEWS or (name == "data" and len(shards) > 1 and _differ(shards))
+    if name in DESCRIPTIONS:
+        return False
     if name.startswith("_foreach_"):
         lists = [each for each in args if isinstance(each, (list, tuple))]
         together = [list(tensors_of(each, GradientShard)) for each in zip(*lists, strict=False)]
     else:
         together = [shards]
-    if any(len(each) > 1 and _differ(each) for each in together):
-        raise _refusal(name, shards)
-    others = [
-        t
-        for t in tensors_of((args, tuple(kwargs.values())), Tensor)
-        if not isinstance(t, GradientShard) and (t.numel() > 1 or t.dim() > 1)
-    ]
-    if not is_elementwise(name) or others:
-        raise _refusal(name, shards)
+    return (
+        not is_elementwise(name)
+        or any(len(each) > 1 and _differ(each) for each in together)
+        or any(
+            not isinstance(t, GradientShard) and (t.numel() > 1 or t.dim() > 1)
+            for t in tensors_of((args, tuple(kwargs.values())), Tensor)
+        )
+    )
 
 
 def _differ(shards: list[GradientShard]) -> bool:
     """Whether some hold other elements than the first, on any rank: those of other parameters do, in general."""
     first = shards[0]
     return any(each.shape != first.shape or division_of(each) != division_of(first) for each in shards[1:])
-
-
-def _owner(shards: list[GradientShard]) -> str:
-    """The parameter that the first of them is the gradient of, or was computed from."""
-    division = division_of(shards[0])
-    return division.parameter if division is not None and division.parameter else "p"
-
-
-def _refusal(name: str, shards: list[GradientShard]) -> EngineError:
-    return EngineError(
-        f"{name} of {_owner(shards)}.grad: it holds this rank's shard of the gradient, flat, so the result would be "
-        "another one on each rank. Scale or zero it as you like. For the norm, which is also not finite where any "
-        "rank's gradient is not, call pl.engine_of(model).grad_norm(); to clip it pl.clip_grad_norm_(model, max_norm); "
-        "update weights by an optimizer of your own under @pl.elementwise; or set strategy.zero to 0 for whole "
-        "gradients"
-    )
 
 
 def is_elementwise(name: str) -> bool:

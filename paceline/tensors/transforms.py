@@ -1,4 +1,4 @@
-"""Transforms of `torch.func` ask before they take a sharded parameter: they pass its class over."""
+"""Transforms of `torch.func` ask before they take a sharded parameter, or its gradient: they pass its class over."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._functorch import eager_transforms, predispatch
 
+from paceline.tensors.gradient_shard import GradientShard, become_whole
 from paceline.tensors.sharded_parameter import ShardedParameter, ask
 
 _TAKE = ((predispatch, "_add_batch_dim_impl"), (eager_transforms, "_wrap_for_grad"))
@@ -31,6 +32,9 @@ def _asking(take: Callable[..., Any]) -> Callable[..., Any]:
             # The transform has begun, and gathering is no part of it.
             with torch._C._DisableFuncTorch():
                 ask(tensor, "torch.func", False)
+        elif isinstance(tensor, GradientShard):
+            with torch._C._DisableFuncTorch():
+                become_whole([tensor], "torch.func")
         return take(tensor, *rest)
 
     asking.asks = True  # type: ignore[attr-defined]

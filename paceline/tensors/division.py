@@ -1,0 +1,41 @@
+"""Which elements of a parameter each rank has, and how a gradient of which ranks have these becomes whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Gather(Protocol):
+    """Makes shards whole."""
+
+    def __call__(self, shards: Sequence[Tensor], divisions: Sequence[Division], what: str) -> list[Tensor]:
+        """A collective call.
+
+        Args:
+            shards: This rank's, flat.
+            divisions: Of each.
+            what: Is to be done with them, in words.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Division:
+    """The elements of a parameter that each rank has: equal for two where every rank has the same ones of both."""
+
+    parameter: str = field(compare=False)
+    """Its name."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+    """Of each rank the first element and the end, in the order of memory; nothing where it has none."""
+    gather: Callable[[], Gather | None] = field(compare=False, repr=False, default=lambda: None)
+    """Gives what makes shards whole; None once the model is gone."""
+
+
+WHOLE = Division("", (), (), ())
+"""Of a gradient that this rank has all of."""
