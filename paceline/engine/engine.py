@@ -91,8 +91,9 @@ class Engine:
         self.backward = BackwardPass(self.program, self.state, self.forward)
         self.update = Update(self.program, self.state, self.forward)
         self.norm = GradientNorm(self.program, self.update, self.settle)
-        self._whole_gradients = WholeGradients(self.program.collectives, self.schedule, world.device, self.state, self.settle)
-        self.program.parameters.flat.gather_gradients = ref(self._whole_gradients)
+        collectives, flat = self.program.collectives, self.program.parameters.flat
+        self._whole_gradients = WholeGradients(collectives, self.schedule, world.device, self.state, self.settle)
+        flat.gather_gradients = ref(self._whole_gradients)
         self.backward.when_over, self.forward.end_raised_update = self.update.resume, self.update.end_raised
         self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
         self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]

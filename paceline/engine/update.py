@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from threading import get_ident
 from weakref import ref
 
@@ -10,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.buffers.earlier_gradients import require_own_gradients
-from paceline.buffers.put_in_place import take_updated
 from paceline.comm.agreement import differing
 from paceline.core.errors import EngineError, UserError
 from paceline.core.ops import GRADIENTS, OPTIMIZER, READ, Key, Op
@@ -19,11 +19,10 @@ from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.hooks.modules import in_backward
 from paceline.materialise.freed import return_freed_memory
-from paceline.optimizers.shard_states import mark_states, prepare_optimizer, require_states_of, takes_empty_parts
+from paceline.optimizers.shard_states import mark_states, prepare_optimizer, require_states_of
+from paceline.optimizers.shown import Shown
 from paceline.optimizers.watch import begins_with_closure, is_stepping
-from paceline.tensors.assigned_gradient import gradient_of, set_gradient
-from paceline.tensors.gradient_shard import GradientShard, as_shard
-from paceline.tensors.reduced_norm import forget_norms
+from paceline.tensors.gradient_shard import GradientShard
 
 
 class Update:
@@ -36,9 +35,9 @@ class Update:
     def __init__(self, program: Program, state: StepState, forward: ForwardPass) -> None:
         """Follows nothing yet."""
         self._program, self._state, self._forward = program, state, forward
-        self._shards: list[GradientShard] = []
-        self._empty: dict[int, GradientShard] = {}
-        self.under_way = self._is_suspended = self._has_updated = self._hides_empty = False
+        parameters, full = program.parameters, partial(forward.whole.full, "optimizer.step()")
+        self._shown = Shown(parameters.flat, parameters.show_local, full)
+        self.under_way = self._is_suspended = self._has_updated = False
         self._closures = self._thread = 0
         self._stepping: ref[Optimizer] | None = None
 
@@ -71,48 +70,15 @@ class Update:
             require_own_gradients(parameters.flat)
         else:
             require_states_of(optimizer, parameters.flat.index_of.__contains__)
-        executor.load(executor.step, self._ops())
-        self.under_way, self._hides_empty = True, not takes_empty_parts(optimizer)
         self._thread, self._stepping = get_ident(), ref(optimizer)
-        self._show_local()
+        self._show(optimizer)
+        executor.load(executor.step, self._ops())
         # Where ranks share memory this one has done with it now, but others may still read what it is about to write.
         executor.begin(self._key("update"))
 
-    def _show_local(self) -> None:
-        parameters = self._program.parameters
-        if not parameters.flat.managed:
-            return
-        with torch._C.DisableTorchFunctionSubclass():
-            found = {index: gradient_of(parameter) for index, parameter in enumerate(parameters.all)}
-        for index in parameters.flat.managed if parameters.flat.shards > 1 else ():
-            if (gradient := found[index]) is not None and not isinstance(gradient, GradientShard):
-                # The loop has made it itself, of the parameter's own shape.
-                cut, division = parameters.flat.cut(index, gradient), parameters.flat.division(index)
-                found[index] = shard = as_shard(cut, None, division)
-                set_gradient(parameters.all[index], shard)
-        if parameters.flat.shards == 1 and parameters.flat.has_masters:
-            self._widen(found)
-        parameters.show_local()
-        shards = {index: each for index, each in found.items() if isinstance(each, GradientShard)}
-        with torch._C.DisableTorchFunctionSubclass():
-            self._empty = {index: shard for index, shard in shards.items() if self._hides_empty and not shard.numel()}
-        self._shards = [shard for index, shard in shards.items() if index not in self._empty]
-        forget_norms(shards.values())
-        for index in self._empty:
-            parameters.all[index].grad = None
-        for shard in self._shards:
-            shard.__class__ = Tensor  # type: ignore[assignment]
-
-    def _widen(self, found: dict[int, Tensor | None]) -> None:
-        """Makes gradients that the loop has made itself, in what is computed in, as wide as what is updated."""
-        flat = self._program.parameters.flat
-        for index in flat.managed:
-            gradient, local = found[index], flat.local[index]
-            with torch._C.DisableTorchFunctionSubclass():
-                if gradient is None or gradient.dtype == local.dtype:
-                    continue
-                wide = gradient.to(local.dtype)
-            set_gradient(flat.all[index], wide)
+    def _show(self, optimizer: Optimizer) -> None:
+        self._is_suspended, self.under_way = False, True
+        self._shown.show(optimizer)
 
     def _ops(self) -> tuple[Op, ...]:
         schedule, index = self._program.schedule, self._state.last_micro_batch
@@ -124,12 +90,11 @@ class Update:
         """A closure runs, or a forward inside the step: parameters are what they are outside of it."""
         self.end_raised()
         if self.under_way:
-            take_updated(self._program.parameters.flat)
-            self._rest()
+            self._take_back()
             self._is_suspended = True
 
-    def _rest(self) -> None:
-        self._give_shards_back()
+    def _take_back(self, takes_given: bool = True) -> None:
+        self._shown.take_back(takes_given)
         if self._program.parameters.flat.managed:
             self._program.parameters.rest()
         self.under_way = False
@@ -137,12 +102,9 @@ class Update:
     def resume(self) -> None:
         """A backward inside the step, but in no closure, is over: the step goes on, if it was the step's last."""
         self.end_raised()
-        if self._is_suspended and not self._closures and self._state.gradients == "reduced":
-            self._go_on()
-
-    def _go_on(self) -> None:
-        self._is_suspended, self.under_way = False, True
-        self._show_local()
+        optimizer = self._stepping() if self._stepping else None
+        if optimizer and self._is_suspended and not self._closures and self._state.gradients == "reduced":
+            self._show(optimizer)
 
     def closure_begins(self, optimizer: Optimizer) -> None:
         """The step's closure begins: all of it finds gradients and parameters as outside of the step."""
@@ -166,8 +128,8 @@ class Update:
             self.require_reduced("optimizer.step() with a closure")
             require_own_gradients(self._program.parameters.flat)
             # Forwards of the closure have launched what was left to launch, and may have read what is to be written.
+            self._show(optimizer)
             self._program.executor.load(self._program.executor.step, self._ops())
-            self._go_on()
             self._program.executor.begin(self._key("update"))
         elif not self.under_way:
             self.begin(optimizer)
@@ -175,7 +137,7 @@ class Update:
     def abandon(self) -> None:
         """Ends a step that raised, if there is one: what it wrote in place stays, and nothing else is taken over."""
         if self.under_way:
-            self._rest()
+            self._take_back(takes_given=False)
         self._is_suspended, self._closures = False, 0
 
     def end_raised(self) -> None:
@@ -185,23 +147,13 @@ class Update:
                 self.end(optimizer)
             self.abandon()
 
-    def _give_shards_back(self) -> None:
-        for shard in self._shards:
-            shard.__class__ = GradientShard
-        parameters = self._program.parameters.all
-        if not self._shards or any(parameter.grad is not None for parameter in parameters):
-            for index, shard in self._empty.items():
-                set_gradient(parameters[index], shard)
-        self._shards, self._empty = [], {}
-
     def end(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped: what it updated is rounded, and sent to ranks that keep it whole."""
         program, parameters, executor = self._program, self._program.parameters, self._program.executor
         if self._is_suspended:
             self.require_reduced("optimizer.step() with a closure")
-        self._give_shards_back()
         if self.under_way:
-            take_updated(parameters.flat)
+            self._shown.take_back()
         mark_states(optimizer, parameters.flat)
         self.under_way = self._is_suspended = False
         executor.end()

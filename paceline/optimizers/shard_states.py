@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -48,6 +49,29 @@ def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
     return optimizer
 
 
+def needs_whole(optimizer: Optimizer, flat: FlatParameters) -> bool:
+    """Whether an optimizer is shown whole parameters and gradients, on every rank, where ranks have shards of them.
+
+    At zero 3 it is refused instead, as no rank is to hold these.
+    """
+    return flat.shards > 1 and not flat.is_sharded and type(optimizer) not in ELEMENTWISE
+
+
+_told: set[type[Optimizer]] = set()
+
+
+def _tell_of_memory(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    if kind not in _told:
+        _told.add(kind)
+        warnings.warn(
+            f"{kind.__name__} may need whole parameters or norms across them, so every rank gathers all gradients, "
+            "holds its states for all parameters and updates all, as at zero 0. If each element's update depends on "
+            f"that element alone, vouch for it with pl.elementwise({kind.__name__})",
+            stacklevel=2,
+        )
+
+
 def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Strategy) -> None:
     """Makes an optimizer step on shards: cuts states that it holds for whole parameters, which some make when built.
 
@@ -64,9 +88,15 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
             "LBFGS decides by gradients whether it goes on, and with collective=parameter_server rank 0 alone has any: "
             "set strategy.collective to all_reduce"
         )
+    whole = needs_whole(optimizer, flat)
+    if whole:
+        _tell_of_memory(optimizer)
     has_begun = any(SHARD in group for group in optimizer.param_groups)
-    if not _is_of_torch(optimizer) and not has_begun and (shards > 1 or flat.has_masters):
+    if not _is_of_torch(optimizer) and not has_begun and ((shards > 1 and not whole) or flat.has_masters):
         _require_states_in_state(optimizer, flat)
+    if whole:
+        require_states_of(optimizer, flat.index_of.__contains__)
+        return
     require_states_of(optimizer, flat.index_of.__contains__, (own, shards), flat.cuts if shards > 1 else None)
     if shards > 1:
         _require_elementwise(optimizer, strategy)
@@ -112,7 +142,7 @@ class NoStates(dict[str, Any]):
 
 def mark_states(optimizer: Optimizer, flat: FlatParameters) -> None:
     """An optimizer has stepped on shards: until it does again, its states say so to who takes them for whole ones."""
-    if flat.shards == 1:
+    if flat.shards == 1 or needs_whole(optimizer, flat):
         return
     if getattr(optimizer.state, "default_factory", None) is dict:
         optimizer.state.default_factory = NoStates
@@ -173,9 +203,10 @@ def _known(group: dict[str, Any]) -> list[int | None]:
 def _require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
     if type(optimizer) not in ELEMENTWISE:
         raise UserError(
-            f"{type(optimizer).__name__} may need whole parameters or norms across them, but with "
-            f"zero={strategy.zero} each rank updates its own shards: set strategy.zero to 0, or use one of torch's "
-            "elementwise optimizers (AdamW, SGD, ...); vouch for one of your own with pl.elementwise(YourOptimizer)"
+            f"{type(optimizer).__name__} may need whole parameters or norms across them, but with zero={strategy.zero} "
+            "each rank holds its own shards alone: set strategy.zero to 2 or less, where every rank updates all then, "
+            "or use one of torch's elementwise optimizers (AdamW, SGD, ...); vouch for one of your own with "
+            "pl.elementwise(YourOptimizer)"
         )
 
 

@@ -49,10 +49,11 @@ _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 class GradientShard(Tensor):
     """`p.grad` where this rank holds a shard of the reduced gradient: one-dimensional, in the order of memory.
 
-    Scaling, zeroing and other functions of each element work as on the whole gradient, and so does its shape. Its 2-norm
-    is the whole gradient's, where that is known. What looks at all of it (a sum, rows, arithmetic with a tensor of the
-    parameter's shape) makes it the whole gradient first, for good: the same object, and all others of its memory, is an
-    ordinary tensor then. That is a collective call. While a reduction into it is still under way, it waits for that.
+    Scaling, zeroing and other functions of each element work as on the whole gradient, and so does its shape. Its
+    2-norm is the whole gradient's, where that is known. What looks at all of it (a sum, rows, arithmetic with a tensor
+    of the parameter's shape) makes it the whole gradient first, for good: the same object, and all others of its
+    memory, is an ordinary tensor then. That is a collective call. While a reduction into it is still under way, it
+    waits for that.
     """
 
     _wait: Callable[[], None] | None
