@@ -24,8 +24,8 @@ ADVICE = {
     "pl.full_parameters": "Every rank must enter and leave `with pl.full_parameters(model):`; one of them may do the "
     "work inside",
     "pl.clip_grad_norm_": "Every rank must call pl.clip_grad_norm_",
-    "p.grad": "Each rank holds a shard of a gradient, and the whole is gathered where a loop looks at all of it (a sum, "
-    "rows, arithmetic with a tensor of the parameter's shape): every rank must do so, and one may print what it finds",
+    "p.grad": "Each rank holds a shard of a gradient, and the whole is gathered where a loop looks at all of it (a "
+    "sum, rows, arithmetic with a tensor of the parameter's shape): every rank must do so, and one may print that",
     "pl.broadcast_buffers": "Every rank must call pl.broadcast_buffers",
     "pl.release": "Every rank must call pl.release",
 }

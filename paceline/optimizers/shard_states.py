@@ -81,8 +81,6 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
     own, shards = flat.number
     if getattr(optimizer.state, "default_factory", None) is NoStates:
         optimizer.state.default_factory = dict
-    if isinstance(optimizer, torch.optim.LBFGS) and flat.has_masters:
-        raise UserError("LBFGS keeps gradients of all parameters in one vector: set strategy.precision to float32")
     if isinstance(optimizer, torch.optim.LBFGS) and flat.has_followers:
         raise UserError(
             "LBFGS decides by gradients whether it goes on, and with collective=parameter_server rank 0 alone has any: "

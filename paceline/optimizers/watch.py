@@ -171,8 +171,9 @@ _TORCHS = Optimizer.profile_hook_step.__code__.co_filename
 
 
 def begins_with_closure(optimizer: Optimizer) -> bool:
-    """Whether a closure runs once in a step and before all else, as in all steps of torch's that shards can take."""
-    return type(optimizer).step.__module__.startswith("torch.optim.")
+    """Whether a closure runs once in a step and before all else, as in all steps of torch's but LBFGS's."""
+    step = type(optimizer).step
+    return step.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def is_stepping() -> bool:

@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from paceline.core.errors import EngineError
 from paceline.tensors.calls import name_of, tensors_of
-from paceline.tensors.division import WHOLE, Division
+from paceline.tensors.division import WHOLE, Division, Gather
 from paceline.tensors.reduced_norm import ReducedNorm, forget_norms, known_norms, may_edit
 
 ELEMENTWISE = frozenset(
@@ -98,6 +98,11 @@ class GradientShard(Tensor):
         memo[id(self)] = copied = self.clone()
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A file has the whole gradient."""
+        become_whole([self], "pickling")
+        return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
+
 
 def as_shard(
     tensor: Tensor, wait: Callable[[], None] | None, division: Division | None, norm: ReducedNorm | None = None
@@ -168,23 +173,26 @@ def become_whole(shards: Sequence[GradientShard], what: str) -> None:
     chosen = {
         id(_aliases(shard)): shard for shard in shards if type(shard) is GradientShard and _is_part(division_of(shard))
     }
-    if not chosen:
-        return
-    divisions = [cast(Division, division_of(shard)) for shard in chosen.values()]
-    gather = divisions[0].gather()
-    if gather is None:
-        raise EngineError(f"{what} of {divisions[0].parameter}.grad, this rank's shard of it: its model is gone")
-    if graph := next((division_of(shard) for shard in chosen.values() if shard.requires_grad), None):
-        raise EngineError(
-            f"{what} of {graph.parameter}.grad, of which this rank holds a shard, in a graph of its own: take "
-            "p.grad.detach().clone() first"
-        )
+    models: dict[int, tuple[Gather, list[GradientShard], list[Division]]] = {}
+    for shard in chosen.values():
+        division = cast(Division, division_of(shard))
+        if (gather := division.gather()) is None:
+            raise EngineError(f"{what} of {division.parameter}.grad, this rank's shard of it: its model is gone")
+        if shard.requires_grad:
+            raise EngineError(
+                f"{what} of {division.parameter}.grad, of which this rank holds a shard, in a graph of its own: take "
+                "p.grad.detach().clone() first"
+            )
+        _, its, divisions = models.setdefault(id(gather), (gather, [], []))
+        its.append(shard)
+        divisions.append(division)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        for shard, whole in zip(chosen.values(), gather(list(chosen.values()), divisions, what), strict=True):
-            for alias in [each() for each in _aliases(shard)]:
-                if isinstance(alias, GradientShard):
-                    alias.data = whole
-                    _become_plain(alias)
+        for gather, its, divisions in models.values():
+            for shard, whole in zip(its, gather(its, divisions, what), strict=True):
+                for alias in [each() for each in _aliases(shard)]:
+                    if isinstance(alias, GradientShard):
+                        alias.data = whole
+                        _become_plain(alias)
 
 
 def _aliases(shard: GradientShard) -> list[TensorWeakRef]:
