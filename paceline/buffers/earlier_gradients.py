@@ -13,7 +13,7 @@ from paceline.buffers.held_gradients import HeldGradients
 from paceline.buffers.storage_uses import storage_of
 from paceline.core.layout import Bucket
 from paceline.tensors.assigned_gradient import gradient_of, set_gradient
-from paceline.tensors.gradient_shard import GradientShard, require_own
+from paceline.tensors.gradient_shard import GradientShard, become_whole, division_of, require_own
 
 
 class EarlierGradients:
@@ -221,15 +221,23 @@ class EarlierGradients:
 
 
 def require_own_gradients(parameters: FlatParameters) -> None:
-    """Refuses gradients of other parameters, or in other memory, before any parameter becomes a shard: `require_own`.
+    """Makes gradients of other parameters whole, before any parameter becomes a shard: a collective call if some are.
 
     Raises:
-        EngineError: There is one.
+        EngineError: There is one of another shape, or in other memory: see `require_own`.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        for index in parameters.managed if parameters.shards > 1 else ():
-            if isinstance(gradient := gradient_of(parameters.all[index]), GradientShard):
-                _require_own(gradient, parameters, index)
+        found = ((index, gradient_of(parameters.all[index])) for index in parameters.managed if parameters.shards > 1)
+        shards = {index: gradient for index, gradient in found if isinstance(gradient, GradientShard)}
+        become_whole([shard for index, shard in shards.items() if _is_anothers(shard, parameters, index)], "step")
+        for index, shard in shards.items():
+            if isinstance(shard, GradientShard):
+                _require_own(shard, parameters, index)
+
+
+def _is_anothers(gradient: GradientShard, parameters: FlatParameters, index: int) -> bool:
+    division, own = division_of(gradient), parameters.division(index)
+    return division not in (None, own) and division.shape == own.shape
 
 
 def _require_own(gradient: GradientShard, parameters: FlatParameters, index: int) -> None:

@@ -126,13 +126,13 @@ class OptimizerStates:
                     if not isinstance(key, str) or "/" in key:
                         raise UserError(f"{what} holds {key!r} for {name}: name states by text without a slash")
                     if not self._is_of_elements(index, key, state):
-                        if self._ranges.is_cut(index) and (shape := _shape_in(state)):
+                        if self._is_cut(optimizer, index) and (shape := _shape_in(state)):
                             raise UserError(
                                 f"{what} holds {key} of shape {list(shape)} for a shard of {name}, which other "
                                 "numbers of ranks could not use: save at zero=0"
                             )
                         states.setdefault(name, {})[key] = encode(state, put, f"{what}'s {key} of {name}")
-            if self._ranges.shards > 1 and (shape := _shape_in(shared)):
+            if self._ranges.shards > 1 and not self._ranges.is_whole_in(optimizer) and (shape := _shape_in(shared)):
                 raise UserError(
                     f"{what} holds tensors of shape {list(shape)} for no parameter in particular, which other numbers "
                     "of ranks could not use: save at zero=0"
@@ -177,7 +177,7 @@ class OptimizerStates:
             for index in (self._index_of[id(p)] for group in optimizer.param_groups for p in group["params"]):
                 name = self._ranges.names[index]
                 for key, state in one["states"].get(name, {}).items():
-                    if self._ranges.is_cut(index) and holds_tensors(state):
+                    if self._is_cut(optimizer, index) and holds_tensors(state):
                         raise UserError(
                             f"{kind}'s {key} of {name} has no number for each element, of which this rank updates a "
                             "part: load it at zero=0, or leave the optimizer out to load weights alone"
@@ -195,11 +195,11 @@ class OptimizerStates:
             optimizer.state.update(decode(saved.get("shared", {}), reader.read))
             for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
                 group.update(decode({key: settings[key] for key in settings if key != "params"}, reader.read))
-                self._ranges.mark(group)
+                self._ranges.mark(optimizer, group)
                 for parameter in group["params"]:
                     index = self._index_of[id(parameter)]
                     states = self._of_all(group, index, saved["states"], reader)
-                    states |= self._of_own_elements(number, index, reader)
+                    states |= self._of_elements(number, index, reader, self._ranges.is_whole_in(optimizer))
                     # Torch's optimizers make the states of a parameter when it has none.
                     if states and self._updates(optimizer, index):
                         optimizer.state[parameter] = states
@@ -207,7 +207,7 @@ class OptimizerStates:
     def _updates(self, optimizer: Optimizer, index: int) -> bool:
         """Whether steps on this rank take in a parameter: it has a part of that, or none is there or asked for."""
         is_empty = not self._ranges.spec(index).numel
-        has_part = is_empty or not self._ranges.is_cut(index) or self._ranges.local(index).numel() > 0
+        has_part = is_empty or not self._is_cut(optimizer, index) or self._ranges.local(index).numel() > 0
         return has_part or takes_empty_parts(optimizer)
 
     def _of_all(self, group: dict[str, Any], index: int, saved: dict[str, Any], reader: Reader) -> dict[str, Any]:
@@ -220,14 +220,22 @@ class OptimizerStates:
                 found[key] = state.to(device)
         return found
 
-    def _of_own_elements(self, number: int, index: int, reader: Reader) -> dict[str, Tensor]:
+    def _is_cut(self, optimizer: Optimizer, index: int) -> bool:
+        """Whether this rank holds an optimizer's states of its shard of a parameter, and none of the others'."""
+        return self._ranges.is_cut(index) and not self._ranges.is_whole_in(optimizer)
+
+    def _of_elements(self, number: int, index: int, reader: Reader, whole: bool) -> dict[str, Tensor]:
         found, parameter = {}, element_name(number, self._ranges.names[index], "")
         local, before = self._ranges.local(index), reader.dtype(f"model/{self._ranges.names[index]}")
         for name in reader.under(parameter):
             # As torch has it: what had the parameter's dtype has that of the parameter that it is loaded for.
             dtype = local.dtype if reader.dtype(name) == before else reader.dtype(name)
-            state = torch.empty_like(local, dtype=dtype)
-            self._ranges.fill(index, state, partial(reader.read_into, name))
+            read_into = partial(reader.read_into, name)
+            if whole:
+                state = self._ranges.whole(index, dtype, read_into)
+            else:
+                state = torch.empty_like(local, dtype=dtype)
+                self._ranges.fill(index, state, read_into)
             found[name.removeprefix(parameter)] = state
         return found
 

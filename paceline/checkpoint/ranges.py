@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.core.layout import ParameterSpec
 from paceline.core.mesh import REPLICATE
 from paceline.core.parameter_server import ParameterServer
 from paceline.engine.engine import Engine
-from paceline.optimizers.shard_states import SHARD
+from paceline.optimizers.shard_states import SHARD, needs_whole
 
 ReadInto = Callable[[int, Tensor], None]
 """(start, target): fills a one-dimensional tensor with a stored one's elements from `start` on, in row-major order."""
@@ -64,11 +65,15 @@ class Ranges:
         """This rank's shard of what has a number for each element of a whole parameter."""
         return self._flat.cut(index, whole)
 
-    def mark(self, group: dict[str, Any]) -> None:
+    def mark(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Notes in an optimizer's group which shards its states are of."""
         group.pop(SHARD, None)
-        if self._flat.shards > 1:
+        if self._flat.shards > 1 and not self.is_whole_in(optimizer):
             group[SHARD] = [*self._flat.number, [self._flat.cuts] * len(group["params"])]
+
+    def is_whole_in(self, optimizer: Optimizer) -> bool:
+        """Whether every rank holds all states of an optimizer, though its parameters are cut: see `needs_whole`."""
+        return needs_whole(optimizer, self._flat)
 
     def is_gathered(self, index: int) -> bool:
         """Whether a parameter's shards are put together before they are written: memory has its elements in an order
@@ -129,6 +134,13 @@ class Ranges:
         # Whoever has none adds zeros; as bytes, so that no value changes, not even the sign of a zero.
         collectives.sum(memory.view(torch.uint8), f"elements of {spec.name}", "pl.save")
         return memory.as_strided(spec.shape, spec.stride).reshape(-1)
+
+    def whole(self, index: int, dtype: torch.dtype, read_into: ReadInto) -> Tensor:
+        """Reads all elements of a parameter, or of a state of its shape, into a tensor of that."""
+        spec, device = self.spec(index), self.local(index).device
+        elements = torch.empty(spec.numel, dtype=dtype, device=device)
+        read_into(0, elements)
+        return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device).copy_(elements.view(spec.shape))
 
     def fill(self, index: int, target: Tensor, read_into: ReadInto) -> None:
         """Reads this rank's elements of a parameter, or of a state of its shape, into a tensor like `local`."""
