@@ -52,9 +52,12 @@ def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
 def needs_whole(optimizer: Optimizer, flat: FlatParameters) -> bool:
     """Whether an optimizer is shown whole parameters and gradients, on every rank, where ranks have shards of them.
 
-    At zero 3 it is refused instead, as no rank is to hold these.
+    So is one that keeps whole tensors of its own. At zero 3 it is refused instead, as no rank is to hold these.
     """
-    return flat.shards > 1 and not flat.is_sharded and type(optimizer) not in ELEMENTWISE
+    if flat.shards == 1 or flat.is_sharded:
+        return False
+    is_known = type(optimizer) in ELEMENTWISE
+    return not is_known or (not _is_of_torch(optimizer) and _listed(optimizer, flat) is not None)
 
 
 _told: set[type[Optimizer]] = set()
@@ -64,10 +67,18 @@ def _tell_of_memory(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if kind not in _told:
         _told.add(kind)
+        why, instead = (
+            ("has a whole tensor for each parameter outside of its state", "keep them in self.state[parameter]")
+            if kind in ELEMENTWISE
+            else (
+                "may need whole parameters or norms across them",
+                "if each element's update depends on that element alone, vouch for it with "
+                f"pl.elementwise({kind.__name__})",
+            )
+        )
         warnings.warn(
-            f"{kind.__name__} may need whole parameters or norms across them, so every rank gathers all gradients, "
-            "holds its states for all parameters and updates all, as at zero 0. If each element's update depends on "
-            f"that element alone, vouch for it with pl.elementwise({kind.__name__})",
+            f"{kind.__name__} {why}, so every rank gathers all gradients, holds its states for all parameters and "
+            f"updates all, as at zero 0: {instead}",
             stacklevel=2,
         )
 
@@ -90,7 +101,7 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
     if whole:
         _tell_of_memory(optimizer)
     has_begun = any(SHARD in group for group in optimizer.param_groups)
-    if not _is_of_torch(optimizer) and not has_begun and ((shards > 1 and not whole) or flat.has_masters):
+    if not _is_of_torch(optimizer) and not has_begun and (shards > 1 or flat.has_masters):
         _require_states_in_state(optimizer, flat)
     if whole:
         require_states_of(optimizer, flat.index_of.__contains__)
@@ -223,30 +234,45 @@ def takes_empty_parts(optimizer: Optimizer) -> bool:
     return not any(base.__module__.startswith("torch.optim.") for base in made_of)
 
 
-def _require_states_in_state(optimizer: Optimizer, flat: FlatParameters) -> None:
-    """Refuses a tensor for each parameter that an optimizer made when it was built, where it cannot be cut.
-
-    Raises:
-        UserError: It keeps some elsewhere than in its `state`.
-    """
+def _listed(optimizer: Optimizer, flat: FlatParameters) -> tuple[str, list[Tensor]] | None:
+    """The tensors that an optimizer made for its parameters, one for each, elsewhere than in its `state`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    updated = [flat.local.get(flat.index_of.get(id(p), -1)) for p in parameters]
     for name, kept in vars(optimizer).items():
         if name in ("state", "param_groups", "defaults") or not isinstance(kept, (list, tuple, dict)):
             continue
         tensors = [
             each for each in tree_leaves(kept) if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)
         ]
-        if not tensors or [each.shape for each in tensors] != [p.shape for p in parameters]:
-            continue
-        pairs = zip(tensors, updated, strict=True)
-        if flat.shards > 1 or any(each.dtype != local.dtype for each, local in pairs if local is not None):
-            raise UserError(
-                f"{type(optimizer).__name__}.{name} has a tensor for each parameter, whole and in the dtype that is "
-                "computed with, but inside step() a parameter is this rank's shard, in the dtype of its update: keep "
-                "them in self.state[parameter], make them in the first step(), or set strategy.zero to 0 and "
-                "strategy.precision to float32"
-            )
+        if tensors and [each.shape for each in tensors] == [_shape_of(p, flat) for p in parameters]:
+            return name, tensors
+    return None
+
+
+def _shape_of(parameter: Tensor, flat: FlatParameters) -> tuple[int, ...]:
+    """A parameter's own shape, also while it is shown as a shard."""
+    index = flat.index_of.get(id(parameter))
+    return tuple(parameter.shape) if index is None else flat.layout.slots[index].spec.shape
+
+
+def _require_states_in_state(optimizer: Optimizer, flat: FlatParameters) -> None:
+    """Refuses a tensor for each parameter that an optimizer made when it was built, where it cannot be cut.
+
+    Raises:
+        UserError: It keeps some elsewhere than in its `state`.
+    """
+    if (listed := _listed(optimizer, flat)) is None:
+        return
+    name, tensors = listed
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    updated = [flat.local.get(flat.index_of.get(id(p), -1)) for p in parameters]
+    pairs = zip(tensors, updated, strict=True)
+    if flat.is_sharded or any(each.dtype != local.dtype for each, local in pairs if local is not None):
+        raise UserError(
+            f"{type(optimizer).__name__}.{name} has a tensor for each parameter, whole and in the dtype that is "
+            "computed with, but inside step() a parameter is this rank's shard, in the dtype of its update: keep "
+            "them in self.state[parameter], make them in the first step(), or set strategy.zero to 2 or less and "
+            "strategy.precision to float32"
+        )
 
 
 def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, index: int) -> None:

@@ -196,7 +196,7 @@ def sharpness_aware(side: Side) -> Found:
 
 
 @idiom(
-    refused=(("zero 1", "shard"), ("zero 2", "shard"), ("zero 3", "shard"), ("low", "shard")),
+    refused=(("zero 3", "shard"), ("shared parameters", "shard")),
     low=False,
 )
 def sharpness_aware_by_hand(side: Side) -> Found:

@@ -89,7 +89,7 @@ def gradients_of_autograd_grad_are_assigned(side: Side) -> Found:
     return state(model)
 
 
-_SHARDS = tuple((f"zero {zero}", "its p.grad was given memory|grad.data = ") for zero in (1, 2, 3))
+_SHARDS = tuple((f"zero {zero}", "its p.grad was given memory") for zero in (1, 2, 3))
 
 
 def _replaced(side: Side, replace: Callable[[Tensor, Tensor], object]) -> Found:
@@ -106,7 +106,7 @@ def _replaced(side: Side, replace: Callable[[Tensor, Tensor], object]) -> Found:
     return state(model)
 
 
-@idiom(refused=_SHARDS, low=False)
+@idiom(low=False)
 def a_gradient_is_given_other_data(side: Side) -> Found:
     def replace(gradient: Tensor, values: Tensor) -> None:
         gradient.data = values

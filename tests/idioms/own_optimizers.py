@@ -55,7 +55,7 @@ def an_optimizer_that_asks_for_no_missing_gradient(side: Side) -> Found:
     return state(model)
 
 
-LISTED = tuple((place, r"Listing\.means has a tensor for each") for place in ("zero 1", "zero 2", "zero 3", "low"))
+LISTED = tuple((place, r"Listing\.means has a tensor for each") for place in ("zero 3", "low"))
 
 
 @idiom(refused=LISTED)
@@ -110,8 +110,9 @@ class Averaging(torch.optim.Optimizer):
 
 @idiom(
     refused=(
-        *((f"zero {zero}", "pl.elementwise") for zero in (1, 2, 3)),
+        ("zero 3", "pl.elementwise|was edited"),
         ("low", "was edited"),
+        ("shared parameters", "was edited"),
         ("parameter server", "different weights"),
     )
 )

@@ -120,6 +120,17 @@ def is_for(name: str, place: str) -> bool:
     return (IDIOMS[name].low or not strategy.low) and not (has_server and name in OF_ALL_RANKS)
 
 
+def place_names(place: str) -> set[str]:
+    """What an idiom may name to say where it is refused."""
+    strategy, _ = PLACES[place]
+    return {
+        f"zero {strategy.zero}",
+        *(["low"] if strategy.low else []),
+        *(["shared parameters"] if strategy.share_parameters else []),
+        *(["parameter server"] if strategy.collective == "parameter_server" else []),
+    }
+
+
 def held(name: str, place: str, pool: RankPool) -> tuple[str, str]:
     """What became of an idiom somewhere, and why."""
     idiom, (strategy, micro) = IDIOMS[name], PLACES[place]
@@ -135,13 +146,7 @@ def held(name: str, place: str, pool: RankPool) -> tuple[str, str]:
         told = pool(2, on_rank, name, strategy, dtype, micro, timeout=LIMIT)
     except RankError as error:
         return "HUNG", str(error)[-2500:]
-    places = {
-        f"zero {strategy.zero}",
-        *(["low"] if low else []),
-        *(["shared parameters"] if strategy.share_parameters else []),
-        *(["parameter server"] if strategy.collective == "parameter_server" else []),
-    }
-    words = idiom.refusal(places)
+    words = idiom.refusal(place_names(place))
     if strategy.share_parameters and words is None:
         words = idiom.refusal({"zero 3"})
     errors = [(kind, message) for kind, message, _ in told if kind]
