@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -48,17 +48,22 @@ class Shown:
         if not flat.managed:
             return
         if needs_whole(optimizer, flat):
-            become_whole([shard for shard in self._gradients().values() if isinstance(shard, GradientShard)], "step")
+            own = (p.grad for group in optimizer.param_groups for p in group["params"] if id(p) in flat.index_of)
+            become_whole(
+                [shard for shard in own if isinstance(shard, GradientShard)], f"{type(optimizer).__name__}.step()"
+            )
             self._whole = self._full()
             self._whole.__enter__()
             self._widen()
             return
+        gradients = self._gradients()
         if flat.shards > 1:
-            self._cut()
+            self._cut(gradients)
         elif flat.has_masters:
             self._widen()
         self._show_local()
-        self._unmark(takes_empty_parts(optimizer))
+        shards = {index: shard for index, shard in gradients.items() if isinstance(shard, GradientShard)}
+        self._unmark(shards, takes_empty_parts(optimizer))
 
     def _gradients(self) -> dict[int, Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -75,22 +80,19 @@ class Shown:
                 wide = gradient.to(flat.local[index].dtype)
             set_gradient(flat.all[index], wide)
 
-    def _cut(self) -> None:
+    def _cut(self, gradients: dict[int, Tensor]) -> None:
         """Puts this rank's shards in the place of whole gradients: a loop has made these, or looked at them."""
         flat = self._flat
-        for index, gradient in self._gradients().items():
+        for index, gradient in gradients.items():
             if not isinstance(gradient, GradientShard):
-                shard = as_shard(flat.cut(index, gradient), None, flat.division(index))
+                gradients[index] = shard = as_shard(flat.cut(index, gradient), None, flat.division(index))
                 self._made[index] = (gradient, shard)
                 set_gradient(flat.all[index], shard)
 
-    def _unmark(self, takes_empty: bool) -> None:
+    def _unmark(self, shards: Mapping[int, GradientShard], takes_empty: bool) -> None:
         """Lets an optimizer compute with shards, and with none that has no element if it need not."""
-        shards = {index: each for index, each in self._gradients().items() if isinstance(each, GradientShard)}
         with torch._C.DisableTorchFunctionSubclass():
-            for index, shard in shards.items():
-                if not takes_empty and not shard.numel():
-                    self._empty[index] = shard
+            self._empty = {index: shard for index, shard in shards.items() if not takes_empty and not shard.numel()}
         forget_norms(shards.values())
         self._shards = [shard for index, shard in shards.items() if index not in self._empty]
         for index in self._empty:
