@@ -259,6 +259,9 @@ class BackwardPass:
         incomplete = sorted(self._incomplete.union(after_copy_in))
         if program.collectives is not None:
             key = Key("statistics", STATISTICS, micro_batch, "backward")
+            if program.schedule.has_followers:
+                # No forward has waited for what this rank did not run, and weights are about to be compared.
+                self._forward.wait_for_updates()
             executor.begin(key)
             weights = weights_hash(program.parameters.all) if program.schedule.has_followers else 0
             checks = (micro_batch, executor.launched.take(), weights)

@@ -56,6 +56,9 @@ class WholeGradients:
         return [self._gather(shard, each, what) for shard, each in zip(shards, divisions, strict=True)]
 
     def _gather(self, shard: Tensor, division: Division, what: str) -> Tensor:
+        whole = torch.empty_strided(division.shape, division.strides, dtype=shard.dtype, device=shard.device)
+        if not whole.numel():
+            return whole
         assert self._collectives is not None
         index = self._placement.shard_index
         # Ranks have parts of different sizes.
@@ -63,7 +66,6 @@ class WholeGradients:
         parts = torch.zeros(len(division.parts), size, dtype=shard.dtype, device=self._device)
         parts[index, : shard.numel()] = shard
         self._collectives.gather_parts(parts, f"{division.parameter}.grad ({what.strip('_')})", "p.grad")
-        whole = torch.empty_strided(division.shape, division.strides, dtype=shard.dtype, device=shard.device)
         flat = whole.as_strided((whole.numel(),), (1,))
         for part, bounds in zip(parts, division.parts, strict=True):
             if bounds:

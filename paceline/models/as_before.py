@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes as _unseen
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import EngineError
@@ -15,6 +16,9 @@ from paceline.core.errors import EngineError
 Place = tuple[nn.Module, str]
 _SMALL = 65_536
 """Elements of a buffer whose copy costs nothing worth telling: all that statistics of norms are."""
+
+# `_unseen`: what is done in it is no part of the forward, whose ops a selective checkpoint counts in modes of its own,
+# and takes for others if there are more the second time.
 
 
 class ChangedBuffers:
@@ -55,7 +59,9 @@ class ChangedBuffers:
             is_written, is_there = each._version != versions[place], now.get(place) is each
             if place in before:
                 # Kernels of batch norm write to statistics without a new version.
-                if each.numel() > _SMALL and not is_written and is_there and torch.equal(each, before[place]):
+                with _unseen():
+                    is_kept = each.numel() <= _SMALL or is_written or not is_there or not each.equal(before[place])
+                if not is_kept:
                     del before[place]
                     self._idle.add((place, modes[place[0]]))
             elif is_written:
@@ -207,7 +213,8 @@ class AsBefore:
             answer = self._buffers.watch(lambda: self._forward(*args, **kwargs), self._before)
             self._buffers.require_unwritten(versions, tensors)
             self._versions = [each._version for each in self._referred(args, kwargs)]
-            self._written = {index for index, part in enumerate(self._parts) if not part.is_so()}
+            with _unseen():
+                self._written = {index for index, part in enumerate(self._parts) if not part.is_so()}
             return answer
         self._buffers.require_unwritten(self._versions, self._referred(args, kwargs))
         given = [
@@ -215,9 +222,11 @@ class AsBefore:
             for each, before in zip((*args, *kwargs.values()), self._given, strict=True)
         ]
         after = {(owner, name): owner._buffers.get(name) for owner, name in self._before}
-        undo = [part.put() for index, part in enumerate(self._parts) if index in self._written or not part.is_so()]
+        with _unseen():
+            undo = [part.put() for index, part in enumerate(self._parts) if index in self._written or not part.is_so()]
+            copies = _copies(self._before)
         try:
-            for (owner, name), buffer in _copies(self._before).items():
+            for (owner, name), buffer in copies.items():
                 owner._buffers[name] = buffer
             return self._forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         finally:

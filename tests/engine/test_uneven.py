@@ -138,3 +138,28 @@ def test_ranks_with_more_or_fewer_micro_batches_or_none_wait_for_nobody(ranks, s
     for states in ranks(n, uneven_twice, strategy, counts):
         for state, wanted in zip(states, expected, strict=True):
             assert_same(state, wanted)
+
+
+def with_a_rank_that_rests(strategy: Strategy) -> list[float]:
+    """Weights after steps of which every other leaves one rank without a micro-batch."""
+    world = pl.init()
+    torch.manual_seed(0)
+    model = pl.parallelize(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6))).double(), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(30):
+        count = 0 if step % 2 and world.rank == 1 else 1
+        for _ in pl.accumulate(model, range(count), uneven=True):
+            model(torch.ones(2, 8, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [float(p.detach().sum()) for p in model.parameters()]
+    pl.release(model)
+    return found
+
+
+def test_a_parameter_server_compares_weights_once_they_are_here(ranks) -> None:
+    """A rank that runs nothing waits for no update before its weights are held against the others'."""
+    strategy = Strategy(collective="parameter_server", bucket_mb=0.0005)
+    for _ in range(3):
+        first, second = ranks(2, with_a_rank_that_rests, strategy)
+        assert first == second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,18 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def how(side: Side) -> Literal["unit", "keep_attention"]:
+    """Either, as each idiom is run with one micro-batch and with two."""
+    return "unit" if side.micro == 1 else "keep_attention"
+
+
 def recomputed(
     side: Side,
     compute: Callable[..., Tensor],
     run: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda block, x, beside: block(x),
 ) -> Found:
     if isinstance(side, Paceline):
-        side.strategy = replace(side.strategy, recompute="unit")
+        side.strategy = replace(side.strategy, recompute=how(side))
     torch.manual_seed(0)
     return trained(side, Model(compute, run))
 
@@ -100,7 +105,7 @@ class Halved(nn.Module):
 def loop_recomputed(side: Side, model: nn.Module) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
     """For loops of their own: the model, what is called in its place, and an optimizer."""
     if isinstance(side, Paceline):
-        side.strategy = replace(side.strategy, recompute="unit")
+        side.strategy = replace(side.strategy, recompute=how(side))
     model = model.to(side.dtype)
     return model, side.parallel(model), torch.optim.SGD(model.parameters(), 0.1)
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 import paceline as pl
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
-from paceline.models.as_before import ChangedBuffers
+from paceline.models.as_before import _SMALL, ChangedBuffers
 from paceline.models.recompute import recompute
 from tests.engine.models import snapshot
 
@@ -99,7 +99,23 @@ class Remembers(nn.Module):
         return y
 
 
-BLOCKS = [Normed, Spectral, Averages, InDictionary, InList, Remembers]
+class Masked(nn.Module):
+    """Has buffers that no forward writes to, a small one and a large one, and computes with both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.linspace(0.5, 1, 8))
+        self.register_buffer("table", torch.ones(_SMALL // 8 + 1, 8))
+        self.scale: Tensor
+        self.table: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.map(x) * self.scale * self.table[: len(x)]
+        return nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None])[0, 0]
+
+
+BLOCKS = [Normed, Spectral, Averages, InDictionary, InList, Remembers, Masked]
 
 
 def trained(model: nn.Module, rank: int = 0) -> dict[str, Tensor]:
@@ -120,10 +136,11 @@ def build(block: Callable[[], nn.Module]) -> Chain:
     return Chain(block).double()
 
 
+@pytest.mark.parametrize("how", ["unit", "keep_attention"])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_training_is_the_same(block: Callable[[], nn.Module]) -> None:
+def test_training_is_the_same(block: Callable[[], nn.Module], how: Any) -> None:
     plain, again = build(block), build(block)
-    recompute(list(again.blocks), "unit", 1)
+    recompute(list(again.blocks), how, 1)
     expected, found = trained(plain), trained(again)
     assert found.keys() == expected.keys()
     for name, value in expected.items():

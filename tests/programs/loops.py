@@ -23,6 +23,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 0.01, "eps": EPS}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.02, "eps": EPS}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.005, "momentum": 0.5, "eps": EPS}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01, "eps": (EPS, EPS)}),
 }
 
 
@@ -46,6 +47,9 @@ class LoopPlan:
     """Of a micro-batch: two forwards and then two backwards, two backwards of one graph, or the sum of two losses."""
     scales: bool = False
     """Whether gradients are scaled by hand after the first micro-batch."""
+    edits: Literal["none", "rows", "views", "noise", "centred", "decayed", "largest"] = "none"
+    """What is done to whole gradients before the step: rows masked, elements written by way of views, noise, their mean
+    or a share of the weights added, or their largest element clipped."""
     clip: float = 0.0
     regulariser: Literal["none", "before", "after", "apart before", "apart after"] = "none"
     """When the weights' squares and absolute values are summed: before or after the forward, to be added to the loss,
@@ -177,6 +181,25 @@ class Training:
         if isinstance(self.model, Drawn):
             self.model.taken_aux()
 
+    def _edit(self, step: int) -> None:
+        edits, noise = self.loop.edits, torch.Generator().manual_seed(step)
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        if edits == "largest":
+            norm = nn.utils.clip_grad_norm_(trained, 0.05, norm_type=torch.inf)
+            self.job.note("largest", lambda rank: norm.detach().clone())
+        for p in trained:
+            if edits == "rows" and p.dim():
+                p.grad[::2] *= 0.5
+            elif edits == "views":
+                p.grad.data.reshape(-1)[0] *= 2
+                p.grad.mul_(1.5)
+            elif edits == "noise":
+                p.grad.add_(torch.randn(p.shape, generator=noise, dtype=p.grad.dtype), alpha=0.01)
+            elif edits == "centred":
+                p.grad -= p.grad.mean()
+            elif edits == "decayed":
+                p.grad.add_(p.detach(), alpha=0.01)
+
     def _zero_grad(self) -> None:
         if self.loop.zero_grad == "model":
             self.model.zero_grad()
@@ -187,6 +210,7 @@ class Training:
         loop, job = self.loop, self.job
         if loop.logging != "none":
             self._evaluate(step, "logged", grad=loop.logging == "grad")
+        self._edit(step)
         if loop.clip:
             norm = job.clip(self.model, loop.clip)
             job.note("norm", lambda rank: norm)
