@@ -183,7 +183,7 @@ class Training:
 
     def _edit(self, step: int) -> None:
         edits, noise = self.loop.edits, torch.Generator().manual_seed(step)
-        trained = [p for p in self.model.parameters() if p.grad is not None]
+        trained = [p for p in self.model.parameters() if p.grad is not None and p.numel()]
         if edits == "largest":
             norm = nn.utils.clip_grad_norm_(trained, 0.05, norm_type=torch.inf)
             self.job.note("largest", lambda rank: norm.detach().clone())
@@ -246,6 +246,9 @@ class Training:
 
 def _optimizers(loop: LoopPlan, trained: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     cls, settings = OPTIMIZERS[loop.optimizer]
+    if loop.optimizer == "adafactor":
+        # It divides by the number of elements.
+        trained = [p for p in trained if p.numel()]
     if loop.optimizers in ("two", "alternate"):
         other = OPTIMIZERS["adamw" if loop.optimizer == "sgd" else "sgd"]
         halves = [(cls, settings, trained[::2]), (*other, trained[1::2])]
