@@ -56,8 +56,15 @@ def needs_whole(optimizer: Optimizer, flat: FlatParameters) -> bool:
     """
     if flat.shards == 1 or flat.is_sharded:
         return False
-    is_known = type(optimizer) in ELEMENTWISE
-    return not is_known or (not _is_of_torch(optimizer) and _listed(optimizer, flat) is not None)
+    if type(optimizer) not in ELEMENTWISE:
+        return True
+    # Lists that it makes once it steps are of shards, and on some rank these may be whole.
+    return not (_is_of_torch(optimizer) or _has_begun(optimizer)) and _listed(optimizer, flat) is not None
+
+
+def _has_begun(optimizer: Optimizer) -> bool:
+    """Whether it has stepped on shards."""
+    return any(SHARD in group for group in optimizer.param_groups)
 
 
 _told: set[type[Optimizer]] = set()
@@ -100,8 +107,7 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
     whole = needs_whole(optimizer, flat)
     if whole:
         _tell_of_memory(optimizer)
-    has_begun = any(SHARD in group for group in optimizer.param_groups)
-    if not _is_of_torch(optimizer) and not has_begun and (shards > 1 or flat.has_masters):
+    if not (_is_of_torch(optimizer) or _has_begun(optimizer)) and (shards > 1 or flat.has_masters):
         _require_states_in_state(optimizer, flat)
     if whole:
         require_states_of(optimizer, flat.index_of.__contains__)
