@@ -187,7 +187,8 @@ def become_whole(shards: Sequence[GradientShard], what: str) -> None:
         _, its, divisions = models.setdefault(id(gather), (gather, [], []))
         its.append(shard)
         divisions.append(division)
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    # What is made inside inference mode could not be written to outside of it.
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
         for gather, its, divisions in models.values():
             for shard, whole in zip(its, gather(its, divisions, what), strict=True):
                 for alias in [each() for each in _aliases(shard)]:

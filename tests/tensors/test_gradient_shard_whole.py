@@ -183,6 +183,14 @@ def test_several_are_gathered_at_once() -> None:
     torch.testing.assert_close(several[0], whole() + 2)
 
 
+def test_what_becomes_whole_in_inference_mode_is_written_to_outside() -> None:
+    gradient = shard()
+    with torch.inference_mode():
+        assert gradient.sum() == whole().sum()
+    gradient[0] = 1
+    assert not gradient.is_inference()
+
+
 def test_one_whose_model_is_gone_is_refused() -> None:
     with pytest.raises(EngineError, match=r"sum of p\.grad, this rank's shard of it: its model is gone"):
         as_shard(torch.tensor(VALUES), None, replace(PARTS, gather=lambda: None)).sum()
