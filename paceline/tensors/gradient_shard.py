@@ -171,9 +171,8 @@ def become_whole(shards: Sequence[GradientShard], what: str) -> None:
     Raises:
         EngineError: A gradient is not reduced yet, or has a graph of its own.
     """
-    chosen = {
-        id(_aliases(shard)): shard for shard in shards if type(shard) is GradientShard and _is_part(division_of(shard))
-    }
+    parts = (shard for shard in shards if type(shard) is GradientShard and division_of(shard) not in (None, WHOLE))
+    chosen = {id(_aliases(shard)): shard for shard in parts}
     models: dict[int, tuple[Gather, list[GradientShard], list[Division]]] = {}
     for shard in chosen.values():
         division = cast(Division, division_of(shard))
@@ -202,10 +201,6 @@ def _aliases(shard: GradientShard) -> list[TensorWeakRef]:
     if found is None:
         found = shard._aliases = [TensorWeakRef(shard)]
     return found
-
-
-def _is_part(division: Division | None) -> bool:
-    return division is not None and division != WHOLE
 
 
 def _described(shard: GradientShard) -> Tensor:
