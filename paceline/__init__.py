@@ -40,8 +40,8 @@ if TYPE_CHECKING:
         release,
         reset,
     )
+    from paceline.optimizers.elementwise import elementwise
     from paceline.optimizers.grad_scaler import GradScaler
-    from paceline.optimizers.shard_states import elementwise
     from paceline.plan.check import check
     from paceline.report.recorded_loop import report
     from paceline.report.recording import record
@@ -52,7 +52,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "paceline.comm.transport": ("CommunicationError",),
     "paceline.optimizers.grad_scaler": ("GradScaler",),
-    "paceline.optimizers.shard_states": ("elementwise",),
+    "paceline.optimizers.elementwise": ("elementwise",),
     "paceline.report.recording": ("record",),
     "paceline.verify.replicas": ("check_replicas",),
     "paceline.comm.control": ("all_gather_json", "barrier"),

@@ -15,7 +15,8 @@ from paceline.checkpoint.ranges import Ranges
 from paceline.checkpoint.reader import Reader
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
-from paceline.optimizers.shard_states import OF_ALL, SHARD, takes_empty_parts
+from paceline.optimizers.elementwise import SHARD
+from paceline.optimizers.shard_states import OF_ALL, takes_empty_parts
 from paceline.tensors.state_shard import plain_state
 
 

@@ -13,7 +13,7 @@ from paceline.core.layout import ParameterSpec
 from paceline.core.mesh import REPLICATE
 from paceline.core.parameter_server import ParameterServer
 from paceline.engine.engine import Engine
-from paceline.optimizers.shard_states import SHARD, needs_whole
+from paceline.optimizers.elementwise import SHARD, needs_whole
 
 ReadInto = Callable[[int, Tensor], None]
 """(start, target): fills a one-dimensional tensor with a stored one's elements from `start` on, in row-major order."""

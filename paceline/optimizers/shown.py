@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.put_in_place import take_updated
-from paceline.optimizers.shard_states import needs_whole, takes_empty_parts
+from paceline.optimizers.elementwise import needs_whole
+from paceline.optimizers.shard_states import takes_empty_parts
 from paceline.tensors.assigned_gradient import gradient_of, set_gradient
 from paceline.tensors.gradient_shard import GradientShard, as_shard, become_whole
 from paceline.tensors.reduced_norm import forget_norms

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.optimizers.shard_states import elementwise
+from paceline.optimizers.elementwise import elementwise
 from paceline.train.dynamic_loss_scale import DynamicLossScale
 from paceline.train.sections import OptimConfig
 from paceline.train.spikes import Spikes

@@ -17,7 +17,8 @@ from paceline.checkpoint.optimizer_states import element_name
 from paceline.checkpoint.plain import decode, encode
 from paceline.checkpoint.reader import Reader
 from paceline.core.errors import UserError
-from paceline.optimizers.shard_states import OF_ALL, SHARD
+from paceline.optimizers.elementwise import SHARD
+from paceline.optimizers.shard_states import OF_ALL
 
 Put = Callable[[Tensor], str]
 
