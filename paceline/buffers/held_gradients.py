@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from paceline.buffers.flat_gradients import FlatGradients
 from paceline.buffers.memory import bits_of
@@ -107,7 +108,7 @@ class HeldGradients:
                 former.fill_(torch.nan)
             if gradient is not None:
                 self._flat.show_in(index, former, gradient)
-                replaced.given = _address(gradient)
+                replaced.given = TensorWeakRef(gradient)
             replaced.take()
             if gradient is None or self._flat.schedule.shards > 1:
                 become_former(former, self._flat.schedule.layout.slots[index].spec.name)
@@ -123,7 +124,7 @@ class HeldGradients:
         for index, replaced in list(self._replaced.items()):
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = parameters[index].grad
-                if gradient is None or _address(gradient) != replaced.given:
+                if gradient is None or replaced.given is None or replaced.given() is not gradient:
                     # The loop has set it to another, and under DDP, too, this one would be p.grad no more.
                     del self._replaced[index]
                     continue
@@ -152,11 +153,11 @@ class _Replaced:
 
     Attributes:
         tensor: That.
-        given: Where in memory the one lies that took its place.
+        given: The one that took its place. It may move, as a shard does that becomes whole.
     """
 
     tensor: Tensor
-    given: tuple[int, int] = (0, 0)
+    given: TensorWeakRef | None = None
 
     def take(self) -> None:
         """Takes it as it is now for unedited."""
@@ -171,11 +172,6 @@ class _Replaced:
         references, uses = _alone()
         is_ours = storage_of(self.tensor) in ours
         return is_ours or uses_of(self.tensor) > uses or _references({0: self.tensor})[0] > references
-
-
-def _address(gradient: Tensor) -> tuple[int, int]:
-    """Where a gradient lies; one without elements lies nowhere, but has a storage of its own."""
-    return storage_of(gradient), gradient.data_ptr()
 
 
 def _references(gradients: Mapping[int, Tensor]) -> dict[int, int]:

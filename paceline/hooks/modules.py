@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import EngineError, UserError
 from paceline.hooks.outputs import tensors_in
+from paceline.tensors.untraced import untraced
 
-_NEVER = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-"""Neither a frame nor what it calls is compiled."""
-
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -115,18 +111,6 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
     handles.append(model.register_forward_pre_hook(ModuleHook(untraced(root_pre_forward)), prepend=True))
     handles.append(model.register_forward_hook(ModuleHook(untraced(root_post_forward))))
     return handles
-
-
-def untraced(method: Callable[P, T]) -> Callable[P, T]:
-    """A hook into which torch.compile does not look: its bookkeeping is no part of a model."""
-
-    # What torch.compiler.disable does, which loads the compiler, and that takes longer than most first steps.
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return method(*args, **kwargs)
-
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    eval_frame.set_code_exec_strategy(call.__code__, _NEVER)
-    return call
 
 
 def open_for_states(

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.core.errors import EngineError
-from paceline.hooks.modules import untraced
 from paceline.optimizers.elementwise import SHARD
 from paceline.optimizers.shard_states import require_states_of
+from paceline.tensors.untraced import untraced
 
 
 class Watcher(Protocol):

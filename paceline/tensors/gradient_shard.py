@@ -12,9 +12,10 @@ from torch._guards import TracingContext
 from torch.utils.weak import TensorWeakRef
 
 from paceline.core.errors import EngineError
-from paceline.tensors.calls import name_of, tensors_of
+from paceline.tensors.calls import name_of, tensors_of, writes
 from paceline.tensors.division import WHOLE, Division, Gather
 from paceline.tensors.reduced_norm import ReducedNorm, forget_norms, known_norms, may_edit
+from paceline.tensors.untraced import untraced
 
 ELEMENTWISE = frozenset(
     {
@@ -36,7 +37,7 @@ DESCRIPTIONS = frozenset(
     }
 )
 
-SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__"})
+SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "nbytes", "stride", "__len__"})
 
 _ACCESS = ("__get__", "__set__", "__delete__")
 
@@ -161,6 +162,7 @@ def require_own(shard: GradientShard, division: Division, numel: int) -> None:
             )
 
 
+@untraced
 def become_whole(shards: Sequence[GradientShard], what: str) -> None:
     """Makes shards of gradients, and all other tensors of their memory, whole and plain. A collective call.
 
@@ -263,19 +265,19 @@ def _needs_whole(
         return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.distributed")
     if name in DESCRIPTIONS:
         return False
-    if name.startswith("_foreach_"):
-        lists = [each for each in args if isinstance(each, (list, tuple))]
-        together = [list(tensors_of(each, GradientShard)) for each in zip(*lists, strict=False)]
-    else:
-        together = [shards]
-    return (
-        not is_elementwise(name)
-        or any(len(each) > 1 and _differ(each) for each in together)
-        or any(
-            not isinstance(t, GradientShard) and (t.numel() > 1 or t.dim() > 1)
-            for t in tensors_of((args, tuple(kwargs.values())), Tensor)
-        )
-    )
+    if not is_elementwise(name):
+        return True
+    lists = [each for each in args if isinstance(each, (list, tuple))]
+    together = [list(tensors_of(each, GradientShard)) for each in zip(*lists, strict=False)] if lists else [shards]
+    if any(len(each) > 1 and _differ(each) for each in together):
+        return True
+    # Of lists each element is another's, and what is written to is of a shape of its own.
+    written = args[:1] if writes(name) else ()
+    if any(not isinstance(each, GradientShard) for each in tensors_of((lists, written, kwargs.get("out")), Tensor)):
+        return True
+    plain = (t for t in tensors_of((args, tuple(kwargs.values())), Tensor) if not isinstance(t, GradientShard))
+    most = min((len(each.shape) for each in map(division_of, shards) if each not in (None, WHOLE)), default=1)
+    return any(t.numel() > 1 or t.dim() > min(1, most) for t in plain)
 
 
 def _differ(shards: list[GradientShard]) -> bool:
@@ -290,6 +292,8 @@ def is_elementwise(name: str) -> bool:
     Args:
         name: Its `__name__`, of an operator or of a list's function too.
     """
+    if name == "__float__":
+        return False  # the number is asked for, and not the dtype
     plain = name.removeprefix("_foreach_").strip("_").removeprefix("r" if name.startswith("__r") else "")
     plain = plain[1:] if name.startswith("__i") and name != "__invert__" else plain
     plain = {"truediv": "div", "rtruediv": "div", "rmul": "mul", "radd": "add", "rsub": "sub"}.get(plain, plain)

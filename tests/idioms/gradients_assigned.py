@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state
 
@@ -117,3 +117,57 @@ def a_gradient_is_given_other_data(side: Side) -> Found:
 @idiom(refused=_SHARDS, low=False)
 def a_gradient_is_set_to_other_memory(side: Side) -> Found:
     return _replaced(side, lambda gradient, values: gradient.set_(values))
+
+
+@idiom(refused=tuple((place, "the tensor that was p.grad") for place in ("zero 1", "zero 2", "zero 3", "low")))
+def views_of_gradients_are_kept_and_zeroed(side: Side) -> Found:
+    """In place of zero_grad, in a loop that also looks at whole gradients."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    kept, sums = list[Tensor](), list[Tensor]()
+    for step in range(3):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        kept = kept or [p.grad.view(-1) for p in model.parameters()]
+        sums += [p.grad.sum().double() for p in model.parameters()]
+        optimizer.step()
+        for gradient in kept:
+            gradient.zero_()
+    return {**state(model), "sums": torch.stack(sums)}
+
+
+@idiom()
+def gradients_are_halved_together_after_one_was_read(side: Side) -> Found:
+    """Of a model that ends in one number, whose gradient is logged."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 1)).to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+    for step in range(3):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        gradients = [p.grad for p in model.parameters()]
+        seen.append(torch.tensor(float(gradients[-1])).double())
+        for p, gradient in zip(model.parameters(), torch._foreach_mul(gradients, 0.5), strict=True):
+            p.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**state(model), "seen": torch.stack(seen)}
+
+
+@idiom(refused=tuple((place, "full_parameters|shard") for place in ("zero 3", "low", "shared parameters")))
+def a_learned_scale_descends_by_hand(side: Side) -> Found:
+    model = mlp(side)
+    model.scale = nn.Parameter(torch.tensor(1.3, dtype=side.dtype))
+    model.register_forward_hook(lambda module, given, answer: answer * module.scale)
+    net = side.parallel(model)
+    for step in range(3):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad, alpha=-0.1)
+        model.zero_grad()
+    return state(model)

@@ -47,6 +47,7 @@ PLACES: dict[str, tuple[pl.Strategy, int]] = {
 OF_ALL_RANKS = frozenset(
     {
         "a gradient is given other data",
+        "a learned scale descends by hand",
         "a gradient is set to other memory",
         "an optimizer that asks for no missing gradient",
         "an optimizer that puts new data in place of the old",
@@ -57,9 +58,11 @@ OF_ALL_RANKS = frozenset(
         "descent by hand",
         "gradients added up in a dictionary",
         "gradients averaged from a copy",
+        "gradients are halved together after one was read",
         "gradients kept over a step are put back",
         "sharpness aware by hand",
         "the moments of each parameter are scaled",
+        "views of gradients are kept and zeroed",
         "the norm of moments is noted",
     }
 )

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -153,12 +154,51 @@ def test_another_ones_shard_is_whole_beside_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "ask", [len, Tensor.numel, Tensor.dim, Tensor.size, Tensor.stride, lambda g: g.shape, lambda g: g.ndim]
+    "ask", [len, Tensor.numel, Tensor.dim, Tensor.size, Tensor.stride, *map(attrgetter, ("shape", "ndim", "nbytes"))]
 )
 def test_it_tells_the_whole_ones_shape_without_being_gathered(ask: Callable[[Any], Any]) -> None:
     gradient = shard()
     assert ask(gradient) == ask(whole())
     assert type(gradient) is GradientShard
+
+
+ONE = Division("scale", (), (), ((0, 1), ()), lambda: lambda shards, *_: [torch.tensor(3.0) for _ in shards])
+"""Of a parameter that is one number, of which another rank has no element."""
+
+OF_ONE: dict[str, Callable[[Any], Any]] = {
+    "a step by hand": lambda g: torch.tensor(1.0).add_(g, alpha=-0.1),
+    "copied": lambda g: torch.zeros(()).copy_(g),
+    "into one element": lambda g: torch.zeros(1).add_(g),
+    "with one element": lambda g: torch.ones(1) * g,
+    "out=": lambda g: torch.mul(g, 2, out=torch.zeros(())),
+    "of a list": lambda g: torch._foreach_mul([torch.ones(()), g], 0.5)[1],
+    "number": lambda g: torch.tensor(float(g)),
+}
+
+
+@pytest.mark.parametrize("values", [[3.0], []], ids=["its rank", "another rank"])
+@pytest.mark.parametrize("name", OF_ONE)
+def test_of_one_number_every_rank_has_it(name: str, values: list[float]) -> None:
+    torch.testing.assert_close(OF_ONE[name](as_shard(torch.tensor(values), None, ONE)), OF_ONE[name](torch.tensor(3.0)))
+
+
+def test_of_a_list_with_a_whole_one_each_result_is_its_own() -> None:
+    """As after one of them was read."""
+    for place in range(3):
+        given: list[Tensor] = [shard() * factor for factor in (1, 2, 3)]
+        given[place] = torch.tensor([5.0])
+        found = torch._foreach_mul(given, 0.5)
+        wanted = [whole() * factor * 0.5 for factor in (1, 2, 3)]
+        wanted[place] = torch.tensor([2.5])
+        assert len(found) == 3
+        for each, value in zip(found, wanted, strict=True):
+            torch.testing.assert_close(each, value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("look", [lambda g: g.sum(), lambda g: g.norm(float("inf")), lambda g: g * 2 + g.sum()])
+def test_what_compiled_code_looks_at_is_whole(look: Callable[[Any], Any]) -> None:
+    torch.testing.assert_close(torch.compile(look, backend="eager")(shard()), look(whole()))
 
 
 def test_given_other_data_it_is_that() -> None:
