@@ -34,10 +34,11 @@ def reset(engine: Engine) -> None:
     for parameter in program.parameters.all:
         parameter.grad = None
     program.parameters.waiting.clear()
-    program.parameters.take_given(writes_over=True)
-    program.parameters.drop_pins()
     if program.collectives is not None:
         program.collectives.reopen()
+    # Only now has every rank ended what it did to weights, which may be in memory that ranks share.
+    program.parameters.take_given(writes_over=True)
+    program.parameters.drop_pins()
     engine.backward.reset()
     if program.gradients is not None:
         program.gradients.earlier.forget()
