@@ -127,6 +127,6 @@ def _given(inputs: Inputs, samples: int) -> Example:
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(made))
     else:
         arguments = (made if isinstance(made, tuple) else (made,)), {}
-    # Integers in two dimensions are taken for token ids.
-    ids = not first.is_floating_point() and first.dim() == 2
+    # As embeddings take them.
+    ids = first.dtype in (torch.int64, torch.int32) and first.dim() == 2
     return Example(arguments, samples, samples * first.shape[1] if ids else samples)

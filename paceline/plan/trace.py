@@ -68,7 +68,8 @@ def trace(
     given = example_inputs(model, samples, length, inputs)
     try:
         return _Trace(model, given, precision, device, units, skips=True).run()
-    except _Unalike:
+    except Exception:
+        # Blocks that seemed alike are not, or one that was skipped was to leave something on itself, or in a list.
         return _Trace(model, given, precision, device, units, skips=False).run()
 
 
@@ -141,7 +142,9 @@ class _Trace:
         own = unit.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tree_map(lambda each: cast(each, self.dtype), (args, kwargs))
+            if self.dtype is not None and any(each.dtype == torch.float32 for each in _tensors((args, kwargs))):
+                # Otherwise a list or dictionary that a unit fills stays the model's own.
+                args, kwargs = tree_map(lambda each: cast(each, self.dtype), (args, kwargs))
             inputs = _tensors((args, kwargs))
             if self.seen.phase != "forward" or self.seen.unit:
                 # Recomputed by the model's own checkpointing, or called by another unit.
@@ -152,11 +155,13 @@ class _Trace:
                 if key in self.results and len(self.ran[key]) >= enough and self.last[self.signature[name]] != name:
                     self.skipped[name] = key
                     return stand_in(self.results[key], self.seen, (*inputs, *unit.parameters()))
+                before = _beside(unit, args, kwargs)
                 result = own(*args, **kwargs)
+            leaves = not _same(before, _beside(unit, args, kwargs))
             self.ran[key].append(name)
             storages = {each.untyped_storage()._cdata for each in inputs}
             aliases = any(each.untyped_storage()._cdata in storages for each in _tensors(result))
-            if self.skips and not self.seen.changed and not aliases:
+            if self.skips and not self.seen.changed and not aliases and not leaves:
                 self.results[key] = result_of(result)
             return result
 
@@ -215,6 +220,17 @@ class _Trace:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _beside(unit: nn.Module, args: Any, kwargs: Any) -> list[Any]:
+    """What a forward may leave behind beside its result: attributes of modules, and what is in what it is given."""
+    attributes = [value for part in unit.modules() for value in vars(part).values()]
+    given = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, dict))]
+    return [*attributes, *(value for each in given for value in (each.values() if isinstance(each, dict) else each))]
+
+
+def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
 
 
 def _shared(model: nn.Module) -> list[Tensor]:

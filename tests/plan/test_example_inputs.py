@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import UserError
+from paceline.plan.example_inputs import example_inputs
 from paceline.plan.trace import trace
 
 
@@ -45,3 +46,10 @@ def test_bags_of_indices_in_one_dimension_are_doubted() -> None:
     (told,) = trace(bags, 2, inputs=(torch.zeros(80, dtype=torch.int64), torch.arange(0, 80, 20))).warnings
     assert "EmbeddingBag may take indices of several bags" in told
     assert not trace(bags, 2, inputs=torch.zeros(4, 20, dtype=torch.int64)).warnings
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens"), [(torch.int64, 14), (torch.int32, 14), (torch.bool, 2), (torch.uint8, 2), (torch.cfloat, 2)]
+)
+def test_whole_numbers_in_two_dimensions_are_token_ids(dtype: torch.dtype, tokens: int) -> None:
+    assert example_inputs(nn.Linear(7, 1), 2, 0, torch.zeros(1, 7, dtype=dtype)).tokens == tokens

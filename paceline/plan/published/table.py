@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,7 +53,9 @@ class Row:
         """
         if name not in self.values:
             return None
-        text = self.values[name].replace(",", "").replace("_", "").strip().rstrip("%x").strip()
+        text = self.values[name].replace("_", "").strip().rstrip("%x").strip()
+        # Of thousands: elsewhere it may stand for a point.
+        text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
         scale = self.scales[name]
         if name == "n_params" and text[-1:].lower() in ("m", "b", "t"):
             scale = {"m": 1e6, "b": 1e9, "t": 1e12}[text[-1].lower()]

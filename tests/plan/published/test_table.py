@@ -110,3 +110,18 @@ def test_a_cell_that_is_no_number_says_so(tmp_path: Path) -> None:
 def test_a_row_is_told_by_the_line_on_which_it_begins(tmp_path: Path) -> None:
     found = read(write(tmp_path, 'gpu,notes\nh100,"a\nb\nc"\n\na100,x\n'))
     assert [row.line for row in found.rows] == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("cell", "number"), [("1,234", 1234), ("1,234,567.5", 1234567.5), ("12345", 12345), ("1_000", 1000)]
+)
+def test_commas_stand_between_thousands(tmp_path: Path, cell: str, number: float) -> None:
+    (row,) = read(write(tmp_path, f'gpu,step_time_s\nh100,"{cell}"\n')).rows
+    assert row.number("seconds") == number
+
+
+@pytest.mark.parametrize("cell", ["10,5", "1,5", "1,23456", ",5"])
+def test_a_comma_that_may_be_a_point_is_refused(tmp_path: Path, cell: str) -> None:
+    (row,) = read(write(tmp_path, f'gpu,step_time_s\nh100,"{cell}"\n')).rows
+    with pytest.raises(UserError, match=f"expected a number, got '{cell}'"):
+        row.number("seconds")
