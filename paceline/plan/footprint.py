@@ -117,7 +117,9 @@ def moments(work: Work, schedule: Schedule, micro_batches: int = 1) -> Iterator[
 
     Of several micro-batches the first and the second stand for all: in the second, gradients are there from before.
     """
-    gradients = _Gradients(schedule, micro_batches)
+    # What is the model's own and nobody else's has its gradients in the model's own backward.
+    root_is_own = not work.shares and any(not unit.unit for unit in work.units)
+    gradients = _Gradients(schedule, micro_batches, root_is_own)
     recomputed = recomputed_units([unit.unit for unit in work.units], schedule.strategy)
     kept = [_kept(unit, schedule.strategy) if unit.unit in recomputed else unit.kept for unit in work.units]
     last = len(kept) - 1
@@ -150,11 +152,11 @@ def moments(work: Work, schedule: Schedule, micro_batches: int = 1) -> Iterator[
 class _Gradients:
     """Follows autograd's gradients: those of the units whose backward is over, and of the one under way."""
 
-    def __init__(self, schedule: Schedule, micro_batches: int) -> None:
+    def __init__(self, schedule: Schedule, micro_batches: int, root_is_own: bool) -> None:
         self._early = schedule.copied_early
         self._copies, self._low = schedule.copies_gradients, schedule.strategy.low
         self._defers = not schedule.strategy.reduces_every_micro_batch or schedule.world_size == 1
-        self._of, self._largest = _computed_bytes(schedule)
+        self._of, self._largest = _computed_bytes(schedule, "" if root_is_own else ROOT)
         self._seen_shared = False
         self.held, self._index = 0, 0
         transient = sum(buffer.bytes for buffer in schedule.buffers(micro_batches) if buffer.transient)
@@ -185,15 +187,21 @@ class _Gradients:
         return others, own, adds
 
 
-def _computed_bytes(schedule: Schedule) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Bytes of each unit's gradients as autograd computes them, and of the largest one among them."""
+def _computed_bytes(schedule: Schedule, root: str) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Bytes of each unit's gradients as autograd computes them, and of the largest one among them.
+
+    Args:
+        schedule: Gives the layout.
+        root: The name under which those of the root are.
+    """
     whole: Counter[str] = Counter()
     largest: dict[str, int] = {}
     for slot in schedule.layout.slots:
         if slot.spec.trainable:
             size = slot.spec.numel * schedule.layout.flats[slot.flat].itemsize
-            whole[slot.spec.unit] += size
-            largest[slot.spec.unit] = max(largest.get(slot.spec.unit, 0), size)
+            unit = root if slot.spec.unit == ROOT else slot.spec.unit
+            whole[unit] += size
+            largest[unit] = max(largest.get(unit, 0), size)
     return whole, largest
 
 

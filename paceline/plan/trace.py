@@ -215,6 +215,7 @@ class _Trace:
             "trace",
             seen.wide(self.given.vocabulary) if self.given.vocabulary else 0,
             (*doubts, *unknown),
+            bool(_shared(self.model)),
         )
 
 

@@ -110,6 +110,7 @@ class Work:
         source: Where it comes from: "trace", "formula", or what a trace could not follow.
         logits: Bytes of the output layer's results and what the loss makes of them, which are part of what the last
             unit keeps.
+        shares: Whether several units may share a parameter, such as a tied embedding, whose gradient has parts then.
     """
 
     units: tuple[UnitWork, ...]
@@ -118,6 +119,7 @@ class Work:
     source: str = "formula"
     logits: int = 0
     warnings: tuple[str, ...] = field(default=())
+    shares: bool = True
 
     @property
     def flops(self) -> float:
