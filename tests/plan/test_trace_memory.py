@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from paceline.core.build_layout import build_layout
+from paceline.core.build_schedule import build_schedule
+from paceline.core.layout import ROOT
+from paceline.core.strategy import Strategy
 from paceline.models.transformer import Transformer
+from paceline.models.units import parameter_specs
+from paceline.plan.footprint import moments
 from paceline.plan.trace import trace
 from paceline.plan.work import Work
 from tests.plan.test_trace import GATED
@@ -115,6 +121,32 @@ def test_what_other_models_hold_is_near_what_a_real_pass_takes(build: Any, shape
     assert traced_peak(model, trace(model, shape[0], inputs=x, device="cpu")) == pytest.approx(
         real_peak(model, (x,)), rel=off
     )
+
+
+class Rooted(nn.Module):
+    """Has matrices of its own, in no module of it."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(256, 256)), nn.Parameter(torch.randn(256, 256))
+        if tied:
+            self.again = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.first) @ self.second
+
+
+def test_the_models_own_parameters_have_one_gradient_where_nobody_shares_them() -> None:
+    x = torch.randn(16, 256)
+    fullest = {}
+    for tied in (False, True):
+        model = Rooted(tied)
+        work = trace(model, 16, inputs=x, device="cpu")
+        layout = build_layout(parameter_specs(model, ()), [ROOT], Strategy(), 1)
+        fullest[tied] = max(moment.total for moment in moments(work, build_schedule(layout, Strategy(), 1, 0, (ROOT,))))
+    assert fullest[False] == pytest.approx(real_peak(Rooted(False), (x,)), rel=0.05)
+    # Of a tied one both parts and their sum may be there.
+    assert fullest[True] > 1.5 * fullest[False]
 
 
 @pytest.mark.parametrize("how", ["unit", "keep_attention"])
