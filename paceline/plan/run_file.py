@@ -29,8 +29,17 @@ def estimate_of(setting: Setting, case: Case, batch: int) -> Estimate:
         batch: Samples of a step over all devices.
 
     Raises:
-        UserError: The setting does not suit the devices.
+        UserError: The setting does not suit the devices, or is not forecast.
     """
+    if setting.strategy.share_parameters and not case.hardware.is_cpu:
+        raise UserError(
+            "strategy.share_parameters: GPUs have memory of their own each, so a run is refused there: leave it out"
+        )
+    if setting.strategy.wire != "full":
+        raise UserError(
+            f"strategy.wire={setting.strategy.wire} is not forecast: with wire=full the forecast is of gradients that "
+            "are sent in full"
+        )
     mean = math.ceil(share_of(batch, case.devices) / setting.micro_batches)
     if mean == setting.samples:
         return case.estimate(setting)
