@@ -200,7 +200,7 @@ class OptimizerStates:
                 for parameter in group["params"]:
                     index = self._index_of[id(parameter)]
                     states = self._of_all(group, index, saved["states"], reader)
-                    states |= self._of_elements(number, index, reader, self._ranges.is_whole_in(optimizer))
+                    states |= self._read_elements(number, index, reader, self._ranges.is_whole_in(optimizer))
                     # Torch's optimizers make the states of a parameter when it has none.
                     if states and self._updates(optimizer, index):
                         optimizer.state[parameter] = states
@@ -225,7 +225,7 @@ class OptimizerStates:
         """Whether this rank holds an optimizer's states of its shard of a parameter, and none of the others'."""
         return self._ranges.is_cut(index) and not self._ranges.is_whole_in(optimizer)
 
-    def _of_elements(self, number: int, index: int, reader: Reader, whole: bool) -> dict[str, Tensor]:
+    def _read_elements(self, number: int, index: int, reader: Reader, whole: bool) -> dict[str, Tensor]:
         found, parameter = {}, element_name(number, self._ranges.names[index], "")
         local, before = self._ranges.local(index), reader.dtype(f"model/{self._ranges.names[index]}")
         for name in reader.under(parameter):

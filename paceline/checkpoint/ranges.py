@@ -150,10 +150,8 @@ class Ranges:
         elif not self.is_cut(index) and target.is_contiguous():
             read_into(0, target.view(-1))
         else:
-            whole = torch.empty(spec.numel, dtype=target.dtype, device=target.device)
-            read_into(0, whole)
-            shaped = whole.view(spec.shape)
-            target.copy_(self._flat.cut(index, shaped) if self.is_cut(index) else shaped)
+            whole = self.whole(index, target.dtype, read_into)
+            target.copy_(self._flat.cut(index, whole) if self.is_cut(index) else whole)
 
 
 def _part(start: int, length: int, rank: int, among: Sequence[int]) -> tuple[int, int]:

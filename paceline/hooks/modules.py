@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from paceline.core.errors import EngineError, UserError
 from paceline.hooks.outputs import tensors_in
 from paceline.tensors.untraced import untraced
-
-T = TypeVar("T")
 
 
 class Listener(Protocol):

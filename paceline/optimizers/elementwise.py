@@ -36,7 +36,8 @@ optimizer, and for each parameter `cuts` of its model: None before its first ste
 def elementwise(optimizer: type[Optimizer]) -> type[Optimizer]:
     """Vouches that an optimizer class updates each element from that element's gradient and state alone.
 
-    Usable as a decorator. Only such optimizers may update sharded parameters.
+    Usable as a decorator. Such optimizers alone update shards. Others are shown whole parameters on every rank up to
+    zero 2, and are refused at zero 3.
     """
     ELEMENTWISE.add(optimizer)
     return optimizer

@@ -155,19 +155,3 @@ def gradients_are_halved_together_after_one_was_read(side: Side) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return {**state(model), "seen": torch.stack(seen)}
-
-
-@idiom(refused=tuple((place, "full_parameters|shard") for place in ("zero 3", "low", "shared parameters")))
-def a_learned_scale_descends_by_hand(side: Side) -> Found:
-    model = mlp(side)
-    model.scale = nn.Parameter(torch.tensor(1.3, dtype=side.dtype))
-    model.register_forward_hook(lambda module, given, answer: answer * module.scale)
-    net = side.parallel(model)
-    for step in range(3):
-        x, y = side.batch(step)
-        (net(x) - y).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(p.grad, alpha=-0.1)
-        model.zero_grad()
-    return state(model)

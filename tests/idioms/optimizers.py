@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from tests.idioms.side import Found, Side, fit, idiom, mlp, state
 
@@ -103,19 +105,34 @@ def a_step_with_a_closure(side: Side) -> Found:
     return state(model)
 
 
-@idiom(refused=tuple((place, "full_parameters") for place in ("zero 3", "low", "shared parameters")))
-def descent_by_hand(side: Side) -> Found:
-    """No optimizer at all."""
-    model = mlp(side)
+BY_HAND = tuple((place, "full_parameters") for place in ("zero 3", "low", "shared parameters"))
+
+
+def descended(side: Side, model: nn.Module, update: Callable[[nn.Parameter], object]) -> Found:
+    """Without an optimizer."""
     net = side.parallel(model)
     for step in range(3):
         x, y = side.batch(step)
         (net(x) - y).square().mean().backward()
         with torch.no_grad():
             for p in model.parameters():
-                p -= 0.1 * p.grad
+                update(p)
         model.zero_grad()
     return state(model)
+
+
+@idiom(refused=BY_HAND)
+def descent_by_hand(side: Side) -> Found:
+    return descended(side, mlp(side), lambda p: p.sub_(0.1 * p.grad))
+
+
+@idiom(refused=BY_HAND)
+def a_learned_scale_descends_by_hand(side: Side) -> Found:
+    """One number, of which some ranks have no part."""
+    model = mlp(side)
+    model.scale = nn.Parameter(torch.tensor(1.3, dtype=side.dtype))
+    model.register_forward_hook(lambda module, given, answer: answer * module.scale)
+    return descended(side, model, lambda p: p.add_(p.grad, alpha=-0.1))
 
 
 SHARDS = tuple((place, "an optimizer holds this rank's shard of it") for place in ("zero 1", "zero 2", "zero 3"))
