@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from paceline.plan.recurrent import STEPS
 from paceline.plan.work import Operation
 
 _ROWS_OF_TABLE = frozenset({"embedding", "index_select", "gather", "index", "take"})
@@ -138,6 +139,11 @@ def _matmul(name: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> _Known
         columns = weights[0].shape[0]
         shape = (1, rows, sum(weight.shape[1] for weight in weights), columns)
         return "matmul", 2.0 * math.prod(shape), shape, 2 if name.endswith("backward") else 1
+    elif name.startswith(STEPS):
+        # One step waits for the one before.
+        steps, batch, *_ = args[0].shape
+        shape = (1, batch, args[3].shape[1], args[3].shape[0])
+        return "matmul", 2.0 * math.prod(shape), shape, steps
     else:
         return None
     # Of grouped products each row is in one group.

@@ -184,7 +184,7 @@ def _memory(case: Case, estimate: Estimate) -> Iterator[Term]:
             f"what is kept for backward by {setting.samples} x {case.subject.context:,} tokens",
             f"storages that autograd keeps: {work.source}",
         ),
-        "logits": ("the output layer's results", f"the last unit's: {work.source}"),
+        "logits": ("the output layer's results", f"what is kept as wide as the vocabulary: {work.source}"),
         "buckets": ("two slots for whole gradients", buffer),
         "gathered": (f"{strategy.prefetch + 1} slots for whole units, and small units", buffer),
         "framework": ("context and communicators, outside of the allocator", case.hardware.source),

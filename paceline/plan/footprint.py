@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from paceline.core.layout import ROOT
@@ -123,28 +124,28 @@ def moments(work: Work, schedule: Schedule, micro_batches: int = 1) -> Iterator[
     recomputed = recomputed_units([unit.unit for unit in work.units], schedule.strategy)
     kept = [_kept(unit, schedule.strategy) if unit.unit in recomputed else unit.kept for unit in work.units]
     last = len(kept) - 1
-    # The model may compute something outside of its units after the output layer.
-    head = max((at for at, unit in enumerate(work.units) if unit.kept >= work.logits > 0), default=-1)
+    # They stay from the output layer, or from a loss beside the units, to the backward of what keeps them.
+    logits = list(accumulate(0 if unit.unit in recomputed else unit.logits for unit in work.units))
     for index in range(min(micro_batches, 2)):
         gradients.begin(index)
         alive = 0
         for position, unit in enumerate(work.units):
             alive += kept[position]
             # What the loss makes of logits before it keeps what is left of them is theirs, too.
-            logits = work.logits + unit.forward_peak if position == head else 0
-            now = alive + unit.forward_peak - logits
-            yield Moment(f"forward of {unit.unit or 'the model'}", now, logits, gradients.held)
+            of_logits = logits[position] + (unit.forward_peak if unit.logits else 0)
+            now = alive + unit.forward_peak - of_logits
+            yield Moment(f"forward of {unit.unit or 'the model'}", now, of_logits, gradients.held)
         for position in range(last, -1, -1):
             unit = work.units[position]
             inside = unit.kept - kept[position]
-            logits = work.logits if position == head else 0
+            of_logits = logits[position] + (unit.logits if unit.unit in recomputed else 0)
             of_others, own, one_by_one = gradients.backward(unit.unit, first=position == 0)
             beyond = unit.backward_peak
             if unit.backward_whole and not one_by_one:
                 # Its gradients come while what it keeps goes.
                 beyond = max(unit.backward_whole, beyond) - own
-            now = alive + inside - logits + beyond
-            yield Moment(f"backward of {unit.unit or 'the model'}", now, logits, of_others + own)
+            now = alive + inside - of_logits + beyond
+            yield Moment(f"backward of {unit.unit or 'the model'}", now, of_logits, of_others + own)
             alive -= kept[position]
     yield Moment("update", 0, 0, gradients.published)
 

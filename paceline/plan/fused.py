@@ -1,4 +1,4 @@
-"""The kernels that a device has for attention and norms, in place of those of the machine that plans."""
+"""The kernels that a device has for attention, norms and recurrent layers, in place of the planning machine's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from paceline.plan.recurrent import is_recurrent, recurrent
+
 aten = torch.ops.aten
 
 
 class FusedKernels(TorchFunctionMode):
-    """Calls the operators that a GPU would run: attention without a matrix of scores, RMSNorm as one kernel.
+    """Calls the operators that a GPU would run: attention without a matrix of scores, RMSNorm as one kernel,
+    recurrent layers with all steps of time in one.
 
     On CPUs what torch chooses for this machine's is right, and nothing is changed.
     """
@@ -36,6 +39,8 @@ class FusedKernels(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if self._cuda and func is F.rms_norm:
             return _rms_norm(*args, **kwargs)
+        if self._cuda and is_recurrent(func, args):
+            return recurrent(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.plan.counting import operation, uncounted
+from paceline.plan.shape_rules import called
 from paceline.plan.work import Operation
 
 ATTENTION = "_scaled_dot_product_"
@@ -85,7 +86,7 @@ class ObservedPass(TorchDispatchMode):
         if self.phase == "backward":
             self._follow_autograd()
         try:
-            result = func(*args, **kwargs)
+            result = called(func, args, kwargs)
         except Exception:
             if self.failed is None:
                 self.failed = str(func._schema.name).replace("::", "."), self.unit
@@ -214,7 +215,15 @@ class ObservedPass(TorchDispatchMode):
 
     def kept(self) -> dict[str, int]:
         """Bytes that each unit keeps for backward: what is left of forward, by who saves it, else by who made it."""
-        return self._sums({serial: self._savers.get(serial, self._makers[serial]) for serial in self._alive_between})
+        return self._sums(self._kept_by(self._alive_between))
+
+    def logits(self, vocabulary: int) -> dict[str, int]:
+        """Bytes of what each unit keeps that are logits, or as wide: rows may be padded to multiples of 8 elements."""
+        widths = range(vocabulary, vocabulary + 8)
+        return self._sums(self._kept_by(each for each in self._alive_between if self._columns[each] in widths))
+
+    def _kept_by(self, serials: Iterable[int]) -> dict[int, str]:
+        return {serial: self._savers.get(serial, self._makers[serial]) for serial in serials}
 
     def kept_where_recomputed(self, attention: bool) -> dict[str, int]:
         """Bytes that would be left if each unit kept its inputs alone, or these and its attention's results."""
@@ -223,10 +232,6 @@ class ObservedPass(TorchDispatchMode):
             for serial in (*self._inputs[unit], *(self._attention[unit] if attention else ())):
                 owners.setdefault(serial, unit)
         return self._sums(owners)
-
-    def wide(self, columns: int) -> int:
-        """Bytes kept for backward of storages that are `columns` elements wide, as the output layer's results are."""
-        return sum(self._sizes[serial] for serial in self._alive_between if self._columns[serial] == columns)
 
     def held(self) -> dict[tuple[str, str], list[int]]:
         """Bytes that are there after each change, gradients of parameters apart, by phase and unit."""

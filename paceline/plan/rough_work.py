@@ -52,8 +52,9 @@ def rough_work(
 ) -> Work:
     """Each matrix times `rows` rows, twice that backward (Kaplan et al. 2020), inputs and results kept.
 
-    Tables that are looked up do not count. A convolution's places, attention and what lies between matrices are not
-    known, so it is too little of all.
+    Tables that are looked up do not count. Matrices that lie in one parameter, as those of a mixture's experts do,
+    share the rows out. A convolution's places, attention and what lies between matrices are not known, so it is too
+    little of all.
 
     Args:
         model: Any module.
@@ -64,7 +65,10 @@ def rough_work(
     """
     dtype = precision if precision != "float32" else _dtype(model)
     itemsize = getattr(torch, dtype).itemsize
-    tables = {id(each) for part in model.modules() if isinstance(part, nn.Embedding) for each in part.parameters()}
+    tables, kernels = (
+        {id(each) for part in model.modules() if isinstance(part, kind) for each in part.parameters(recurse=False)}
+        for kind in (nn.Embedding, nn.modules.conv._ConvNd)
+    )
     parts = {name: list(unit.parameters()) for name, unit in find_units(model, units).items()}
     inside = {id(each) for own in parts.values() for each in own}
     # Parameters of the model itself, such as those of a model that is one layer.
@@ -75,9 +79,10 @@ def rough_work(
         for each in own:
             if each.dim() < 2 or id(each) in tables:
                 continue
-            columns, inner = each.shape[0], math.prod(each.shape[1:])
+            stacked = 1 if each.dim() == 3 and id(each) not in kernels else 0
+            columns, inner = each.shape[stacked], math.prod(each.shape[stacked + 1 :])
             shape = (1, rows, inner, columns)
-            moved = float((rows * inner + inner * columns + rows * columns) * itemsize)
+            moved = float((rows * inner + each.numel() + rows * columns) * itemsize)
             forward.append(Operation("matmul", 2.0 * math.prod(shape), moved, dtype, shape))
             backward.append(Operation("matmul", 2.0 * math.prod(shape), moved, dtype, shape, 2))
             kept += rows * (inner + columns) * itemsize

@@ -211,6 +211,7 @@ def extended(one: Work, two: Work, samples: int) -> Work | None:
                 most[1],
                 most[2],
                 None if a.again is None or b.again is None else operations(a.again, b.again),
+                sizes(a.logits, b.logits),
                 held,
             )
         )
@@ -219,7 +220,6 @@ def extended(one: Work, two: Work, samples: int) -> Work | None:
         units=tuple(units),
         samples=sizes(one.samples, two.samples),
         tokens=sizes(one.tokens, two.tokens),
-        logits=sizes(one.logits, two.logits),
     )
 
 

@@ -179,6 +179,7 @@ class _Trace:
                 raise _Unalike
         kept, inputs, attention = seen.kept(), seen.kept_where_recomputed(False), seen.kept_where_recomputed(True)
         held, whole, before = seen.held(), seen.held_with_gradients(), 0
+        logits = seen.logits(self.given.vocabulary) if self.given.vocabulary else {}
         found: dict[str, UnitWork] = {}
         for name in (*seen.order, ""):
             if name in self.skipped:
@@ -198,6 +199,7 @@ class _Trace:
                 most[1],
                 most[2],
                 tuple(seen.forward[name][: seen.again[name]]),
+                logits.get(name, 0),
                 beyond,
             )
         for name, key in self.skipped.items():
@@ -213,7 +215,6 @@ class _Trace:
             self.given.samples,
             self.given.tokens,
             "trace",
-            seen.wide(self.given.vocabulary) if self.given.vocabulary else 0,
             (*doubts, *unknown),
             bool(_shared(self.model)),
         )

@@ -88,7 +88,7 @@ def transformer_work(
     blocks = tuple(replace(block, unit=f"blocks.{index}") for index in range(config.layers))
     head = _head(sizes)
     units = (_embedding(sizes), *blocks, _norm_unit(sizes), head)
-    return Work(units, samples, sizes.tokens, "formula", logits=sizes.logits_kept)
+    return Work(units, samples, sizes.tokens, "formula")
 
 
 @dataclass(frozen=True)
@@ -271,4 +271,5 @@ def _head(sizes: _Sizes) -> UnitWork:
         (*_backward(projection, wide), memory(moved / 2, wide)),
         kept=int(sizes.stream) + sizes.logits_kept,
         kept_input=int(sizes.stream),
+        logits=sizes.logits_kept,
     )

@@ -72,6 +72,7 @@ class UnitWork:
         backward_peak: Bytes that the backward holds at its fullest beyond what was kept, gradients of parameters
             apart.
         backward_whole: The same with the gradients of the unit's own parameters, as they come; 0: not known.
+        logits: Bytes of what it keeps that are the output layer's results, or what the loss makes of them.
         held: Where it was traced what the last three are the most of: bytes at each change of what is held, in its
             forward, its backward, and its backward with those gradients.
     """
@@ -86,6 +87,7 @@ class UnitWork:
     backward_peak: int = 0
     backward_whole: int = 0
     again: tuple[Operation, ...] | None = None
+    logits: int = 0
     held: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -108,8 +110,6 @@ class Work:
         samples: Sequences in the micro-batch.
         tokens: Tokens of all of them; for models that are no language models, samples.
         source: Where it comes from: "trace", "formula", or what a trace could not follow.
-        logits: Bytes of the output layer's results and what the loss makes of them, which are part of what the last
-            unit keeps.
         shares: Whether several units may share a parameter, such as a tied embedding, whose gradient has parts then.
     """
 
@@ -117,7 +117,6 @@ class Work:
     samples: int
     tokens: int
     source: str = "formula"
-    logits: int = 0
     warnings: tuple[str, ...] = field(default=())
     shares: bool = True
 

@@ -20,11 +20,10 @@ WORK = Work(
         UnitWork("embed", (), (), kept=10, kept_input=10),
         UnitWork("blocks.0", (), (), kept=1000, kept_input=100, kept_attention=300, forward_peak=50, backward_peak=70),
         UnitWork("blocks.1", (), (), kept=1000, kept_input=100, kept_attention=300, forward_peak=50, backward_peak=70),
-        UnitWork("head", (), (), kept=600, kept_input=600, forward_peak=0, backward_peak=5),
+        UnitWork("head", (), (), kept=600, kept_input=600, forward_peak=0, backward_peak=5, logits=500),
     ),
     samples=1,
     tokens=8,
-    logits=500,
 )
 BYTES = NUMEL * 4
 
@@ -72,7 +71,21 @@ def test_logits_are_of_the_unit_that_keeps_them_and_count_what_the_loss_makes_of
     found = {each.name: each for each in moments(work, schedule(Strategy(), 2))}
     assert found["forward of head"][1:] == (10 + 2000 + 100, 500 + 900, 0)
     assert found["backward of head"][1:] == (10 + 2000 + 100 + 5, 500, BYTES)
-    assert found["backward of the model"].logits == 0
+    assert found["backward of the model"].logits == 500 and found["backward of blocks.1"].logits == 0
+
+
+def test_a_loss_beside_the_units_keeps_logits_of_its_own() -> None:
+    work = replace(WORK, units=(*WORK.units, UnitWork("", (), (), kept=800, kept_input=800, logits=700)))
+    found = {each.name: each for each in moments(work, schedule(Strategy(), 2))}
+    assert found["backward of the model"][1:3] == (10 + 2000 + 100 + 100, 500 + 700)
+    assert found["backward of head"].logits == 500
+
+
+def test_logits_that_are_recomputed_are_there_for_their_own_backward_alone() -> None:
+    block = replace(WORK.units[1], logits=400)
+    work = replace(WORK, units=(WORK.units[0], block, *WORK.units[2:]))
+    found = {each.name: each for each in moments(work, schedule(Strategy(recompute="unit"), 2))}
+    assert found["forward of blocks.1"].logits == 0 and found["backward of blocks.0"].logits == 400
 
 
 def test_gradients_that_come_while_activations_go_are_counted_once() -> None:
