@@ -19,6 +19,7 @@ from paceline.engine import recovery
 from paceline.engine.engine import Engine
 from paceline.hooks.plain_copies import ENGINE, SET, copy_plain, inside, reduce_plain
 from paceline.materialise.freed import keep_freed_memory
+from paceline.models.require import require_model_and_strategy
 from paceline.tensors.reduced_norm import forget_norms
 
 M = TypeVar("M", bound=nn.Module)
@@ -64,7 +65,7 @@ def parallelize(
         >>> optimizer.step()
         >>> optimizer.zero_grad()
     """
-    _require_types(model, strategy)
+    require_model_and_strategy("parallelize", model, strategy)
     if getattr(model, ENGINE, None) is not None:
         raise ValueError("parallelize: this model is already parallel")
     world = current_world()
@@ -77,17 +78,6 @@ def parallelize(
     module.__deepcopy__ = partial(copy_plain, reference)  # type: ignore[assignment]
     module.__reduce_ex__ = partial(reduce_plain, reference)  # type: ignore[method-assign]
     return model
-
-
-def _require_types(model: Any, strategy: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"parallelize: expected a model, a torch.nn.Module, got {type(model).__name__}; of several models, "
-            "parallelize each"
-        )
-    if strategy is not None and not isinstance(strategy, Strategy):
-        example = "pl.Strategy(**strategy)" if isinstance(strategy, dict) else "pl.Strategy(zero=2)"
-        raise UserError(f"parallelize: expected the strategy as a pl.Strategy, got {strategy!r:.80}: write {example}")
 
 
 def _no_sync(reference: weakref.ref[Engine]) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from paceline.core.check import check as check_schedules
 from paceline.core.errors import UserError
 from paceline.core.layout import ROOT
 from paceline.core.strategy import Strategy
+from paceline.models.require import require_model_and_strategy
 from paceline.models.units import find_units, parameter_specs
 
 
@@ -35,7 +36,7 @@ def check(model: nn.Module, strategy: Strategy | None = None, *, devices: int, m
         A report of what was looked at, with ops, collectives, pairs of ops, bytes sent and held.
 
     Raises:
-        UserError: The strategy does not suit the model or the number of devices.
+        UserError: The strategy does not suit the model or the number of devices, or one of them is something else.
         ScheduleError: A schedule is wrong, which is a mistake in paceline.
 
     Example:
@@ -45,6 +46,7 @@ def check(model: nn.Module, strategy: Strategy | None = None, *, devices: int, m
         >>> report.ranks, report.faults
         (64, ())
     """
+    require_model_and_strategy("check", model, strategy)
     return examine(model, strategy or Strategy(), devices, micro_batches).require()
 
 
@@ -55,8 +57,8 @@ def examine(model: nn.Module, strategy: Strategy, devices: int, micro_batches: i
         UserError: The strategy does not suit the model or the number of devices.
     """
     for name, value in (("devices", devices), ("micro_batches", micro_batches)):
-        if value < 1:
-            raise UserError(f"{name}: expected 1 or more, got {value}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{name}: expected a whole number, 1 or more, got {value!r:.80}")
     # A precision that is left to the device is this machine's.
     strategy = strategy_on(strategy, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     strategy.shards(devices)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,8 +38,14 @@ def test_a_model_that_is_one_module_is_checked_too() -> None:
 def test_what_cannot_be_is_a_users_mistake() -> None:
     with pytest.raises(UserError, match="3 ranks cannot form groups of 2"):
         check(nn.Linear(4, 2), Strategy(zero=2, shard=2), devices=3)
-    with pytest.raises(UserError, match="devices: expected 1 or more, got 0"):
-        check(nn.Linear(4, 2), devices=0)
+    wrong: tuple[tuple[Any, str], ...] = ((0, "0"), ("2", "'2'"), (2.5, "2.5"), (True, "True"))
+    for devices, told in wrong:
+        with pytest.raises(UserError, match=f"devices: expected a whole number, 1 or more, got {told}"):
+            check(nn.Linear(4, 2), devices=devices)
+    with pytest.raises(UserError, match=r"check: expected a model, a torch\.nn\.Module, got NoneType"):
+        check(None, devices=2)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"check: expected the strategy as a pl.Strategy, .*pl.Strategy\(\*\*strategy"):
+        check(nn.Linear(4, 2), {"zero": 2}, devices=2)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="matches no module"):
         check(nn.Linear(4, 2), Strategy(units=("blocks.*",)), devices=2)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from paceline.command_line import json_file
 from paceline.command_line.json_file import JsonFile
 from paceline.command_line.options import Value
-from paceline.command_line.parse import parse
+from paceline.command_line.parse import parse_known
 from paceline.core.errors import UserError
 from paceline.plan.published.errors import Errors, errors
 from paceline.plan.published.table import read
@@ -43,7 +43,12 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: A file is not there or no table of measurements.
     """
-    options = parse(ValidateArguments, arguments, "paceline plan")
+    options, others = parse_known(ValidateArguments, arguments, "paceline plan --validate")
+    if others:
+        raise UserError(
+            f"{others[0]}: --validate takes measurements alone, whose rows say what ran and where: expected FILE, "
+            "--published or --json beside it"
+        )
     if not options.validate:
         return _validate_published(options)
     if options.published:
