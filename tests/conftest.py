@@ -12,7 +12,7 @@ from tests.ranks import RankPool
 
 # A busy machine makes single examples slow without anything being wrong. CI draws the same examples for the same code.
 settings.register_profile("full", deadline=None, derandomize=bool(os.environ.get("CI")))
-settings.register_profile("quick", settings.get_profile("full"), max_examples=20)
+settings.register_profile("quick", settings.get_profile("full"), max_examples=10)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -115,7 +115,7 @@ def init(device: str | None = None, timeout: float = 600.0) -> World:
     if _world is not None:
         return _world
     rank, world_size, local_rank, local_world_size, method = read_environment(os.environ)
-    if world_size > 1 and dist.is_initialized() and not _kept:
+    if world_size > 1 and dist.is_initialized():
         raise UserError(
             "pl.init: torch.distributed's default process group is there already; pl.init makes it, so leave out "
             "dist.init_process_group before it (pl.parallelize calls pl.init, too)"
