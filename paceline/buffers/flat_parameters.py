@@ -40,7 +40,7 @@ class FlatParameters:
         cuts: A checksum of which elements of each managed one these are.
         former: Where they lay before or for a while, as far as a loop has tensors there.
         renormed: Indices of those that their own modules write to in forward, for `max_norm`.
-        gather_gradients: See `Division.gather`.
+        gather_shards: See `Division.gather`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FlatParameters:
         for index in self.managed:
             self.managed_of.setdefault(layout.slots[index].spec.unit, []).append(index)
         self._divisions: dict[int, Division] = {}
-        self.gather_gradients: Callable[[], Gather | None] = lambda: None
+        self.gather_shards: Callable[[], Gather | None] = lambda: None
         self._handed_out, self._own_uses = HandedOut(), 0
         self.views: list[Tensor] = []
         self.assign_slots(schedule)
@@ -152,7 +152,7 @@ class FlatParameters:
             ranges = (self.layout.shard_of(bucket, index, each, self.shards) for each in range(self.shards))
             parts = tuple((start - slot.offset, stop - slot.offset) if start < stop else () for start, stop in ranges)
             found = self._divisions[index] = Division(
-                slot.spec.name, slot.spec.shape, slot.spec.stride, parts, self.gather_gradients
+                slot.spec.name, slot.spec.shape, slot.spec.stride, parts, self.gather_shards, parts[self.shard_index]
             )
         return found
 

@@ -28,8 +28,8 @@ from paceline.engine.program import Program
 from paceline.engine.unit_outputs import UnitOutputs
 from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
+from paceline.executor.gather_shards import GatherShards
 from paceline.executor.gradient_norms import GradientNorms
-from paceline.executor.whole_gradients import WholeGradients
 from paceline.hooks.casting import cast_inputs, cast_singular_vectors
 from paceline.hooks.given_weights import round_given_weights
 from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, require_hooks
@@ -92,8 +92,8 @@ class Engine:
         self.update = Update(self.program, self.state, self.forward)
         self.norm = GradientNorm(self.program, self.update, self.settle)
         collectives, flat = self.program.collectives, self.program.parameters.flat
-        self._whole_gradients = WholeGradients(collectives, self.schedule, world.device, self.state, self.settle)
-        flat.gather_gradients = ref(self._whole_gradients)
+        self._gather_shards = GatherShards(collectives, self.schedule, world.device, self.state, self.settle)
+        flat.gather_shards = ref(self._gather_shards)
         self.backward.when_over, self.forward.end_raised_update = self.update.resume, self.update.end_raised
         self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
         self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]

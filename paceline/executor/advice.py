@@ -26,6 +26,8 @@ ADVICE = {
     "pl.clip_grad_norm_": "Every rank must call pl.clip_grad_norm_",
     "p.grad": "Each rank holds a shard of a gradient, and the whole is gathered where a loop looks at all of it (a "
     "sum, rows, arithmetic with a tensor of the parameter's shape): every rank must do so, and one may print that",
+    "optimizer.state": "Each rank holds shards of an optimizer's states, and the whole is gathered where a loop looks "
+    "at all of one or writes to its rows: every rank must do so, and one may print that",
     "pl.broadcast_buffers": "Every rank must call pl.broadcast_buffers",
     "pl.release": "Every rank must call pl.release",
 }

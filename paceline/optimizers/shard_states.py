@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from paceline.optimizers.elementwise import (
     require_states_in_state,
     tell_of_memory,
 )
-from paceline.tensors.state_shard import StateShard, become_state_shard
+from paceline.tensors.division import Division
+from paceline.tensors.state_shard import StateShard, become_plain_state, become_state_shard
 
 OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are one number for all elements of a parameter."""
@@ -35,8 +37,6 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
         UserError: The optimizer would compute something else from a shard than from the whole.
     """
     own, shards = flat.number
-    if getattr(optimizer.state, "default_factory", None) is NoStates:
-        optimizer.state.default_factory = dict
     if isinstance(optimizer, torch.optim.LBFGS) and flat.has_followers:
         raise UserError(
             "LBFGS decides by gradients whether it goes on, and with collective=parameter_server rank 0 alone has any: "
@@ -63,7 +63,9 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
             group[SHARD] = [own, shards, known]
     for parameter, states in optimizer.state.items():
         index = flat.index_of.get(id(parameter), -1)
-        if index in flat.local:
+        if isinstance(states, NoPart):
+            states.clear()
+        elif index in flat.local:
             _cut_states(type(optimizer).__name__, states, flat, index)
 
 
@@ -73,43 +75,123 @@ class MissingStateError(EngineError, KeyError):
     __str__ = Exception.__str__
 
 
-class NoStates(dict[str, Any]):
-    """What an optimizer holds for a parameter of which this rank has no part, as a loop finds it between steps."""
+class NoPart(dict[str, Any]):
+    """What an optimizer holds for a parameter of which this rank has no part, as a loop finds it between steps.
 
-    def __missing__(self, name: str) -> NoReturn:
-        """Says why there is nothing.
+    It is empty and false, and has nothing for the optimizer itself. But a loop that looks at states of the parameter's
+    elements finds them as on other ranks, here without an element: so this rank takes part where they are gathered.
+    """
+
+    def __init__(self, division: Division, like: Iterable[str], dtype: torch.dtype, device: torch.device) -> None:
+        """Holds nothing.
+
+        Args:
+            division: Of the parameter.
+            like: Names of states of other parameters of the same group; empty where this rank has none.
+            dtype: Of what an optimizer updates.
+            device: The same.
+        """
+        super().__init__()
+        self._division, self._like, self._dtype, self._device = division, tuple(like), dtype, device
+
+    def is_like(self, division: Division, like: Iterable[str]) -> bool:
+        """Whether a new one would be the same."""
+        return self._division is division and self._like == tuple(like)
+
+    def __missing__(self, name: str) -> Tensor:
+        """A state, without elements.
 
         Raises:
-            MissingStateError: Always.
+            MissingStateError: It is one number for the whole parameter.
         """
-        raise MissingStateError(
-            f"the optimizer's {name} of a parameter of which this rank's shard has no element: its states are on the "
-            "ranks that update it. Go over optimizer.state.items(), ask `if optimizer.state[p]:` first, or set "
-            "strategy.zero to 0"
-        )
+        if name in OF_ALL:
+            raise MissingStateError(
+                f"the optimizer's {name} of {self._division.parameter}, of which this rank's shard has no element: it "
+                "is on the ranks that update it. Ask `if optimizer.state[p]:` first, or set strategy.zero to 0"
+            )
+        empty = torch.empty(0, dtype=self._dtype, device=self._device)
+        return become_state_shard(empty, self._division.of_state(name))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Keeps a whole state until the next step, of which nothing is this rank's then."""
+        if not isinstance(value, StateShard):
+            super().__setitem__(name, value)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether other ranks have it, as far as is known here."""
+        return super().__contains__(name) or name in self._names()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A state that other ranks have."""
+        return self[name] if self.__contains__(name) else default
+
+    def __iter__(self) -> Iterator[str]:
+        """Goes over the names."""
+        return iter(self._names())
+
+    def keys(self) -> Any:
+        """The names."""
+        return dict.fromkeys(self._names()).keys()
+
+    def values(self) -> Any:
+        """States without elements."""
+        return {name: self[name] for name in self._names()}.values()
+
+    def items(self) -> Any:
+        """States without elements, by name."""
+        return {name: self[name] for name in self._names()}.items()
+
+    def _names(self) -> tuple[str, ...]:
+        # Where an optimizer loads states, it would look for its count of steps beside them.
+        loads = sys._getframe(2).f_globals.get("__name__") == Optimizer.__module__
+        return () if loads else self._like
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoPart:
+        """A copy tells as much."""
+        return NoPart(self._division, self._like, self._dtype, self._device)
 
     def __reduce__(self) -> Any:
-        """A file has a plain dictionary."""
-        return (OrderedDict, (list(self.items()),))
+        """A file has a plain dictionary, without states."""
+        return (OrderedDict, ())
 
 
 def mark_states(optimizer: Optimizer, flat: FlatParameters) -> None:
-    """An optimizer has stepped on shards: until it does again, its states say so to who takes them for whole ones."""
+    """An optimizer has stepped on shards: until it does again, a loop sees its states as whole ones."""
     if flat.shards == 1 or needs_whole(optimizer, flat):
         return
-    if getattr(optimizer.state, "default_factory", None) is dict:
-        optimizer.state.default_factory = NoStates
-    for parameter, states in optimizer.state.items():
-        index = flat.index_of.get(id(parameter), -1)
-        local = flat.local.get(index)
-        if local is None:
-            continue
-        shape = local.shape
-        if not states:
-            optimizer.state[parameter] = NoStates()
-        for name, state in states.items():
-            if type(state) is Tensor and state.shape == shape:
-                become_state_shard(state, f"{name} of {flat.layout.slots[index].spec.name}")
+    makes = False
+    for group in optimizer.param_groups:
+        like: list[str] = []
+        without: list[tuple[Tensor, int]] = []
+        for parameter in group["params"]:
+            index = flat.index_of.get(id(parameter), -1)
+            if (local := flat.local.get(index)) is None:
+                continue
+            states = optimizer.state.get(parameter) or {}
+            if not local.numel() and parameter.grad is not None and (not states or isinstance(states, NoPart)):
+                without.append((parameter, index))
+                continue
+            found = [
+                name
+                for name, state in states.items()
+                if type(state) is Tensor and state.dim() and state.shape == local.shape
+            ]
+            for name in found:
+                become_state_shard(states[name], flat.division(index).of_state(name))
+            like = like or found
+        for parameter, index in without:
+            held = optimizer.state.get(parameter)
+            if not (isinstance(held, NoPart) and held.is_like(flat.division(index), like)):
+                local = flat.local[index]
+                optimizer.state[parameter] = NoPart(flat.division(index), like, local.dtype, local.device)
+                makes = True
+    if makes:
+        # In one order on all ranks, for loops over them.
+        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ordered = {parameter: optimizer.state.pop(parameter) for parameter in order if parameter in optimizer.state}
+        others = dict(optimizer.state)
+        optimizer.state.clear()
+        optimizer.state.update(ordered | others)
 
 
 def require_states_of(
@@ -169,7 +251,7 @@ def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, in
     shape, dtype = local.shape, local.dtype
     for name, state in states.items():
         if type(state) is StateShard:
-            state.__class__ = Tensor  # type: ignore[assignment]
+            become_plain_state(state)
             if state.shape == shape and state.dtype == dtype:
                 # As nearly all are, from the second step on.
                 continue

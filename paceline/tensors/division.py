@@ -1,9 +1,9 @@
-"""Which elements of a parameter each rank has, and how a gradient of which ranks have these becomes whole."""
+"""Which elements of a parameter each rank has, and how their gradients or states become whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -35,6 +35,22 @@ class Division:
     """Of each rank the first element and the end, in the order of memory; nothing where it has none."""
     gather: Callable[[], Gather | None] = field(compare=False, repr=False, default=lambda: None)
     """Gives what makes shards whole; None once the model is gone."""
+    own: tuple[int, ...] = field(compare=False, default=())
+    """Of `parts` this rank's."""
+    state: str = field(compare=False, default="")
+    """Which state of an optimizer is meant; empty: the gradient."""
+    _of_states: dict[str, Division] = field(compare=False, repr=False, default_factory=dict)
+
+    def of_state(self, name: str) -> Division:
+        """The same for what an optimizer holds under this name."""
+        if name not in self._of_states:
+            self._of_states[name] = replace(self, state=name, _of_states={})
+        return self._of_states[name]
+
+    @property
+    def label(self) -> str:
+        """What a shard is of, in words."""
+        return f"{self.state} of {self.parameter}" if self.state else f"{self.parameter}.grad"
 
 
 WHOLE = Division("", (), (), ())

@@ -72,6 +72,8 @@ class GradientShard(Tensor):
         if TracingContext.try_get() is not None:
             # torch.compile reads a loop's function with this among its values, and would ask for its shape.
             raise torch._dynamo.exc.Unsupported("p.grad is this rank's shard of it, with which nothing is compiled")
+        if any(getattr(each, "knows_gradients", False) for each in types):
+            return NotImplemented
         kwargs, name = kwargs or {}, name_of(func)
         shards = list(tensors_of((args, tuple(kwargs.values())), GradientShard))
         for shard in shards:
@@ -207,8 +209,7 @@ def _aliases(shard: GradientShard) -> list[TensorWeakRef]:
 
 def _described(shard: GradientShard) -> Tensor:
     """A tensor without memory that is like the whole gradient."""
-    division = division_of(shard)
-    assert division is not None
+    division = cast(Division, division_of(shard))
     if division == WHOLE:
         return shard
     return torch.empty_strided(division.shape, division.strides, dtype=shard.dtype, device="meta")
@@ -221,8 +222,7 @@ def _is_given_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...]) 
 
 
 def _give(shard: GradientShard, whole: Tensor) -> None:
-    division = division_of(shard)
-    assert division is not None
+    division = cast(Division, division_of(shard))
     if tuple(whole.shape) != division.shape:
         raise EngineError(
             f"{division.parameter}.grad.data was given a tensor of shape {list(whole.shape)}, where the gradient has "

@@ -135,10 +135,7 @@ def a_learned_scale_descends_by_hand(side: Side) -> Found:
     return descended(side, model, lambda p: p.add_(p.grad, alpha=-0.1))
 
 
-SHARDS = tuple((place, "an optimizer holds this rank's shard of it") for place in ("zero 1", "zero 2", "zero 3"))
-
-
-@idiom(refused=SHARDS, off=0.1)
+@idiom(off=0.1)
 def dead_neurons_begin_anew(side: Side) -> Found:
     """Some rows of a weight are written, and the optimizer forgets what it knows of them."""
     model = mlp(side)
@@ -154,7 +151,7 @@ def dead_neurons_begin_anew(side: Side) -> Found:
     return state(model)
 
 
-@idiom(refused=SHARDS, low=False)
+@idiom(low=False)
 def the_norm_of_moments_is_noted(side: Side) -> Found:
     model = mlp(side)
     net = side.parallel(model)
@@ -164,7 +161,7 @@ def the_norm_of_moments_is_noted(side: Side) -> Found:
     return {**state(model), "norm": torch.stack(squares).sum().sqrt()}
 
 
-@idiom(refused=tuple((f"zero {zero}", "this rank's shard has no element") for zero in (1, 2, 3)), off=0.1)
+@idiom(off=0.1)
 def the_moments_of_each_parameter_are_scaled(side: Side) -> Found:
     """Not each rank has some of each."""
     model = mlp(side)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -97,17 +98,9 @@ EDITED = [(Stack, "itself"), (Stack, "list"), (Vectors, "itself"), (Vectors, "da
 @pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
 def test_parameters_edited_by_states_are_right_or_refused(ranks, strategy, cls, way, n) -> None:
     found = ranks(n, partial(on_ranks, strategy), cls, way)
-    if strategy.stage:
-        assert any(isinstance(each, str) for each in found)
-        # A rank without any state goes on until it misses the others.
-        words = (
-            "an optimizer holds this rank's shard of it",
-            "was edited",
-            "outside of forward",
-            "did not answer",
-            "has left",
-        )
-        assert all(isinstance(each, str) and any(word in each for word in words) for each in found), found
-    else:
-        for each in found:
+    for each in found:
+        if strategy.stage < 3:
             assert_same(each, trained(make(cls), way))
+        else:
+            # Who hears of it from another rank is told that it left.
+            assert isinstance(each, str) and re.search("was edited|outside of forward|did not answer|has left", each)

@@ -1,4 +1,4 @@
-"""Gradients of which ranks have shards, made whole where a loop looks at all of them."""
+"""Gradients and optimizers' states of which ranks have shards, made whole where a loop looks at all of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from paceline.executor.collectives import Collectives
 from paceline.tensors.division import Division
 
 
-class WholeGradients:
-    """Gathers shards of gradients from the ranks that have them."""
+class GatherShards:
+    """Gathers shards of gradients, or of states, from the ranks that have them."""
 
     def __init__(
         self,
@@ -41,13 +41,15 @@ class WholeGradients:
         """See `Gather`.
 
         Raises:
-            EngineError: A backward is under way, or gradients are reduced among some ranks alone.
+            EngineError: A backward is under way, or gradients are meant and reduced among some ranks alone.
         """
-        name = divisions[0].parameter
+        label, is_state = divisions[0].label, bool(divisions[0].state)
+        if is_state and self._state.phase == "backward":
+            raise EngineError(f"{what.strip('_')} of {label} in backward: do that before or after it")
         partial = self._state.gradients != "reduced" and self._placement.replicas > 1
-        if self._state.phase == "backward" or partial:
+        if not is_state and (self._state.phase == "backward" or partial):
             raise EngineError(
-                f"{what} of {name}.grad: it holds this rank's shard of a gradient that is not reduced among all ranks "
+                f"{what} of {label}: it holds this rank's shard of a gradient that is not reduced among all ranks "
                 "yet, and the whole is known only then: do that after the step's last backward. Until then scale or "
                 "zero it as you like"
             )
@@ -65,7 +67,8 @@ class WholeGradients:
         size = max(stop - start for start, stop in filter(None, division.parts))
         parts = torch.zeros(len(division.parts), size, dtype=shard.dtype, device=self._device)
         parts[index, : shard.numel()] = shard
-        self._collectives.gather_parts(parts, f"{division.parameter}.grad ({what.strip('_')})", "p.grad")
+        purpose = "optimizer.state" if division.state else "p.grad"
+        self._collectives.gather_parts(parts, f"{division.label} ({what.strip('_')})", purpose)
         flat = whole.as_strided((whole.numel(),), (1,))
         for part, bounds in zip(parts, division.parts, strict=True):
             if bounds:
