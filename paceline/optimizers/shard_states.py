@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -87,12 +87,13 @@ class NoPart(dict[str, Any]):
 
         Args:
             division: Of the parameter.
-            like: Names of states of other parameters of the same group; empty where this rank has none.
+            like: Names of states of other parameters of a group alike; empty where this rank has none.
             dtype: Of what an optimizer updates.
             device: The same.
         """
         super().__init__()
         self._division, self._like, self._dtype, self._device = division, tuple(like), dtype, device
+        self._made: dict[str, StateShard] = {}
 
     def is_like(self, division: Division, like: Iterable[str]) -> bool:
         """Whether a new one would be the same."""
@@ -109,13 +110,21 @@ class NoPart(dict[str, Any]):
                 f"the optimizer's {name} of {self._division.parameter}, of which this rank's shard has no element: it "
                 "is on the ranks that update it. Ask `if optimizer.state[p]:` first, or set strategy.zero to 0"
             )
-        empty = torch.empty(0, dtype=self._dtype, device=self._device)
-        return become_state_shard(empty, self._division.of_state(name))
+        if name not in self._made:
+            empty = torch.empty(0, dtype=self._dtype, device=self._device)
+            self._made[name] = become_state_shard(empty, self._division.of_state(name))
+        return self._made[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Keeps a whole state until the next step, of which nothing is this rank's then."""
         if not isinstance(value, StateShard):
             super().__setitem__(name, value)
+
+    def clear(self) -> None:
+        """A step begins, after which all states have changed."""
+        super().clear()
+        for state in self._made.values():
+            become_state_shard(state, state._division)
 
     def __contains__(self, name: object) -> bool:
         """Whether other ranks have it, as far as is known here."""
@@ -159,39 +168,42 @@ def mark_states(optimizer: Optimizer, flat: FlatParameters) -> None:
     """An optimizer has stepped on shards: until it does again, a loop sees its states as whole ones."""
     if flat.shards == 1 or needs_whole(optimizer, flat):
         return
-    makes = False
+    names: dict[Hashable, list[str]] = {}
+    without: list[tuple[Tensor, int, Hashable]] = []
     for group in optimizer.param_groups:
-        like: list[str] = []
-        without: list[tuple[Tensor, int]] = []
+        kind = _kind_of(group)
         for parameter in group["params"]:
             index = flat.index_of.get(id(parameter), -1)
             if (local := flat.local.get(index)) is None:
                 continue
-            states = optimizer.state.get(parameter) or {}
+            states = optimizer.state.get(parameter)
             if not local.numel() and parameter.grad is not None and (not states or isinstance(states, NoPart)):
-                without.append((parameter, index))
+                without.append((parameter, index, kind))
                 continue
-            found = [
-                name
-                for name, state in states.items()
-                if type(state) is Tensor and state.dim() and state.shape == local.shape
-            ]
-            for name in found:
-                become_state_shard(states[name], flat.division(index).of_state(name))
-            like = like or found
-        for parameter, index in without:
-            held = optimizer.state.get(parameter)
-            if not (isinstance(held, NoPart) and held.is_like(flat.division(index), like)):
-                local = flat.local[index]
-                optimizer.state[parameter] = NoPart(flat.division(index), like, local.dtype, local.device)
-                makes = True
+            for name, state in states.items() if states else ():
+                if type(state) is Tensor and state.dim() and state.shape == local.shape:
+                    become_state_shard(state, flat.division(index).of_state(name))
+                    if name not in (known := names.setdefault(kind, [])):
+                        known.append(name)
+    makes = False
+    for parameter, index, kind in without:
+        held, like, local = optimizer.state.get(parameter), names.get(kind, ()), flat.local[index]
+        if not (isinstance(held, NoPart) and held.is_like(flat.division(index), like)):
+            optimizer.state[parameter] = NoPart(flat.division(index), like, local.dtype, local.device)
+            makes = True
     if makes:
         # In one order on all ranks, for loops over them.
         order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         ordered = {parameter: optimizer.state.pop(parameter) for parameter in order if parameter in optimizer.state}
-        others = dict(optimizer.state)
+        ordered |= optimizer.state
         optimizer.state.clear()
-        optimizer.state.update(ordered | others)
+        optimizer.state.update(ordered)
+
+
+def _kind_of(group: dict[str, Any]) -> Hashable:
+    """What decides which states an optimizer holds: its switches, and whether there is any momentum."""
+    switches = tuple((name, value) for name, value in group.items() if isinstance(value, bool))
+    return switches, bool(group.get("momentum"))
 
 
 def require_states_of(

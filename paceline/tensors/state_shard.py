@@ -32,6 +32,8 @@ class StateShard(Tensor):
     knows_gradients = True
     """Calls with shards of gradients beside it are its own to make."""
     _division: Division
+    _since: object
+    """Another one after each step."""
 
     @classmethod
     def __torch_function__(
@@ -103,7 +105,7 @@ class _Gathered:
     """A whole state that was gathered, and what it is of."""
 
     def __init__(self, shard: StateShard, whole: Tensor) -> None:
-        self.whole, self.shard, self._version = whole, shard, shard._version
+        self.whole, self.shard, self._since, self._version = whole, shard, shard._since, shard._version
 
     def require_new(self) -> None:
         """Sees that the state is still what was gathered.
@@ -111,18 +113,19 @@ class _Gathered:
         Raises:
             EngineError: It is not.
         """
-        if type(self.shard) is not StateShard or self.shard._version != self._version:
+        shard = self.shard
+        if type(shard) is not StateShard or (shard._since, shard._version) != (self._since, self._version):
+            label = shard.__dict__["_division"].label
             raise EngineError(
-                f"{self.shard._division.label}: this part of it was taken before it changed, by a step or by another "
-                "write: take it anew"
+                f"{label}: this part of it was taken before it changed, by a step or by another write: take it anew"
             )
 
     def write_back(self) -> None:
         """Copies this rank's part of the whole to its shard."""
         division, flat = self.shard._division, self.whole.as_strided((self.whole.numel(),), (1,))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if division.own:
-                self.shard.copy_(flat[slice(*division.own)])
+            # Where it has no element that counts as a write all the same.
+            self.shard.copy_(flat[slice(*(division.own or (0, 0)))])
         self._version = self.shard._version
 
 
@@ -135,7 +138,7 @@ def become_state_shard(state: Tensor, division: Division) -> StateShard:
     """
     shard = cast(StateShard, state)
     shard.__class__ = StateShard
-    shard._division = division
+    shard._division, shard._since = division, object()
     return shard
 
 

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
+from paceline.comm.transport import CommunicationError
+from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from tests.engine.models import HYBRID, STAGES, assert_same, shares
+from tests.quick import diagonal
 
 Edit = Callable[[torch.optim.Optimizer, nn.Module, dict[str, Any], int], Any]
 """(optimizer, model, what it has kept, step): what it has seen, numbers."""
@@ -126,20 +129,55 @@ EDITS: dict[str, Edit] = {
 }
 
 
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), 0.05),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
+    "Adam of groups": lambda model: torch.optim.Adam(
+        # Of the first some rank has no part.
+        [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2:].parameters(), "weight_decay": 0.1}],
+        0.01,
+    ),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), 0.01, centered=True, momentum=0.5),
+    "Rprop": lambda model: torch.optim.Rprop(model.parameters(), 0.01),
+}
+
+
+def rewritten(optimizer, model, kept, step) -> Any:
+    """All states of elements, in every way."""
+    seen = []
+    for p in model.parameters():
+        states = optimizer.state[p]
+        for name in ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer", "square_avg", "grad_avg", "prev", "step_size"):
+            if name in states:
+                state = states[name]
+                seen += [float(state.norm()), float(state.var())]
+                state[0] = state[-1] * 0.5
+                state.flatten()[1] += 0.1
+                state.clamp_(max=float(state.max()) * 0.9)
+                state.copy_(state.clone().view(p.shape) * 1.01)
+                torch.add(state, 0.001, out=state)
+                if step == 1:
+                    states[name] = state.clone()
+                if step == 2:
+                    states[name] = torch.full(p.shape, 0.3, dtype=p.dtype)
+    return seen
+
+
 def trained(strategy: Strategy | None, name: str) -> tuple[dict[str, Tensor], list[Any]]:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3)]
     model = nn.Sequential(*layers).double()
     if strategy is not None:
         pl.parallelize(model, strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    make = OPTIMIZERS.get(name, lambda model: torch.optim.AdamW(model.parameters(), 0.01))
+    optimizer, edit = make(model), EDITS.get(name, rewritten)
     generator, kept, seen = torch.Generator().manual_seed(1), dict[str, Any](), []
     for step in range(4):
         x, y = (torch.randn(24, n, generator=generator, dtype=torch.float64) for n in (6, 3))
         x, y = (shares(x), shares(y)) if strategy is not None else (x, y)
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-        seen.append(EDITS[name](optimizer, model, kept, step))
+        seen.append(edit(optimizer, model, kept, step))
         optimizer.zero_grad()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     if strategy is not None:
@@ -160,13 +198,64 @@ def flat(seen: Any) -> list[float]:
     return [each for part in seen for each in flat(part)] if isinstance(seen, (list, tuple)) else [seen or 0.0]
 
 
-@pytest.mark.parametrize("place", [pytest.param(place, id=name) for name, place in PLACES.items()])
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(
+    ("place", "name"), diagonal(PLACES, [*EDITS, *OPTIMIZERS], quick={("zero 2, N=3", name) for name in EDITS})
+)
 def test_what_is_done_to_states_is_what_one_process_does(ranks, place, name) -> None:
     strategy, count = place
     if name == "with_weights" and (strategy.zero == 3 or strategy.share_parameters):
-        return
+        pytest.skip("weights are not there to be read between steps")
     expected, wanted = trained(None, name)
     for state, seen in ranks(count, trained, strategy, name):
         assert flat(seen) == pytest.approx(flat(wanted))
         assert_same(state, expected)
+
+
+def taken_before_a_step(strategy: Strategy) -> list[str]:
+    model = pl.parallelize(nn.Linear(6, 4), strategy)
+    optimizer, told = torch.optim.Adam(model.parameters()), []
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    average = optimizer.state[model.weight]["exp_avg"]
+    first, second = average[0], average[1]
+    first.zero_()
+    for edits in (lambda: second.zero_(), lambda: second.sum(), lambda: average.numpy().fill(0)):
+        with pytest.raises((EngineError, ValueError)) as refused:
+            edits()
+        told.append(str(refused.value))
+    assert not average[0].any() and average[1].all()
+    row = average[1]
+    optimizer.step()
+    with pytest.raises(EngineError) as refused:
+        row.zero_()
+    told.append(str(refused.value))
+    pl.release(model)
+    return told
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_rows_of_before_a_change_and_arrays_are_refused(ranks, zero: int) -> None:
+    old = "exp_avg of weight: this part of it was taken before it changed, by a step or by another write: take it anew"
+    for told in ranks(2, taken_before_a_step, STAGES[f"zero {zero}"]):
+        assert told[:2] == [old] * 2 and "read-only" in told[2] and told[3] == old
+
+
+def read_by_rank_0(strategy: Strategy) -> str:
+    model = pl.parallelize(nn.Linear(6, 4), strategy)
+    optimizer = torch.optim.Adam(model.parameters())
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+            if pl.init().rank == 0:
+                optimizer.state[model.weight]["exp_avg"].norm()
+    except CommunicationError as error:
+        pl.shutdown()
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_looks_alone_is_told(ranks) -> None:
+    alone, other = ranks(2, read_by_rank_0, STAGES["zero 2"])
+    assert "exp_avg of weight (norm)" in alone and "every rank must do so, and one may print that" in alone
+    assert "exp_avg of weight (norm)" in other
