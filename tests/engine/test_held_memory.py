@@ -18,6 +18,7 @@ from paceline.core.memory import Memory, memory
 from paceline.core.strategy import Strategy
 from paceline.engine.api import engine_of
 from paceline.measuring.alive import AliveBytes
+from paceline.tensors.state_shard import plain_state
 from tests.engine.models import NEAREST_GROUPS, SEVERAL, in_worlds
 from tests.tensors.whole_owner import plain_view
 
@@ -55,7 +56,7 @@ def predicted_and_held(strategy: Strategy, micro_batches: int) -> tuple[Memory, 
         parameters=kinds["parameters"] // (engine.schedule.shards if engine.schedule.shares_memory else 1),
         gradients=kinds["gradients"] + kinds["reduced"],
         optimizer=kinds["master"]
-        + sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
+        + sum(plain_state(t).nbytes for state in optimizer.state.values() for t in state.values() if t.dim()),
         buckets=kinds["gradient slot"],
         gathered=kinds["unsharded"],
     )
