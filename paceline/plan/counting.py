@@ -24,8 +24,8 @@ _INTO_TABLE = frozenset({"scatter", "scatter_", "scatter_add", "scatter_add_", "
 _FREE = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "device", "detach"})
 """They compute nothing, and move nothing."""
 
-_MULTIPLY = ("mm", "conv", "rnn", "lstm", "gru", "attention", "linear")
-"""Parts of names of operators that multiply matrices, for those whose cost nobody told."""
+_MULTIPLY = re.compile(r"(?<!cu)mm|conv|rnn|lstm|gru|attention|(?<!bi)(?<!tri)linear")
+"""Of names of operators that multiply matrices, for those whose cost nobody told; not of cummax and bilinear sizes."""
 
 _DECOMPOSE = re.compile(
     r"_?(linalg_(?!vector_norm|_powsum|check_errors|cross|vander|mat(?!rix_exp))|cholesky|svd|qr$|geqrf|orgqr|ormqr|lu_|"
@@ -70,7 +70,7 @@ def uncounted(func: Any, counted: Operation | None) -> bool:
     name = func._schema.name.partition("::")[2]
     if counted is None or counted.kind != "memory":
         return False
-    return any(part in name for part in _MULTIPLY) or _DECOMPOSE.match(name) is not None
+    return _MULTIPLY.search(name) is not None or _DECOMPOSE.match(name) is not None
 
 
 def _is_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> bool:

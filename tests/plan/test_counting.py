@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from paceline.plan.counting import uncounted
 from paceline.plan.observed_pass import ObservedPass
 from paceline.plan.work import Operation
 
@@ -115,3 +116,17 @@ def test_what_decomposes_matrices_is_not_taken_for_one_pass_over_them(
     with ObservedPass([]) as seen:
         compute(torch.eye(8) + 1)
     assert seen.unknown == told
+
+
+@pytest.mark.parametrize(
+    ("func", "multiplies"),
+    [
+        (torch.ops.aten.cummax.default, False),
+        (torch.ops.aten.upsample_bilinear2d.default, False),
+        (torch.ops.aten.upsample_trilinear3d.default, False),
+        (torch.ops.aten._thnn_fused_gru_cell.default, True),
+        (torch.ops.aten._int_mm.default, True),
+    ],
+)
+def test_only_names_of_products_are_told_as_not_counted(func: Any, multiplies: bool) -> None:
+    assert uncounted(func, Operation("memory", 0.0, 8.0, "float32", name="other")) == multiplies
