@@ -256,3 +256,33 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _asks_later(memory: Tensor) -> bool:
     return memory.device.type != "cpu"
+
+
+class StateEdits:
+    """Tells whether somebody wrote to what `state_dict` gave, where that is a copy which nobody would read.
+
+    As each is made by `detach`, such a write moves the parameter's version on. It is seen until the engine sets
+    versions itself, as when parameters are gathered again.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Has given nothing yet."""
+        self._parameters, self._versions = parameters, dict[int, int]()
+
+    def set(self, indices: Sequence[int]) -> None:
+        """They were given, and are untouched."""
+        self._versions = dict(zip(indices, self._read(indices), strict=True))
+
+    def found(self) -> int | None:
+        """The index of one that was written to; None where none was. It asks once."""
+        given, self._versions = self._versions, {}
+        now = zip(given, self._read(list(given)), strict=True)
+        return next((index for index, version in now if version != given[index]), None)
+
+    def forget(self) -> None:
+        """What was written counts after all, or can no longer be seen."""
+        self._versions = {}
+
+    def _read(self, indices: Sequence[int]) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [self._parameters[index]._version for index in indices]

@@ -113,6 +113,9 @@ class FullParameters:
             self._wait_for_updates()
             parameters.flat.require_in_place()
             parameters.flat.former.require_unedited(parameters.all)
+        if edits:
+            # An edited state that is loaded back is what the loop wants.
+            parameters.state_edits.forget()
         managed = parameters.flat.managed and (edits or parameters.loses_edits)
         self._states.append(self.full(call, edits, is_state=True) if managed else nullcontext())
         self._states[-1].__enter__()
@@ -120,6 +123,9 @@ class FullParameters:
     def close_state(self) -> None:
         """Leaves what `open_states` entered last."""
         self._states.pop().__exit__(None, None, None)
+        parameters = self._program.parameters
+        if parameters.flat.is_sharded:
+            parameters.state_edits.set(parameters.flat.managed)
 
     def close_states(self) -> None:
         """Leaves what a `load_state_dict` that raised left open."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buffers.conversions import Conversions
-from paceline.buffers.edits import CopyEdits, Edits, refuse_edit
+from paceline.buffers.edits import CopyEdits, Edits, StateEdits, refuse_edit
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.buffers.memory import Tensors, placeholder
 from paceline.buffers.pinned import Pinned
@@ -68,7 +68,7 @@ class Parameters:
         # Where edits of what is computed with would not reach what is updated, or would reach other ranks.
         lost = flat.managed if self.loses_edits and not flat.is_sharded else []
         self._edits = Edits(self.all, {index: flat.own_part(index) for index in lost})
-        self._copy_edits, self.conversions = CopyEdits(flat), Conversions(flat)
+        self._copy_edits, self.conversions, self.state_edits = CopyEdits(flat), Conversions(flat), StateEdits(self.all)
         follow_transforms()
         for index in flat.managed:
             own(self.all[index], owner, index)
@@ -138,10 +138,7 @@ class Parameters:
         return self.all[index]._version != self._version or self._is_moved(index)
 
     def _is_moved(self, index: int) -> bool:
-        """Whether a parameter was given other values elsewhere.
-
-        A module that casts its own, as some routers do, has a copy; so has one that was given another memory format.
-        """
+        """Whether a parameter was given other values elsewhere, and not only a copy, as routers that cast theirs do."""
         parameter, whole = self.all[index], self.pinned.views.get(index, self.flat.views[index])
         if parameter.data_ptr() == whole.data_ptr() or parameter.dtype != whole.dtype:
             return False
@@ -149,6 +146,7 @@ class Parameters:
             return not torch.equal(parameter, whole)
 
     def _set_versions(self, parameters: Collection[Tensor], version: int) -> None:
+        self.state_edits.forget()
         if parameters and self.flat.is_sharded:
             torch._C._autograd._unsafe_set_version_counter(tuple(parameters), (version,) * len(parameters))
 
@@ -256,7 +254,9 @@ class Parameters:
         self.narrow()
         self.flat.require_in_place()
         self.flat.former.require_unedited(self.all)
-        edited = self._edited_while_open() if self.flat.is_sharded else self._edits.found()
+        edited = self.state_edits.found()
+        if edited is None:
+            edited = self._edited_while_open() if self.flat.is_sharded else self._edits.found()
         if edited is None and self.loses_edits and not self.flat.is_sharded:
             with torch._C.DisableTorchFunctionSubclass():
                 edited = next(filter(self._is_moved, self.flat.managed), None)
