@@ -134,6 +134,14 @@ class NoPart(dict[str, Any]):
         """A state that other ranks have."""
         return self[name] if self.__contains__(name) else default
 
+    def pop(self, name: str, *default: Any) -> Any:
+        """A state that other ranks drop."""
+        return self.get(name) if name in self._names() else super().pop(name, *default)
+
+    def __delitem__(self, name: str) -> None:
+        """Other ranks drop it."""
+        self.pop(name)
+
     def __iter__(self) -> Iterator[str]:
         """Goes over the names."""
         return iter(self._names())

@@ -47,10 +47,12 @@ class StateShard(Tensor):
                 return func(_described(shards[0]), *args[1:], **kwargs)
             if _needs_whole(func, name, shards, args, kwargs):
                 return _on_whole(func, name, args, kwargs)
+            if name == "data":
+                # As an alias that tells of its writes, which `data` does not.
+                return become_state_shard(shards[0].detach(), shards[0]._division)
             result = func(*args, **kwargs)
             # Whoever asks for a plain tensor knows what it is.
-            is_shard = type(result) is Tensor and result.shape == shards[0].shape and func is not Tensor.as_subclass
-            return become_state_shard(result, shards[0]._division) if is_shard and result.dim() else result
+            return result if func is Tensor.as_subclass else _of_shards(result, shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy is a shard, too."""
@@ -150,6 +152,14 @@ def become_plain_state(state: StateShard) -> None:
 def plain_state(state: Any) -> Any:
     """A state as a plain tensor of the same memory, or what else it is."""
     return state.as_subclass(Tensor) if isinstance(state, StateShard) else state
+
+
+def _of_shards(result: Any, shards: Sequence[StateShard]) -> Any:
+    """Marks what was computed from shards element by element; of lists each result goes with one of them."""
+    if type(result) in (list, tuple):
+        return type(result)(_of_shards(each, [shard]) for each, shard in zip(result, shards, strict=False))
+    is_shard = type(result) is Tensor and result.dim() and result.shape == shards[0].shape
+    return become_state_shard(result, shards[0]._division) if is_shard else result
 
 
 def _described(shard: StateShard) -> Tensor:
