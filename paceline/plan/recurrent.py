@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,17 +78,9 @@ def recurrent(
     return (x.transpose(0, 1) if batch_first else x, *ended)
 
 
-_made: list[Callable[..., Any]] = []
-
-
+@cache
 def _steps() -> Callable[..., Any]:
     """The operator, which torch is told of when it is first needed."""
-    if not _made:
-        _made.append(_define())
-    return _made[0]
-
-
-def _define() -> Callable[..., Any]:
     library = torch.library
     inputs = "Tensor sums, Tensor state, Tensor? cell, Tensor weight, Tensor? bias, int gates"
     library.define(f"paceline::{STEPS}", f"({inputs}) -> (Tensor, Tensor, Tensor)")
