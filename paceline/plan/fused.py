@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from paceline.plan.recurrent import is_recurrent, recurrent
 
 aten = torch.ops.aten
+
+_SDPA, _RMS_NORM = F.scaled_dot_product_attention, F.rms_norm
 
 
 class FusedKernels(TorchFunctionMode):
@@ -26,6 +30,20 @@ class FusedKernels(TorchFunctionMode):
         """Takes the type of the device that is planned for."""
         super().__init__()
         self._cuda = device == "cuda"
+        self._replaced = ExitStack()
+
+    def __enter__(self) -> FusedKernels:
+        """Replaces them by name, too: torch's own functions, and checkpoints in backward, call them with modes off."""
+        if self._cuda:
+            self._replaced.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
+            self._replaced.enter_context(patch.object(F, "rms_norm", _rms_norm))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Puts torch's own back."""
+        super().__exit__(*raised)
+        self._replaced.close()
 
     def __torch_function__(
         self,
@@ -35,9 +53,9 @@ class FusedKernels(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._cuda and func is F.scaled_dot_product_attention:
+        if self._cuda and func is _SDPA:
             return _attention(*args, **kwargs)
-        if self._cuda and func is F.rms_norm:
+        if self._cuda and func is _RMS_NORM:
             return _rms_norm(*args, **kwargs)
         if self._cuda and is_recurrent(func, args):
             return recurrent(func, *args, **kwargs)
@@ -58,9 +76,7 @@ def _attention(
     memory-efficient kernel, which takes masks and fp32, but as many heads of keys as of queries.
     """
     if query.dim() != 4:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     half = query.dtype in (torch.float16, torch.bfloat16)
     if half and attn_mask is None and query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]:
         result: Tensor = aten._scaled_dot_product_flash_attention(

@@ -242,9 +242,11 @@ def _shared(model: nn.Module) -> list[Tensor]:
 
 
 def _roots(output: Any) -> list[Tensor]:
-    """What backward begins from: the loss if the model returns one, else every result that has a gradient."""
+    """What backward begins from: a loss, numbers of a tuple that begins with one, or all results with a gradient."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     found = [loss] if isinstance(loss, Tensor) else _tensors(dict(output) if isinstance(output, Mapping) else output)
+    if isinstance(output, (tuple, list)) and isinstance(output[0] if output else None, Tensor) and not output[0].dim():
+        found = [each for each in found if not each.dim()]
     return [each for each in found if each.requires_grad]
 
 

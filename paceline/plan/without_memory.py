@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from paceline.core.errors import UserError
+
 
 @contextmanager
 def without_memory(
@@ -27,10 +29,18 @@ def without_memory(
 
     Yields:
         The stand-ins, those of shared parameters once.
+
+    Raises:
+        UserError: A part is TorchScript.
     """
     made: dict[int, Tensor] = {}
     with ExitStack() as stack:
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UserError(
+                    f"{type(model).__name__} has TorchScript in it, which is no Python to trace: plan the module that "
+                    "it was made of"
+                )
             uncast = isinstance(module, nn.modules.batchnorm._BatchNorm)
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for held in tables:

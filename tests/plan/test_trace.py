@@ -222,3 +222,68 @@ def test_what_recomputed_units_run_again_is_what_the_engine_runs_again(how: Any)
     recompute([model.get_submodule(name) for name in find_blocks(model)], how, 1)
     ran = timed_pass(model, (tokens, tokens), 1)
     assert sum(each.operation.flops * each.operation.count for each in ran.calls) == expected
+
+
+class Attends(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_torch_s_own_layers_attend_as_gpus_do_with_dropout_too() -> None:
+    plain, drops = (trace(Attends(rate), 2, inputs=torch.empty(1, 96, 64), precision="bfloat16") for rate in (0.0, 0.1))
+    for work in (plain, drops):
+        found = [each for unit in work.units for each in unit.forward if each.kind == "attention"]
+        assert [each.name for each in found] == ["_scaled_dot_product_flash_attention"]
+        assert found[0].flops == 4 * 2 * 4 * 96**2 * 16
+    assert flops(plain, "matmul") == flops(drops, "matmul")
+
+
+class Recomputes(Attends):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.layer, x, use_reentrant=False)
+        return result
+
+
+def test_what_checkpoints_compute_again_attends_alike() -> None:
+    before = torch.nn.functional.scaled_dot_product_attention
+    work = trace(
+        nn.Sequential(Recomputes(0.1), Recomputes(0.1)), 2, inputs=torch.empty(1, 96, 64), precision="bfloat16"
+    )
+    names = [each.name for unit in work.units for each in unit.backward if each.kind == "attention"]
+    assert work.source == "trace" and len(names) == 4
+    assert names.count("_scaled_dot_product_flash_attention") == 2
+    assert torch.nn.functional.scaled_dot_product_attention is before
+
+
+class Returns(nn.Module):
+    def __init__(self, makes: Any) -> None:
+        super().__init__()
+        self.layer, self.makes = nn.Linear(8, 40), makes
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.layer(x)
+        return self.makes(logits.square().mean(), logits)
+
+
+def test_of_a_loss_beside_results_backward_begins_at_the_loss() -> None:
+    alone, beside, both = (
+        trace(Returns(makes), 4, inputs=torch.empty(1, 8))
+        for makes in (
+            lambda loss, logits: loss,
+            lambda loss, logits: (loss, logits),
+            lambda loss, logits: (logits, loss),
+        )
+    )
+    assert beside.units[-1].backward == alone.units[-1].backward
+    # What does not begin with a loss has two gradients of its results, and their sum.
+    assert len(both.units[-1].backward) == len(alone.units[-1].backward) + 1
+
+
+def test_torchscript_is_told_and_its_matrices_planned() -> None:
+    work = traced_or_rough(torch.jit.script(nn.Linear(3, 5)), 2, inputs=torch.empty(1, 3))
+    assert work.source == "rough" and "has TorchScript in it" in work.warnings[0]
