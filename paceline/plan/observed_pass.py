@@ -174,6 +174,11 @@ class ObservedPass(TorchDispatchMode):
             self._savers.setdefault(serial, self.unit)
         return tensor
 
+    def is_told_first(self) -> bool:
+        """Whether `saved` is told of what autograd keeps now, and not another's hooks, such as a checkpoint's."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] == self.saved
+
     def is_gradient(self, parameter: Tensor) -> None:
         """Notes that a parameter's gradient is complete."""
         if parameter.grad is not None and (serial := self._register(parameter.grad)) is not None:

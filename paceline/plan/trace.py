@@ -152,7 +152,8 @@ class _Trace:
             key = (self.signature[name], arguments(args, kwargs)) if self.skips else None
             enough = _TRACED_WITH_PLACE if self.skips and knows_its_place(name, unit) else _TRACED
             with self.seen.inside(name, inputs):
-                if key in self.results and len(self.ran[key]) >= enough and self.last[self.signature[name]] != name:
+                skips = key in self.results and self.seen.is_told_first()
+                if skips and len(self.ran[key]) >= enough and self.last[self.signature[name]] != name:
                     self.skipped[name] = key
                     return stand_in(self.results[key], self.seen, (*inputs, *unit.parameters()))
                 before = _beside(unit, args, kwargs)

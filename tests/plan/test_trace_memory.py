@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from paceline.core.build_layout import build_layout
 from paceline.core.build_schedule import build_schedule
@@ -36,7 +37,7 @@ class Convolutions(nn.Module):
 
 
 class Encoder(nn.TransformerEncoder):
-    """Attention through a module that does without `scaled_dot_product_attention` where dropout is on."""
+    """Attention of torch's own layers, whose kernel for CPUs writes all scores where dropout is on."""
 
     def __init__(self) -> None:
         super().__init__(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 6, enable_nested_tensor=False)
@@ -55,6 +56,19 @@ class Keeper(nn.Module):
         for layer in self.layers:
             x = layer(x).tanh()
             self.seen.append(x + 1)
+        return x
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are alike, each in a checkpoint of the model's: it keeps what each is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
         return x
 
 
@@ -112,7 +126,12 @@ def test_what_a_transformer_holds_is_what_a_real_pass_takes_from_the_allocator()
 
 @pytest.mark.parametrize(
     ("build", "shape", "off"),
-    [(Keeper, (64, 128), 0.1), (Encoder, (16, 50, 64), 0.03), (Convolutions, (16, 8, 64, 64), 0.1)],
+    [
+        (Keeper, (64, 128), 0.1),
+        (Encoder, (16, 50, 64), 0.03),
+        (Convolutions, (16, 8, 64, 64), 0.1),
+        (Checkpointed, (4096, 64), 0.1),
+    ],
 )
 def test_what_other_models_hold_is_near_what_a_real_pass_takes(build: Any, shape: tuple[int, ...], off: float) -> None:
     # Kernels of convolutions on CPUs take memory for other layouts, which no trace sees; and gradients are counted from
