@@ -35,13 +35,13 @@ def traced_or_rough(
             rows = example_inputs(model, samples, length, inputs).tokens
         except UserError:
             rows = samples * max(1, length)
-        told = f"{error}. {_TOO_LITTLE[rows > samples]}"
+        told = f"{error}. {_ROUGH[rows > samples]}"
         return replace(rough_work(model, rows, samples, precision, units), warnings=(told,))
 
 
-_TOO_LITTLE = tuple(
-    f"Of its work only one product of each matrix for each {each} is counted: times and activations are too small, by "
-    "far for convolutions and recurrent layers, and strategies that are told to fit may not"
+_ROUGH = tuple(
+    f"Of its work only one product of each matrix for each {each} is counted: times and activations are rough, mostly "
+    "too small, by far for convolutions and recurrent layers, and strategies that are told to fit may not"
     for each in ("sample", "token")
 )
 """What is said of rough work, by whether rows are tokens."""
@@ -67,7 +67,7 @@ def rough_work(
     itemsize = getattr(torch, dtype).itemsize
     tables, kernels = (
         {id(each) for part in model.modules() if isinstance(part, kind) for each in part.parameters(recurse=False)}
-        for kind in (nn.Embedding, nn.modules.conv._ConvNd)
+        for kind in ((nn.Embedding, nn.EmbeddingBag), nn.modules.conv._ConvNd)
     )
     parts = {name: list(unit.parameters()) for name, unit in find_units(model, units).items()}
     inside = {id(each) for own in parts.values() for each in own}

@@ -53,5 +53,5 @@ def test_a_mixture_of_transformers_is_traced_in_float32_as_in_bfloat16() -> None
 
 
 def test_what_matrices_alone_tell_of_experts_is_one_expert_for_each_row() -> None:
-    work = rough_work(nn.Sequential(Experts(), nn.Conv1d(3, 5, 7)), ROWS, ROWS)
+    work = rough_work(nn.Sequential(Experts(), nn.Conv1d(3, 5, 7), nn.EmbeddingBag(50, 4)), ROWS, ROWS)
     assert work.flops == 3 * 2 * ROWS * (2 * WIDTH * INNER + 3 * 5 * 7)
