@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+from paceline.command_line.json_file import SCREEN
 from paceline.command_line.parse import parse
 from paceline.core.errors import UserError
 from paceline.core.strategy import PRECISIONS
@@ -112,6 +114,11 @@ def _check(options: PlanArguments) -> None:
         raise UserError("paceline plan: expected --hardware or --here, got both")
     for name in ("price", "power_price", "failures", "save_seconds", "restart_seconds", "context"):
         _range(options, name, 0.0, "0 or more")
+    for name in ("write", "json", "picture"):
+        path = getattr(options, name)
+        # Told before minutes of work that would be lost.
+        if path not in ("", SCREEN) and not (folder := Path(path).parent).is_dir():
+            raise UserError(f"{_flag(name)} {path}: there is no folder {folder}; make it, or choose another file")
     _range(options, "slow_rank", 1.0, "1 (as fast as the others) or more")
     if not 0 < options.network < math.inf:
         raise UserError(f"--network: expected a factor above 0, such as 0.5, got {options.network}")

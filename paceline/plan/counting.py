@@ -139,6 +139,9 @@ def _matmul(name: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> _Known
         columns = weights[0].shape[0]
         shape = (1, rows, sum(weight.shape[1] for weight in weights), columns)
         return "matmul", 2.0 * math.prod(shape), shape, 2 if name.endswith("backward") else 1
+    elif name == "_trilinear":
+        shape = _trilinear(args[:3], args[3:6], args[7] if len(args) > 7 else 1)
+        return "matmul", 2.0 * math.prod(shape), shape, 1
     elif name.startswith(STEPS):
         # One step waits for the one before.
         steps, batch, *_ = args[0].shape
@@ -169,6 +172,22 @@ def _convolution(
     rows = given.shape[0] * math.prod(places)
     inner, columns = weight.shape[1] * math.prod(weight.shape[2:]), weight.shape[0] // groups
     return groups, rows, inner, columns
+
+
+def _trilinear(factors: Sequence[Tensor], missing: Sequence[Sequence[int]], unrolled: int) -> tuple[int, int, int, int]:
+    """As nn.Bilinear's and its gradients' sums of products of three: a product of matrices for each output.
+
+    Args:
+        factors: Three tensors.
+        missing: Of each, which of the four dimensions it has not.
+        unrolled: The dimension that is gone through.
+    """
+    sizes = [1] * 4
+    for factor, absent in zip(factors, missing, strict=True):
+        own = iter(factor.shape)
+        sizes = [max(size, 1 if index in absent else next(own)) for index, size in enumerate(sizes)]
+    batch = sizes.pop(unrolled)
+    return batch, sizes[0], sizes[1], sizes[2]
 
 
 def _attention(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Known | None:

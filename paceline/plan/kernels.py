@@ -71,7 +71,10 @@ def ceiling(device: Device, dtype: str) -> float:
     if dtype in device.ceiling:
         return device.ceiling[dtype]
     known = ", ".join(device.ceiling) or "nothing"
-    raise UserError(f"{device.name}: expected a precision that it multiplies matrices in ({known}), got {dtype}")
+    raise UserError(
+        f"{device.name}: expected a precision that it is known to multiply matrices in ({known}), got {dtype}; a model "
+        "whose own parameters or inputs are of that dtype computes in it whatever the precision is"
+    )
 
 
 def attention_dtype(dtype: str) -> str:

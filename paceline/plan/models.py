@@ -112,6 +112,11 @@ def _function(name: str) -> tuple[nn.Module, Inputs | None]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise UserError(f"--model {name}: expected module:function, such as my_models:build")
+    if os.sep in module_name or module_name.endswith(".py"):
+        named = ".".join(Path(module_name).with_suffix("").parts).lstrip("./")
+        raise UserError(
+            f"--model {name}: expected a module's name, not its file: {named}:{function_name}, importable from here"
+        )
     # The modules of the folder that the user stands in, as with python -m.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

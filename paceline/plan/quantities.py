@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -29,9 +30,9 @@ def _number(text: str, option: str, sizes: Mapping[str, int]) -> int:
     match = _WRITTEN.fullmatch(text.strip())
     if match is not None:
         number = float(match[1].replace("_", "").replace(",", "")) * sizes[match[2].lower()]
-        if 1 <= number < 1e18:
+        if 1 <= number < 1e18 and math.isclose(number, round(number), rel_tol=1e-12):
             return round(number)
-    raise UserError(f"{option}: expected a number of tokens such as 500000, 4M or 1.5T, got {text!r}")
+    raise UserError(f"{option}: expected a whole number of tokens such as 500000, 4M or 1.5T, got {text!r}")
 
 
 def samples(batch_tokens: str, context: int, devices: int) -> int:

@@ -44,6 +44,7 @@ class Request:
         network: How many times the bandwidth between hosts is asked about.
         usual: Samples of a step by the preset, where its step is planned.
         own: How the user's configuration makes a step, with the batch that is planned, where one is asked about.
+        notes: What is not as one would think of what was looked up.
     """
 
     case: Case
@@ -53,11 +54,12 @@ class Request:
     network: float = 1.0
     usual: int = 0
     own: Setting | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What could not be found out, or is not as one would think."""
-        found = self.case.subject.work(1, self.precisions[0]).warnings
+        found = (*self.case.subject.work(1, self.precisions[0]).warnings, *self.notes)
         if self.config is not None and self.config.tf32 and "float32" in self.precisions:
             found = (*found, "tf32 is no part of forecasts: in float32 matrices are taken to multiply without it")
         if self.network != 1 and self.case.devices <= self.case.hardware.devices_per_host:
@@ -91,7 +93,7 @@ def request(options: PlanArguments, devices: int) -> Request:
     named = None if options.hardware is None else profiles.hardware(options.hardware)
     profile = read_profile(options.collectives) if options.collectives else None
     config = _config(options)
-    subject = _subject(options, config, _kernels(named))
+    subject, longest = _subject(options, config, _kernels(named))
     usual = 0
     if options.batch_tokens:
         samples = quantities.samples(options.batch_tokens, subject.context, devices)
@@ -101,16 +103,20 @@ def request(options: PlanArguments, devices: int) -> Request:
         usual = config.batch if config is not None else 0
         samples = max(1, (usual or SAMPLES) // devices)
     hardware = with_network(named or _here(devices), options.network)
+    precisions, fails = _precisions(options, hardware, subject, config)
+    longer = f"the model is made for samples of {longest:,} tokens, and {subject.context:,} are planned"
+    notes = (*fails, *([longer] if 0 < longest < subject.context else []))
     if profile is not None:
         hardware = with_collectives(hardware, profile, devices, options.collectives)
     return Request(
         Case(subject, hardware, devices, options.slow_rank),
         samples,
-        _precisions(options, hardware, subject, config),
+        precisions,
         config,
         options.network,
         usual,
         _own(options, config, samples * devices, devices, hardware),
+        notes,
     )
 
 
@@ -156,10 +162,12 @@ def _config(options: PlanArguments) -> TrainConfig | None:
     return None
 
 
-def _subject(options: PlanArguments, config: TrainConfig | None, kernels: Kernels) -> Subject:
+def _subject(options: PlanArguments, config: TrainConfig | None, kernels: Kernels) -> tuple[Subject, int]:
+    """What is planned, and the tokens of a sample that it is made for; 0 where that is not known."""
     if config is not None:
         shape = config.model.shape(config.data.vocabulary) if options.config else PRESETS[options.model]
-        return transformer(options.config or options.model, _fitting(shape, options), options.context, kernels)
+        made = transformer(options.config or options.model, _fitting(shape, options), options.context, kernels)
+        return made, shape.context
     model, inputs = meta_model_and_inputs(options.model)
     context = _context(options, model) if inputs is None else options.context
     found = of_module(options.model, model, inputs, context, kernels)
@@ -169,7 +177,7 @@ def _subject(options: PlanArguments, config: TrainConfig | None, kernels: Kernel
             f"--context {options.context}: a sample of what {options.model} is called with is {kind}; leave it out, or "
             "change the example that the model is built with"
         )
-    return found
+    return found, _longest(model) if inputs is None else 0
 
 
 def _context(options: PlanArguments, model: nn.Module) -> int:
@@ -179,8 +187,12 @@ def _context(options: PlanArguments, model: nn.Module) -> int:
         positions = kind == "wpe" or ("position" in kind and "relative" not in kind)
         if positions and isinstance(table, nn.Embedding) and table.num_embeddings < options.context:
             raise _too_long(options, table.num_embeddings)
+    return options.context or _longest(model)
+
+
+def _longest(model: nn.Module) -> int:
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return options.context or (longest if isinstance(longest, int) else 0)
+    return longest if isinstance(longest, int) else 0
 
 
 def _fitting(shape: ModelConfig, options: PlanArguments) -> ModelConfig:
@@ -204,7 +216,8 @@ WORTH_A_LOOK = 4.0
 
 def _precisions(
     options: PlanArguments, hardware: Hardware, subject: Subject, config: TrainConfig | None
-) -> tuple[str, ...]:
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What may be computed in, and what is to be said of that."""
     known = hardware.device.ceiling
     asked: str = options.precision
     if asked == "auto" and options.config and config is not None:
@@ -215,11 +228,15 @@ def _precisions(
                 f"--precision {asked}: {hardware.device.name} multiplies matrices in {', '.join(known)}; choose one of "
                 "them"
             )
-        return (asked,)
+        return (asked,), ()
     low = next((dtype for dtype in ("bfloat16", "float16") if dtype in known), None)
     if low is None:
-        return ("float32",)
+        return ("float32",), ()
     # float32 leaves a model as it is, which for one that has its parameters in another dtype is something else.
-    close = "float32" in known and known[low] < WORTH_A_LOOK * known["float32"]
-    close = close and subject.shapes.dtypes == ("float32",)
-    return (low, "float32") if close else (low,)
+    is_choice = "float32" in known and subject.shapes.dtypes == ("float32",)
+    if is_choice and subject.work(1, low).source == "rough" and subject.work(1, "float32").source != "rough":
+        # Such as Fourier transforms, which torch has in no low precision.
+        reason = subject.work(1, low).warnings[0].partition(". ")[0]
+        return ("float32",), (f"float32 is planned, as in {low} {reason}",)
+    close = is_choice and known[low] < WORTH_A_LOOK * known["float32"]
+    return ((low, "float32") if close else (low,)), ()

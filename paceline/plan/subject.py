@@ -108,8 +108,11 @@ def of_module(
     @cache
     def grows_evenly() -> bool:
         # Each sample with each other one, as in a contrastive loss, is more than a part for each sample.
-        four = None if is_even else line(4, "bfloat16")
-        return is_even or (four is not None and _alike(four, traced(4, "bfloat16")))
+        if is_even:
+            return True
+        dtype = "float32" if traced(1, "bfloat16").source == "rough" else "bfloat16"
+        four = line(4, dtype)
+        return four is not None and _alike(four, traced(4, dtype))
 
     def work(samples: int, dtype: str) -> Work:
         made = line(samples, dtype) if samples > 2 and grows_evenly() else None

@@ -46,6 +46,13 @@ def test_products_count_as_in_torchs_own_counter(compute: Any) -> None:
     assert sum(each.flops * each.count for each in counted(compute)) == torchs.get_total_flops() > 0
 
 
+def test_a_bilinear_layer_multiplies_two_inputs_by_each_matrix() -> None:
+    layer = torch.nn.Bilinear(16, 24, 5)
+    found = counted(lambda: layer(weight(3, 16), weight(3, 24)))
+    # Forward, and the gradients of both inputs and of the weight.
+    assert [(each.flops, each.count) for each in found if each.kind == "matmul"] == [(2.0 * 3 * 16 * 24 * 5, 1)] * 4
+
+
 def test_a_product_that_is_added_in_place_counts() -> None:
     found = counted(lambda: weight(3, 7).detach().addmm_(weight(3, 6).detach(), weight(6, 7).detach()))
     products = [(each.flops, each.shape) for each in found if each.kind == "matmul"]

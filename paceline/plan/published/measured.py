@@ -58,6 +58,36 @@ _MOST = {"float32": math.inf, "float8": 2.0}
 """So many times the peak may be reached: what is called fp32 may be TF32, and the peak may be of 16 bits."""
 
 
+def contradicting(row: Row, described: Described, seconds: float) -> list[str]:
+    """Columns that tell of another time than the one that counts, in words; those of utilisation count otherwise.
+
+    Args:
+        row: The row.
+        described: What it says was run.
+        seconds: What counts.
+    """
+    run, told = described.run, list[str]()
+    for name, units in (
+        ("tokens_per_second_device", run.tokens / run.devices),
+        ("tokens_per_second", run.tokens),
+        ("samples_per_second", run.tokens / run.config.context),
+    ):
+        value = row.number(name)
+        if value and abs(units / value / seconds - 1) > _ROUNDING + _last_digit(row.values[name]) / value:
+            told.append(f"{row.called[name]} {row.values[name]} would be steps of {units / value:.4g} s")
+    return told
+
+
+_ROUNDING = 0.05
+"""By how much two columns of one time may differ."""
+
+
+def _last_digit(number: str) -> float:
+    """What the last digit of a number is worth, which was rounded."""
+    decimals = re.search(r"\.(\d+)", number)
+    return 10.0 ** -len(decimals[1]) if decimals else 1.0
+
+
 def measures_time(row: Row) -> bool:
     """Whether any column tells how long a step took."""
     names = ("seconds", "tokens_per_second_device", "tokens_per_second", "samples_per_second", "model_flops")

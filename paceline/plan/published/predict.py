@@ -13,7 +13,7 @@ from paceline.plan.hardware import Hardware, Link
 from paceline.plan.network import spread
 from paceline.plan.published import traced
 from paceline.plan.published.describe import Described, describe
-from paceline.plan.published.measured import measured_seconds, read_as_share
+from paceline.plan.published.measured import contradicting, measured_seconds, read_as_share
 from paceline.plan.published.stacks import OWN, STACKS, software
 from paceline.plan.published.table import Row
 from paceline.plan.step import StepTime, step_time
@@ -65,7 +65,9 @@ def predict(row: Row, constants: Constants = FITTED) -> Prediction:
     peak = peaks.get(described.run.dtype) or peaks.get("bfloat16") or next(iter(peaks.values()))
     step = step_of(described, constants)
     measured, column = measured_seconds(row, described, peak)
-    said = filter(None, (*_unsaid(row, described), read_as_share(row, column)))
+    said = filter(
+        None, (*_unsaid(row, described), read_as_share(row, column), *contradicting(row, described, measured))
+    )
     return Prediction(replace(described, assumed=(*described.assumed, *said)), measured, column, step)
 
 

@@ -12,7 +12,7 @@ from paceline.plan.run import Recompute
 _OFF = ("false", "no", "none", "off", "0", "0.0", "-", "disabled")
 
 _WORDS = {
-    "sharding": r"shard|ddp|hsdp|fsdp|hybrid|grad_op|zero|optim|\b[0-3]\b",
+    "sharding": r"shard|ddp|hsdp|fsdp|hybrid|grad_op|zero(?![ _-]*(stage)?[ _-]*[4-9])|optim|\b[0-3]\b",
     "precision": r"bf16|bfloat16|(fp|float)(8|16|32)|tf32|half|amp|mixed|\b(8|16|32)\b",
     "recompute": r"full|selective|block|uniform|layer|unit|all|op|sac|true|yes|\bon\b|\d",
     "optimizer": r"adam",
@@ -20,15 +20,16 @@ _WORDS = {
 }
 """What names each setting in one of the programs, of those that are predicted."""
 
+_FLAGS = ("compile", "seq_parallel", "overlap_grad", "async_tp", "dist_opt", "swiglu", "untied", "tied", "no_bias")
+"""What is on or off."""
+
 
 def unread(row: Row) -> list[str]:
     """Settings in words that none of the programs uses, or that are not predicted: for these the usual is assumed."""
     told = {name: row.text(name) for name in _WORDS}
-    return [
-        f"{name} {text!r} is not predicted, the usual assumed"
-        for name, text in told.items()
-        if text and text not in _OFF and not re.search(_WORDS[name], text)
-    ]
+    others = [name for name, text in told.items() if text and text not in _OFF and not re.search(_WORDS[name], text)]
+    others += [name for name in _FLAGS if row.text(name) and row.flag(name) is None]
+    return [f"{name} {row.text(name)!r} is not predicted, the usual assumed" for name in others]
 
 
 def sharding(row: Row, stack: str, devices: int, per_host: int) -> tuple[int, int]:

@@ -96,6 +96,12 @@ def test_a_model_of_no_known_family_is_said_to_be_taken_for_another(tmp_path: Pa
         assert describe(row(tmp_path, model=known, **cells)).assumed == ("one micro-batch a step",)
 
 
+def test_sizes_that_are_not_those_of_the_model_that_is_named_are_told(tmp_path: Path) -> None:
+    cells = {**MPT, "microbatch_size": 6, "global_batch": 192}
+    assert "d_model 1024 where 7b has 4096" in describe(row(tmp_path, **cells, d_model=1024)).assumed
+    assert not describe(row(tmp_path, **cells, d_model=4096, n_layers=32)).assumed
+
+
 def test_words_that_are_not_known_are_told_and_others_mean_what_they_say(tmp_path: Path) -> None:
     cells = {**MPT, "microbatch_size": 6, "global_batch": 192}
 
@@ -107,6 +113,9 @@ def test_words_that_are_not_known_are_told_and_others_mean_what_they_say(tmp_pat
     assert of() == ("bfloat16", 3, "none", False)
     assert of(precision="bf17") == ("bfloat16", 3, "none", True)
     assert of(sharding="thirds") == ("bfloat16", 3, "none", True)
+    assert of(sharding="zero9") == of(sharding="ZeRO stage 5") == ("bfloat16", 3, "none", True)
+    assert of(sharding="ZeRO stage 1") == ("bfloat16", 1, "none", False)
+    assert of(compile="maybe") == of(seq_parallel="perhaps") == ("bfloat16", 3, "none", True)
     assert of(activation_checkpointing="perhaps") == ("bfloat16", 3, "unit", True)
     assert of(sharding="none", precision="32-true", mp_mode="DEFAULT") == ("float32", 0, "none", False)
     assert of(activation_checkpointing="per-op SAC") == ("bfloat16", 3, "attention", False)

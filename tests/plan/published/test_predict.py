@@ -50,6 +50,18 @@ def test_devices_by_the_names_that_tables_use(gpu: str, stack: str, name: str) -
     assert profile(gpu, stack).device.name == name
 
 
+def test_columns_that_tell_of_another_time_are_named(tmp_path: Path) -> None:
+    def said(**others: object) -> list[str]:
+        marks = predict(row(tmp_path, **{**CELLS, **others})).described.assumed
+        return [each for each in marks if "would be" in each]
+
+    assert said(step_time_s=1.6384) == []
+    assert said(step_time_s=1.6384, samples_per_s=39) == []  # of 39.06
+    assert said(step_time_s=1.6384, samples_per_s=40.5) == []  # 4 % off
+    assert said(step_time_s=9) == ["tokens_per_s_per_gpu 5000 would be steps of 1.638 s"]
+    assert said(step_time_s=1.6384, samples_per_s=45.5) == ["samples_per_s 45.5 would be steps of 1.407 s"]
+
+
 def test_what_a_row_says_changes_its_forecast(tmp_path: Path) -> None:
     plain = predict(row(tmp_path, **CELLS)).step.total
     compiled = predict(row(tmp_path, **CELLS, compile="yes")).step.total
