@@ -48,7 +48,9 @@ class _Undrawn(TorchFunctionMode):
             tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
-        if func in (torch.allclose, torch.Tensor.allclose) and any(torch.is_tensor(each) and each.is_meta for each in args):
+        if func in (torch.allclose, torch.Tensor.allclose) and any(
+            torch.is_tensor(each) and each.is_meta for each in args
+        ):
             # What a model that is built checks of its values, as parametrizations.orthogonal does, holds of drawn ones.
             return True
         if func is torch.empty_like and len(args) == 1 and kwargs.keys() <= _META.keys():

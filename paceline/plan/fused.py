@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from paceline.plan.padded import REPLACED, is_packed, recur_packed
 from paceline.plan.recurrent import is_recurrent, recurrent
 
 aten = torch.ops.aten
@@ -23,7 +25,7 @@ class FusedKernels(TorchFunctionMode):
     """Calls the operators that a GPU would run: attention without a matrix of scores, RMSNorm as one kernel,
     recurrent layers with all steps of time in one.
 
-    On CPUs what torch chooses for this machine's is right, and nothing is changed.
+    On CPUs what torch chooses for this machine's is right, and nothing is changed. Packed sequences are padded on both.
     """
 
     def __init__(self, device: str) -> None:
@@ -57,8 +59,11 @@ class FusedKernels(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if self._cuda and func is _RMS_NORM:
             return _rms_norm(*args, **kwargs)
-        if self._cuda and is_recurrent(func, args):
-            return recurrent(func, *args, **kwargs)
+        if is_recurrent(func) and len(args) == 9:
+            steps: Callable[..., Any] = partial(recurrent, func) if self._cuda else func
+            return recur_packed(steps, *args) if is_packed(args) else steps(*args, **kwargs)
+        if (padded := REPLACED.get(getattr(func, "__name__", ""))) is not None:
+            return padded(*args, **kwargs)
         return func(*args, **kwargs)
 
 

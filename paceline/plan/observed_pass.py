@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.plan.counting import operation, uncounted
+from paceline.plan.likely_values import likely, note
 from paceline.plan.shape_rules import called
 from paceline.plan.work import Operation
 
@@ -35,6 +36,7 @@ class ObservedPass(TorchDispatchMode):
             checkpoint runs once more (its early stop).
         operators: How many ran.
         failed: The operator that raised, with its unit.
+        guessed: Operators whose results depend on values, which were taken to be what is likely.
         unknown: Operators that look as if they multiplied matrices, but whose cost is not known.
         changed: Whether something wrote to memory that was there before the current unit began.
         paused: Whether operations are not counted, as they stand in for others.
@@ -53,6 +55,7 @@ class ObservedPass(TorchDispatchMode):
         self.again: dict[str, int] = defaultdict(int)
         self.operators = 0
         self.failed: tuple[str, str] | None = None
+        self.guessed: set[str] = set()
         self.unknown: set[str] = set()
         self.changed = self.paused = False
         self.phase, self.unit = "forward", ""
@@ -86,7 +89,12 @@ class ObservedPass(TorchDispatchMode):
         if self.phase == "backward":
             self._follow_autograd()
         try:
-            result = called(func, args, kwargs)
+            result = likely(func, args, kwargs)
+            if result is NotImplemented:
+                result = called(func, args, kwargs)
+            else:
+                self.guessed.add(func._schema.name.replace("::", "."))
+            note(func, args, result)
         except Exception:
             if self.failed is None:
                 self.failed = str(func._schema.name).replace("::", "."), self.unit

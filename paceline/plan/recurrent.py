@@ -21,9 +21,9 @@ _RESERVED = {4: 5, 3: 4, 1: 0}
 GRU's reset gate meets."""
 
 
-def is_recurrent(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether a function is a recurrent layer, of sequences of one length."""
-    return func in _GATES and len(args) == 9 and isinstance(args[2], (list, tuple))
+def is_recurrent(func: Callable[..., Any]) -> bool:
+    """Whether a function is a recurrent layer."""
+    return func in _GATES
 
 
 def recurrent(

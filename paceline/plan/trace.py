@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from paceline.plan.example_inputs import Inputs, example_inputs
 from paceline.plan.fused import FusedKernels
 from paceline.plan.observed_pass import ObservedPass
 from paceline.plan.packed import unpacked
+from paceline.plan.roots import roots_of, without_gradient
 from paceline.plan.slow_work import told_while_slow
 from paceline.plan.stand_in import Result, result_of, stand_in
 from paceline.plan.without_memory import cast, fake, without_memory
@@ -120,9 +121,9 @@ class _Trace:
             with _told(seen, self.model), seen:
                 with saved_tensors_hooks(seen.saved, lambda each: each):
                     output = self.model(*args, **kwargs)
-                    roots = _roots(output)
+                    roots = roots_of(output)
                 if not roots:
-                    raise UserError(_no_gradient(self.model))
+                    raise UserError(without_gradient(self.model))
                 seen.turn()
                 torch.autograd.backward(roots, [torch.empty_like(each) for each in roots])
             del output, roots
@@ -207,6 +208,11 @@ class _Trace:
             found[name] = replace(found[self.ran[key][1]], unit=name)
         order = [*seen.order, *([""] if seen.forward[""] or seen.backward[""] or kept.get("", 0) else [])]
         doubts = [self.given.doubt] if self.given.doubt else []
+        if seen.guessed:
+            doubts.append(
+                f"{', '.join(sorted(seen.guessed))} depend on values: choices, as of experts, are taken to be even, "
+                "masks to hold everywhere, and sequences to be as long as they can"
+            )
         unknown = [
             f"the operations of {name} are not known and not counted: a step takes longer than this"
             for name in sorted(seen.unknown)
@@ -242,23 +248,6 @@ def _shared(model: nn.Module) -> list[Tensor]:
     return [each for each in model.parameters() if uses[id(each)] > 1]
 
 
-def _roots(output: Any) -> list[Tensor]:
-    """What backward begins from: a loss, numbers of a tuple that begins with one, or all results with a gradient."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    found = [loss] if isinstance(loss, Tensor) else _tensors(dict(output) if isinstance(output, Mapping) else output)
-    if isinstance(output, (tuple, list)) and isinstance(output[0] if output else None, Tensor) and not output[0].dim():
-        found = [each for each in found if not each.dim()]
-    return [each for each in found if each.requires_grad]
-
-
-def _no_gradient(model: nn.Module) -> str:
-    if not any(each.requires_grad for each in model.parameters()):
-        why = "all of them are frozen"
-    else:
-        why = "results may be detached, no tensors, or of a reentrant checkpoint whose inputs have no gradients"
-    return f"{type(model).__name__} cannot be traced: nothing that it returns has a gradient for its parameters; {why}"
-
-
 @contextmanager
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     own = module.__dict__.get("forward")
@@ -292,9 +281,12 @@ def _told(seen: ObservedPass, model: nn.Module) -> Iterator[None]:
         if seen.failed is None:
             raise UserError(f"{name} cannot be traced: it raised {type(error).__name__}: {said}") from error
         operator, unit = seen.failed
-        raise UserError(
-            f"{name} cannot be traced: {operator} in {unit or 'the model itself'} depends on values, which a model "
-            f"without memory does not have, or is not known to torch's shape rules ({type(error).__name__}: {said})"
-        ) from error
+        why = (
+            "depends on values, which a model without memory does not have, or is not known to torch's shape rules "
+            f"({type(error).__name__}: {said})"
+        )
+        if type(error) in (RuntimeError, ValueError, IndexError, TypeError):
+            why = f"raised {type(error).__name__}: {said}; see that what the model is called with suits it"
+        raise UserError(f"{name} cannot be traced: {operator} in {unit or 'the model itself'} {why}") from error
     finally:
         log.disabled = was

@@ -59,6 +59,11 @@ def test_hardware_without_a_name_is_an_error(capsys: pytest.CaptureFixture[str])
         (["--model", "tiny", "--devices", "8", "--shard", "3"], "cannot form groups of 3"),
         (["--model", "tiny", "--devices", "8", "--shard", "-1"], "strategy.shard: expected 0 or more"),
         (["--model", "tinny", "--devices", "8"], "did you mean tiny?"),
+        (
+            ["--model", "tiny", "--devices", "8", "--json", "no/plan.json"],
+            "--json no/plan.json: there is no folder no;",
+        ),
+        (["--model", "./my/tiny.py:build", "--devices", "8"], "a module's name, not its file: my.tiny:build"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(

@@ -240,3 +240,14 @@ def test_what_a_model_prints_as_it_is_built_is_not_among_the_numbers(
     meta_model(f"{mine}:chatty")
     out, err = capsys.readouterr()
     assert out == "" and err == "reading my settings\n"
+
+
+def test_what_a_model_checks_of_its_values_as_it_is_built_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_of_rotations.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = meta_model("models_of_rotations:build")
+    assert model.weight.is_meta and model.weight.shape == (8, 8)

@@ -16,6 +16,7 @@ from paceline.plan.quantities import duration, samples, share, short, tokens
         ("2_000", 2000),
         ("8,192", 8192),
         ("1e6", 1e6),
+        ("1.1M", 1_100_000),
     ],
 )
 def test_numbers_of_tokens(text: str, number: float) -> None:
@@ -23,10 +24,27 @@ def test_numbers_of_tokens(text: str, number: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "M", "-4M", "0", "4X", "1..5M", "nan", "inf", "1e400", "4 M M", "1,5M", "15,00", "1.000.000"]
+    "text",
+    [
+        "",
+        "M",
+        "-4M",
+        "0",
+        "4X",
+        "1..5M",
+        "nan",
+        "inf",
+        "1e400",
+        "4 M M",
+        "1,5M",
+        "15,00",
+        "1.000.000",
+        "4.5",
+        "1.0005k",
+    ],
 )
 def test_what_is_no_number_of_tokens(text: str) -> None:
-    with pytest.raises(UserError, match="--tokens: expected a number of tokens such as"):
+    with pytest.raises(UserError, match="--tokens: expected a whole number of tokens such as"):
         tokens(text, "--tokens")
 
 

@@ -57,6 +57,32 @@ def test_a_length_is_of_what_the_model_is_called_with(tmp_path: Path, monkeypatc
         context("wide", 64)
 
 
+def test_what_no_low_precision_computes_is_planned_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models_of_waves.py").write_text(
+        MODELS
+        + """
+class Waves(nn.Linear):
+    def forward(self, x):
+        return torch.fft.rfft(super().forward(x)).abs()
+def waves():
+    return Waves(64, 64), torch.empty(1, 64)
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = request(PlanArguments(model="models_of_waves:waves", hardware="h100"), 2)
+    assert asked.precisions == ("float32",) and asked.case.subject.work(8, "float32").source == "trace"
+    (told,) = asked.warnings
+    assert told.startswith("float32 is planned, as in bfloat16 Waves cannot be traced") and "BFloat16" in told
+
+
+def test_samples_that_are_longer_than_the_model_is_made_for_are_told() -> None:
+    def warnings(context: int) -> tuple[str, ...]:
+        return request(PlanArguments(model="llama-8b", hardware="h100", context=context), 8).warnings
+
+    assert warnings(0) == warnings(4096) == ()
+    assert warnings(16384) == ("the model is made for samples of 8,192 tokens, and 16,384 are planned",)
+
+
 def test_a_model_that_is_left_in_its_own_dtype_counts_against_that_dtypes_peak() -> None:
     low = on_meta(lambda: nn.Linear(64, 64).to(torch.bfloat16))
     case = Case(of_module("low", low, torch.empty(1, 64, dtype=torch.bfloat16)), profiles.hardware("h100"), 2)

@@ -168,7 +168,9 @@ def shape(row: Row) -> tuple[ModelConfig, str]:
     width, layers = width or base.width, layers or base.layers
     if named is not None:
         others = (("width", width, base.width), ("layers", layers, base.layers))
-        assumed += [f"{row.called[n]} {said} where {row.text('model')} has {its}" for n, said, its in others if said != its]
+        assumed += [
+            f"{row.called[n]} {said} where {row.text('model')} has {its}" for n, said, its in others if said != its
+        ]
     heads = row.whole("heads") or (base.heads if width == base.width else max(1, width // 128))
     kv_heads = row.whole("kv_heads") or (base.kv_heads if heads == base.heads else 0)
     vocabulary = row.whole("vocabulary") or base.vocabulary

@@ -1,0 +1,159 @@
+"""Models whose shapes depend on values: with even choices, full masks and sequences they compute what is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.plan.trace import trace
+
+WIDTH, EXPERTS, TOKENS, SAMPLES = 8, 4, 16, 3
+
+
+class Experts(nn.Module):
+    """Each token goes to the two experts that a gate chooses; all rows go to some, whatever the choice."""
+
+    def __init__(self, spread: Callable[[nn.ModuleList, Tensor, Tensor, Tensor], Tensor], chosen: int = 2) -> None:
+        super().__init__()
+        self.gate, self.spread, self.chosen = nn.Linear(WIDTH, EXPERTS), spread, chosen
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH)) for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights, choices = self.gate(rows).softmax(-1).topk(self.chosen, -1)
+        return self.spread(self.experts, rows, weights, choices).view(x.shape)
+
+
+def by_where(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(experts):
+        rows, slots = torch.where(choices == index)
+        out.index_add_(0, rows, expert(x[rows]) * weights[rows, slots, None])
+    return out
+
+
+def by_one_hot(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    out, chosen = torch.zeros_like(x), F.one_hot(choices, len(experts)).permute(2, 1, 0)
+    hit = (chosen.sum((-1, -2)) > 0).nonzero()
+    for index in range(len(hit)):
+        slots, rows = chosen[index].nonzero(as_tuple=True)
+        out = out.index_add(0, rows, expert_of(experts, index)(x[rows]) * weights[rows, slots, None])
+    return out
+
+
+def by_masks(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(experts):
+        mask = choices[:, 0] == index
+        if mask.any() and not torch.isinf(x).any():
+            out[mask] = expert(x[mask]) * weights[mask]
+    return out
+
+
+def by_sizes(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    flat = choices.flatten()
+    order, sizes = flat.argsort(), torch.bincount(flat, minlength=len(experts)).tolist()
+    parts = x[order // choices.shape[1]].split(sizes)
+    results = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+    back = torch.zeros_like(results).index_copy(0, order, results)
+    return (back.view(*choices.shape, WIDTH) * weights[..., None]).sum(1)
+
+
+def by_a_scattered_map(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    chosen = torch.zeros(x.shape[0], len(experts)).scatter_(1, choices, 1.0).bool()
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(experts):
+        rows = chosen[:, index].nonzero().squeeze(1)
+        out[rows] += expert(x[rows])
+    return out * weights.sum(1, keepdim=True)
+
+
+def expert_of(experts: nn.ModuleList, index: int) -> nn.Module:
+    return experts[index]
+
+
+class Selects(nn.Module):
+    """A head of the rows alone that a mask keeps, which is all."""
+
+    def __init__(self, masked: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.head, self.masked = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[..., 0] > -100
+        return self.head(self.masked(self.body(x), kept))
+
+
+class Packed(nn.Module):
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        result, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+        return self.head(result)
+
+
+class Transcribes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6)
+
+    def forward(self, x: Tensor, labels: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
+        scores = self.head(self.body(x)).float().log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, labels, frames, lengths)
+
+
+X = torch.randn(SAMPLES, TOKENS, WIDTH)
+FULL, LABELS = torch.full((SAMPLES,), TOKENS), torch.ones(SAMPLES, 3, dtype=torch.int64)
+
+MODELS: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
+    "where": (Experts(by_where), (X,)),
+    "one-hot": (Experts(by_one_hot), (X,)),
+    "masks": (Experts(by_masks, chosen=1), (X,)),
+    "sizes": (Experts(by_sizes), (X,)),
+    "a scattered map": (Experts(by_a_scattered_map), (X,)),
+    "rows of a mask": (Selects(lambda x, kept: x[kept]), (X,)),
+    "masked_select": (Selects(lambda x, kept: x.masked_select(kept[..., None]).view(-1, WIDTH)), (X,)),
+    "packed LSTM": (Packed(nn.LSTM(WIDTH, WIDTH, batch_first=True)), (X, FULL)),
+    "packed GRU both ways": (Packed(nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)), (X, FULL)),
+    "CTC": (Transcribes(), (X, LABELS, FULL, torch.full((SAMPLES,), 3))),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_as_many_operations_as_torch_counts(name: str, precision: str) -> None:
+    model, example = MODELS[name]
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+        model(*example).sum().backward()
+    work = trace(model, SAMPLES, inputs=example, precision=precision)
+    (told,) = work.warnings
+    assert "depend on values: choices, as of experts, are taken to be even" in told
+    # Where a GRU's or an LSTM's last states are not used, torch's own counter has one product less.
+    assert work.flops == pytest.approx(counter.get_total_flops(), rel=0.02 if "packed" in name else 1e-12)
+
+
+def test_rows_that_experts_cannot_share_equally_are_all_computed() -> None:
+    """Of 5 tokens that go to two of four experts each, three go to some and two to others."""
+    example = torch.randn(1, 5, WIDTH)
+    work = trace(Experts(by_sizes), 1, inputs=example)
+    products = [each for unit in work.units for each in unit.forward if each.shape[3] == 3 * WIDTH]
+    assert sorted(each.shape[1] for each in products for _ in range(each.count)) == [2, 2, 3, 3]
+
+
+def test_of_real_values_nothing_is_guessed() -> None:
+    from paceline.plan.observed_pass import ObservedPass
+
+    with ObservedPass([]) as seen:
+        rows = torch.tensor([True, False, True]).nonzero()
+    assert rows.tolist() == [[0], [2]] and not seen.guessed
