@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.core.errors import UserError
 from paceline.models.transformer import Transformer
+from paceline.plan.hugging_face_inputs import ids, named_inputs
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a model is called with: one tensor, arguments, or named arguments."""
-
-
-_WITH_LOSS = ("CausalLM", "LMHead", "MaskedLM", "ForConditionalGeneration")
-"""Parts of the names of transformers' classes that compute a loss of `labels` of the inputs' shape."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inpu
 
     Args:
         model: The reference Transformer and transformers' language models get token ids and targets, transformers'
-            models of images get images.
+            models of images and of sound get those.
         samples: Samples in it.
         length: Tokens of a sequence; 0: as many as the model takes, of transformers' models 1,024 at most.
         inputs: What to call the model with instead; first dimensions that are those of the first tensor are made
@@ -59,24 +55,10 @@ def example_inputs(model: nn.Module, samples: int, length: int = 0, inputs: Inpu
         return replace(_given(inputs, samples), doubt=_sequences_first(model) or _bags(model, inputs))
     if isinstance(model, Transformer):
         length = length or model.config.context
-        ids = _ids(samples, length)
-        return Example(((ids, ids), {}), samples, samples * length, model.config.vocabulary)
-    config = getattr(model, "config", None)
-    vocabulary = getattr(config, "vocab_size", None)
-    accepted = inspect.signature(model.forward).parameters
-    if isinstance(vocabulary, int) and "input_ids" in accepted:
-        length = length or min(1024, getattr(config, "max_position_embeddings", None) or 1024)
-        ids = _ids(samples, length)
-        named: dict[str, Any] = {"input_ids": ids}
-        if "labels" in accepted and any(word in type(model).__name__ for word in _WITH_LOSS):
-            named["labels"] = ids
-        if "use_cache" in accepted:
-            named["use_cache"] = False
-        return Example(((), named), samples, samples * length, vocabulary)
-    size = getattr(config, "image_size", None)
-    if isinstance(size, int) and "pixel_values" in accepted:
-        images = torch.empty(samples, getattr(config, "num_channels", 3), size, size, device="meta")
-        return Example(((), {"pixel_values": images}), samples, samples)
+        tokens = ids(samples, length)
+        return Example(((tokens, tokens), {}), samples, samples * length, model.config.vocabulary)
+    if (known := named_inputs(model, samples, length)) is not None:
+        return Example(((), known.arguments), samples, known.tokens, known.vocabulary, known.doubt)
     raise UserError(
         f"{type(model).__name__}: what it is called with is not known, so it cannot be traced; plan it as "
         "module:function, and let that function return (model, example), where example is a tensor, a tuple of "
@@ -108,10 +90,6 @@ def _bags(model: nn.Module, inputs: Inputs) -> str:
     return ""
 
 
-def _ids(samples: int, length: int) -> Tensor:
-    return torch.empty(samples, length, dtype=torch.int64, device="meta")
-
-
 def _given(inputs: Inputs, samples: int) -> Example:
     first = next((each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.dim()), None)
     if first is None:
@@ -128,5 +106,5 @@ def _given(inputs: Inputs, samples: int) -> Example:
     else:
         arguments = (made if isinstance(made, tuple) else (made,)), {}
     # As embeddings take them.
-    ids = first.dtype in (torch.int64, torch.int32) and first.dim() == 2
-    return Example(arguments, samples, samples * first.shape[1] if ids else samples)
+    is_ids = first.dtype in (torch.int64, torch.int32) and first.dim() == 2
+    return Example(arguments, samples, samples * first.shape[1] if is_ids else samples)
