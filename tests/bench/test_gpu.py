@@ -25,6 +25,7 @@ NAMES = [system.label for system in gpu.systems()]
 
 
 # Each system has a process of its own.
+@pytest.mark.full
 @pytest.mark.parametrize(
     "left_out", [("compiled", "zero 0", "zero 1", "zero 2"), full(("compiled",))], ids=["few", "all"]
 )

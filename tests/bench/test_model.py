@@ -21,6 +21,7 @@ def test_each_case_gives_a_row_per_system() -> None:
     assert ours.median_ms > 0
 
 
+@pytest.mark.full
 def test_reference_model_needs_less_memory_than_the_plain_one() -> None:
     ours, plain = bench_model([NANO], rounds=2)
     gradients = 4 * 136_960

@@ -13,6 +13,7 @@ import paceline as pl
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from tests.engine.models import STAGES, assert_same, shares
+from tests.quick import diagonal
 
 Edit = Callable[[nn.Module], Any]
 
@@ -72,8 +73,7 @@ def trained(strategy: Strategy | None, name: str) -> dict[str, Tensor] | str:
             pl.shutdown()
 
 
-@pytest.mark.parametrize("strategy", STAGES.values(), ids=STAGES)
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(("strategy", "name"), diagonal(STAGES, list(EDITS)))
 def test_a_written_state_counts_or_is_refused(ranks, strategy, name) -> None:
     expected = trained(None, name)
     for found in ranks(2, trained, strategy, name):

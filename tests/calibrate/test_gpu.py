@@ -71,6 +71,7 @@ def test_a_gpu_of_unknown_links_is_refused() -> None:
             gpu.here()
 
 
+@pytest.mark.full
 def test_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "SIZES", (64, 128))
     monkeypatch.setattr(gpu, "COPIED", 1 << 20)

@@ -52,6 +52,7 @@ def test_a_machine_is_measured_once_for_each_number_of_ranks(measured: list[int]
     assert measured == [2, 1, 1]
 
 
+@pytest.mark.full
 def test_a_machine_too_busy_to_be_measured_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "LIMIT", 0.0)
     monkeypatch.setattr("paceline.launch.pool.STACKS_SECONDS", 0.0)

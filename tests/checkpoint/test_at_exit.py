@@ -61,6 +61,7 @@ def test_a_save_that_ranks_end_beside_is_written(tmp_path: Path, ranks: int) -> 
     assert read_manifest(tmp_path / "at 1").step == 1
 
 
+@pytest.mark.full
 def test_that_it_failed_is_said_in_the_end(tmp_path: Path) -> None:
     status, err = program(tmp_path, 1, "raise OSError('no room')", "")
     assert (status, err) == (0, f"paceline: {tmp_path / 'at 1'} was not saved: OSError: no room\n")

@@ -183,6 +183,7 @@ def barrier_before_a_collective_that_others_began() -> list[object]:
     return buffer[:2].tolist()
 
 
+@pytest.mark.full
 def test_a_rank_that_is_busy_beside_its_stream_is_waited_for(ranks) -> None:
     assert ranks(2, barrier_before_a_collective_that_others_began) == [[2.0, 2.0]] * 2
 

@@ -124,6 +124,7 @@ def told_that_a_rank_is_gone(how: str) -> tuple[str, float]:
         patience.end_waits_when(str)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["control message", full("collective")])
 def test_who_waits_may_be_told_that_nobody_will_answer(ranks: RankPool, how: str) -> None:
     with pytest.raises(RankError) as caught:

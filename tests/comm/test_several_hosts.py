@@ -46,6 +46,7 @@ def between_hosts(collective: str) -> tuple[str, bool, int, str]:
     return result
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [full(3), 4, full(6)])
 def test_ranks_of_several_hosts_share_memory_inside_and_send_between(ranks, n) -> None:
     for collective in (

@@ -80,6 +80,7 @@ def test_and_so_it_does_with_tensors_of_ones_own(ranks, transport, n) -> None:
     assert ranks(n, run_all, False, CASES, transport=transport) == [[]] * n
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("transport", "n", "owned"),
     [

@@ -104,6 +104,7 @@ print("went on")
 """
 
 
+@pytest.mark.full
 def test_threads_that_native_code_makes_known_meanwhile_do_not_stop_the_process() -> None:
     # As autograd's, Gloo's and NCCL's do, whenever they call into Python or let go of a tensor that it knew.
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -102,6 +102,7 @@ def in_float32(bucket_mb: float, packing: str) -> dict:
     return state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_packing_changes_no_bit_in_float32(ranks, transport) -> None:
     expected = ranks(3, in_float32, 25.0, "flat", transport=transport)[0]

@@ -262,6 +262,7 @@ def frames_compiled(blocks: int) -> int:
     return torch._dynamo.utils.counters["frames"]["total"]
 
 
+@pytest.mark.full
 def test_a_whole_models_blocks_are_compiled_once_and_hooks_never(ranks: RankPool) -> None:
     # The model up to its first unit and from each to the next, which is the same place of a loop, and one block.
     few, many = (ranks(2, frames_compiled, blocks)[0] for blocks in (3, 12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -133,6 +134,7 @@ def models(draw: st.DrawFn) -> list[Described]:
 
 
 # A rank that raises ends all processes, so that to look for a smaller example would take minutes.
+@pytest.mark.full
 @settings(derandomize=True, deadline=None, max_examples=30, phases=[Phase.generate])
 @given(parameters=models(), world=st.sampled_from([world for world in WORLDS.values() if world[1] < 4]))
 def test_drawn_models_equal_one_process(ranks, parameters, world) -> None:

@@ -99,13 +99,13 @@ def exposed(events: list[Event], above: float) -> set[tuple[str, str, int, str]]
 
 CASES = [
     (Strategy(bucket_mb=3e-4), 1),
-    (Strategy(zero=2, bucket_mb=3e-4), 2),
     (Strategy(zero=3, accumulation="hold"), 2),
 ]
 MORE = [
     (Strategy(synchronize="after", bucket_mb=3e-4), 1),
     (Strategy(zero=1, bucket_mb=3e-4), 2),
     (Strategy(zero=2, bucket_mb=3e-4), 1),
+    (Strategy(zero=2, bucket_mb=3e-4), 2),
     (Strategy(zero=3), 1),
     (Strategy(zero=3), 2),
 ]

@@ -160,6 +160,7 @@ def test_late_collectives_change_no_number(ranks, name: str, recompute: str) -> 
         assert_as_one(found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", WORLDS)
 def test_nor_do_those_of_other_worlds(ranks, name: str) -> None:
     strategy, n = WORLDS[name]

@@ -113,6 +113,7 @@ QUICK = {"zero 3, N=2"}
 """That a host holds one copy where ranks share memory, test_shared_parameters.py tells in every run."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(LARGE, QUICK))
 def test_a_step_holds_no_more_than_its_schedule_says(ranks, name) -> None:
     strategy, n = LARGE[name]

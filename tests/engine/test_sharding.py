@@ -92,6 +92,7 @@ OVERTAKEN = {
 
 
 # In float64 tests/engine/test_late_streams.py has all of them.
+@pytest.mark.full
 @pytest.mark.parametrize("name", some(OVERTAKEN, {"zero 0, each", "zero 2, bfloat16", "zero 3, bfloat16"}))
 def test_late_collectives_of_micro_batches_change_no_bit(ranks, name) -> None:
     strategy = OVERTAKEN[name]

@@ -121,6 +121,7 @@ def test_the_job_goes_on_without_a_host_and_with_it_when_it_has_come_again(start
         nothing_is_left(tmp_path, launcher)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("host", [0, full(1)])
 def test_no_host_is_lost_while_a_launcher_waits_for_what_its_workers_import(started, tmp_path: Path, host: int) -> None:
     slow = f"import os, time\nif os.environ['TEST_HOST'] == '{host}':\n    time.sleep(6)\n"
@@ -159,6 +160,7 @@ def test_a_lost_worker_is_replaced_on_its_host_and_ranks_of_a_host_stay_together
     assert [status for status, _, _ in statuses] == [0, 0], statuses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("host", [0, full(1)])
 def test_an_exception_on_one_host_ends_all(started, tmp_path: Path, host: int) -> None:
     job = started(2, 1 + (host == 0), 1, 0, 10)

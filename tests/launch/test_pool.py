@@ -126,6 +126,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "fresh"),
     [

@@ -174,6 +174,7 @@ def test_an_exception_ends_the_job(tmp_path: Path) -> None:
         nothing_is_left(tmp_path, started)
 
 
+@pytest.mark.full
 def test_too_few_ranks_end_the_job_with_what_was_lost(tmp_path: Path) -> None:
     with job(tmp_path, 2, 1, 0) as started:
         # Each successor is lost, too, before it has done a step.

@@ -34,6 +34,7 @@ def test_a_stop_is_passed_on_and_workers_may_take_their_time(tmp_path: Path, sen
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_request_ends_at_once(tmp_path: Path, sent: signal.Signals, status: int) -> None:
     body = """

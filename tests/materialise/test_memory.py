@@ -121,6 +121,7 @@ def held_at_most(paths: dict[int, str | None]) -> tuple[float, float]:
     return (peak - base) / MIB, held / MIB
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reads", [full(False), True])
 def test_the_memory_of_units_is_given_back(ranks, tmp_path: Path, reads) -> None:
     paths = {blocks: str(tmp_path / f"{blocks}.safetensors") if reads else None for blocks in (2, 12)}

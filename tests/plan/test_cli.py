@@ -102,6 +102,7 @@ print({"sympy", "torch._inductor", "torch._dynamo"} & sys.modules.keys())
     assert done.stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("module", ["numpy.linalg", "torch._dynamo.utils"])
 def test_an_interrupt_amid_imports_ends_the_command(module: str) -> None:
     """Torch's own extension goes on without numpy where importing it fails, and falls over it later."""

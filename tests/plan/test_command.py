@@ -77,6 +77,7 @@ def test_what_is_written_is_a_run_of_paceline_train(tmp_path: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out)["batch_tokens"] == 2**22
 
 
+@pytest.mark.full
 def test_a_configuration_is_told_as_it_is_beside_what_is_recommended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_configuration_is_told_as_it_is_beside_what_is_recommended(
     assert "tf32 is no part of forecasts" in planned("tf32: true\nstrategy: {precision: float32}\n")[1]
 
 
+@pytest.mark.full
 def test_what_does_not_fit_as_it_is_misses_by_so_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: {preset: llama-8b}\nbatch: 64\nmicro_batch: 8\nstrategy: {zero: 0}\n")
@@ -118,6 +120,7 @@ def test_what_does_not_fit_as_it_is_misses_by_so_much(tmp_path: Path, capsys: py
     assert re.search(r"as it is: zero 0, .* which misses by [\d,.]+ GiB\.", " ".join(capsys.readouterr().out.split()))
 
 
+@pytest.mark.full
 def test_nothing_fits_says_by_how_much_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "llama-1b", "--hardware", "v100", "--devices", "1", "--batch-tokens", "8k"]
     assert main(arguments) == 1
@@ -131,6 +134,7 @@ def test_nothing_fits_says_by_how_much_and_what_would(capsys: pytest.CaptureFixt
     assert "nothing fits" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_network_that_nothing_crosses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "gpt2-124m", "--hardware", "a100", "--network", "0.5", "--devices"]
     assert main([*arguments, "8"]) == 0
@@ -146,6 +150,7 @@ def test_what_cannot_be_written_is_told_before_anything_is_planned(capsys: pytes
     assert "which tests.engine.models:Stack is none of" in told.err and not told.out
 
 
+@pytest.mark.full
 def test_devices_that_are_advised_may_need_a_larger_step(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--model", "llama-8b", "--hardware", "h100", "--context", "32768"]
     assert main([*asked, "--devices", "3", "--batch-tokens", str(3 * 32768)]) == 1
@@ -223,6 +228,7 @@ def test_a_hugging_face_model_takes_as_many_tokens_as_its_configuration_tells(
     assert json.loads(capsys.readouterr().out)["warnings"] == []
 
 
+@pytest.mark.full
 def test_what_may_be_asked_beside_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "gpt2-124m", "--hardware", "a100", "--devices", "16", "--batch-tokens", "512k"]
     extra = [

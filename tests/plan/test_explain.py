@@ -12,6 +12,7 @@ from paceline.plan.case import Case
 from paceline.plan.estimate import Setting
 from paceline.plan.explain import terms
 from paceline.plan.subject import transformer
+from tests.quick import full
 
 GPT2 = transformer("gpt2-1.5b", PRESETS["gpt2-1.5b"])
 STATES = ("parameters", "gradients", "optimizer")
@@ -50,7 +51,7 @@ def number(text: str) -> float:
     return float(text[:-1]) * {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}[text[-1]]
 
 
-@pytest.mark.parametrize("device", ["a100", "h100", "v100"])
+@pytest.mark.parametrize("device", [full("a100"), "h100", full("v100")])
 def test_formulas_of_kernels_give_the_times_that_are_shown(device: str) -> None:
     case = Case(GPT2, profiles.hardware(device), 8)
     setting = Setting(Strategy(zero=1, precision="float16" if device == "v100" else "bfloat16"), 4, 2)

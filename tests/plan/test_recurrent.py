@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.plan.trace import trace
+from tests.quick import full
 
 STEPS, SAMPLES, FEATURES, WIDTH = 7, 3, 6, 5
 
@@ -42,7 +43,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", full("bfloat16")])
 def test_as_many_operations_as_torch_counts(name: str, precision: str) -> None:
     model = Model(LAYERS[name]())
     example = torch.randn(SAMPLES, STEPS, FEATURES)

@@ -23,6 +23,7 @@ def test_where_all_fits_ddp_is_right_but_sharding_the_optimizer_is_no_slower() -
     assert found[0].memory.peak > found[1].memory.peak > found[3].memory.peak
 
 
+@pytest.mark.full
 def test_where_parameters_and_gradients_fit_zero_2_is_right() -> None:
     """8 billion on 8 H100: DDP misses; stage 2 is as fast as 3, which computes the same and gathers more."""
     found = by_stage("llama-8b", "h100", 8, 8, 8192)

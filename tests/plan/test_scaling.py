@@ -34,6 +34,7 @@ def test_with_the_same_batch_communication_takes_over_and_with_more_samples_it_w
     assert (tmp_path / "curve.png").stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_devices_take_no_longer_to_plan_than_a_hundred() -> None:
     def took(devices: int) -> float:
         before = time.process_time()

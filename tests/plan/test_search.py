@@ -22,6 +22,7 @@ LLAMA = transformer("llama-8b", PRESETS["llama-8b"])
 H100 = profiles.hardware("h100")
 
 
+@pytest.mark.full
 def test_what_is_found_is_the_best_of_all_when_all_are_simulated() -> None:
     tight = replace(H100, device=replace(H100.device, memory=int(2.2 * 2**30)))
     case = Case(SMALL, tight, 16)
@@ -139,6 +140,7 @@ def test_sizes_of_micro_batches_divide_a_devices_samples_up_to_the_largest_that_
     assert micro_batches(samples, lambda size: size <= fits) == sizes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "hardware", "samples"), [("nano", "h100", 1000), ("tiny", "a100", 120), ("gpt2-124m", "h100", 120)]
 )

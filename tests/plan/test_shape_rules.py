@@ -36,6 +36,7 @@ def test_grouped_products_are_traced_in_any_precision(precision: str) -> None:
     assert work.flops == 3 * 2 * 2 * ROWS * WIDTH * INNER + 2 * 2 * ROWS * WIDTH * WIDTH
 
 
+@pytest.mark.full
 def test_a_mixture_of_transformers_is_traced_in_float32_as_in_bfloat16() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(

@@ -62,6 +62,7 @@ def test_a_name_is_drawn_as_it_is(tmp_path: Path) -> None:
 VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([]))
 
 
+@pytest.mark.full
 @given(st.dictionaries(st.sampled_from(sorted(EVENT)), VALUES, max_size=3))
 def test_of_anything_there_is_a_timeline(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]) -> None:
     path = tmp_path_factory.getbasetemp()

@@ -57,6 +57,7 @@ def test_buttons_keys_and_the_slider_go_from_moment_to_moment(shown: Browser) ->
     assert shown.run("document.querySelector('#numbers input').getAttribute('aria-valuetext')").endswith(told[0])
 
 
+@pytest.mark.full
 def test_it_plays_when_asked_and_stops_when_somebody_steps(shown: Browser) -> None:
     assert not shown.run("numbers.player.isPlaying()")
     act(shown, "play")

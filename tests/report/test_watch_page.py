@@ -99,6 +99,7 @@ def test_a_port_that_is_in_use_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert "add --web" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_it_and_frees_the_port(tmp_path: Path) -> None:
     run = going_on(tmp_path / "run")
     with program([sys.executable, "-m", "paceline", "watch", str(run), "--web"], tmp_path) as serving:

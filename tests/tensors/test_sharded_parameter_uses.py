@@ -97,6 +97,7 @@ def test_an_owner_may_refuse() -> None:
     assert type(parameter) is ShardedParameter
 
 
+@pytest.mark.full
 def test_compiled_functions_compute_with_its_values() -> None:
     owner = Whole((2, 3), (2,))
     weight, bias = owner.parameters

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from tests.engine.models import STAGES, Stack, assert_all_same, in_parallel, loss_on, make, snapshot, stages
+from tests.quick import diagonal
 
 
 def _squares(row: Tensor) -> Tensor:
@@ -76,8 +77,7 @@ def read(model: nn.Module, kind: str) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("kind", TRANSFORMS)
-@pytest.mark.parametrize("stage", ["zero 0", "zero 1", "zero 2"])
+@pytest.mark.parametrize(("stage", "kind"), diagonal(["zero 0", "zero 1", "zero 2"], list(TRANSFORMS)))
 def test_a_transform_sees_weights_as_they_are_updated(ranks, stage, kind) -> None:
     for found in ranks(3, in_parallel, STAGES[stage], Stack, read, kind):
         assert_all_same(found, read(make(), kind))

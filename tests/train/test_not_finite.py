@@ -91,6 +91,7 @@ def test_a_gradient_that_overflows_alone_is_left_out_by_all(ranks: RankPool, nan
     assert out.count("the gradient is not finite") == 3
 
 
+@pytest.mark.full
 def test_in_float16_a_loss_scale_that_is_too_high_falls_until_gradients_fit(
     ranks: RankPool, nano: list[str], tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_the_same_ranks_go_on_to_the_bit(ranks: RankPool, nano: list[str], tmp_p
     assert [path.name for path in sorted(replaced.iterdir())] == names[1:], "what was there is not lost"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("n", "zero"), [(3, "3"), full(1, "0"), full(4, "1")])
 def test_other_ranks_go_on_with_the_same_samples(
     ranks: RankPool, nano: list[str], tmp_path: Path, undisturbed: Path, n: int, zero: str
@@ -97,6 +98,7 @@ def test_the_same_command_goes_on_after_kill_9(
     assert kept == ["step-00000012", "step-00000014"], "older ones, and unfinished ones, are gone"
 
 
+@pytest.mark.full
 def test_a_run_that_is_going_on_is_refused_and_its_stop_saves_all_that_resume_needs(
     nano: list[str], tmp_path: Path
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_second_run_into_the_same_folder_is_refused(run: tuple[Path, str], nan
     assert before == {item: item.stat().st_mtime_ns for item in run[0].iterdir()}
 
 
+@pytest.mark.full
 def test_three_workers_give_the_curve_of_two(
     ranks: RankPool, run: tuple[Path, str], nano: list[str], tmp_path: Path
 ) -> None:

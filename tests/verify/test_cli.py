@@ -133,6 +133,7 @@ def test_help_explains(capsys) -> None:
     assert "paceline verify my_module:build --data my_module:batches" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), full(signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_interrupted_it_leaves_neither_processes_nor_files(folder: Path, number: signal.Signals, expected: int) -> None:
     (folder / "slow.py").write_text("import time\nfrom right import *\ndef loss(*_): time.sleep(600)\n")

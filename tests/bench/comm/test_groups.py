@@ -59,6 +59,7 @@ def test_wrong_results_are_counted_and_what_fails_is_named(group: Group) -> None
     assert [(row.transport, row.algorithm, row.wrong) for row in rows] == [("made", "right", 0), ("made", "wrong", 2)]
 
 
+@pytest.mark.full
 def test_of_ways_to_call_one_library_there_is_one_row_which_says_the_way(group: Group) -> None:
     systems = [System(group, "made", way) for way in ("*one way", "*other way")]
     timings = measure("all_reduce", NUMEL, systems, 2, {}, quiet)

@@ -87,6 +87,7 @@ def test_a_message_that_comes_in_many_packets_wakes_a_few_times(ends, polls: lis
     assert len(polls) < 30
 
 
+@pytest.mark.full
 def test_a_peer_that_sends_slowly_is_not_silent(ends) -> None:
     ours, theirs = ends
     into = bytearray(25_600)

@@ -73,6 +73,7 @@ def test_a_run_that_no_strategy_makes_is_refused(changes: dict[str, object], mes
         traced.strategy(replace(Run(CONFIG, 8, 1), **changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_rows_of_paceline_are_forecast_as_a_plan_is(tmp_path: Path) -> None:
     found = checked(
         tmp_path, source="paceline run", model="gpt2-124m", n_gpus=8, gpu="h100", seq_len=1024, micro_batch=4, zero=3,
