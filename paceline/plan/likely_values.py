@@ -1,7 +1,7 @@
 """What operators whose results depend on values most likely return, for tensors that have none.
 
 Choices, such as those of a mixture of experts, are taken to be even; masks of which nothing else is known to hold
-everywhere, as where nothing is padded.
+everywhere, as where nothing is padded; single numbers, as they are logged, to be 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
 
-_SAME_VALUES = frozenset({"clone", "_to_copy", "copy_", "index_select", "expand_copy", "_reshape_copy"})
+_SAME_VALUES = frozenset({"clone", "_to_copy", "index_select"})
 
 
 def likely(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -42,34 +42,45 @@ def note(func: Any, args: Sequence[Any], result: Any) -> None:
     first = args[0] if args else None
     if not isinstance(first, FakeTensor):
         return
-    name = func.overloadpacket.__name__
-    if name in ("topk", "max", "min") and isinstance(result, (tuple, list)):
+    name = func.overloadpacket.__name__.removesuffix("_")
+    if name in ("topk", "max", "min", "sort") and isinstance(result, (tuple, list)):
         at = 2 if name == "topk" else 1
         keep(result[1], choices=first.shape[args[at] if len(args) > at else -1])
     elif name in ("argmax", "argmin", "multinomial") and result.dim():
         keep(result, choices=first.shape[-1 if name == "multinomial" else args[1]])
-    elif name == "eq":
-        of = max((_choices(each) for each in args[:2] if isinstance(each, Tensor)), default=0)
-        if of:
-            keep(result, mean=1 / of)
-        elif args[1] == math.inf:
-            keep(result, mean=0.0)
-    elif name in ("isnan", "isinf"):
-        keep(result, mean=0.0)
-    elif name in ("scatter", "scatter_") and _choices(args[2]):
+    elif name in _SAME_VALUES:
+        keep(result, choices=_choices(first), mean=_mean(first))
+    elif (mean := _mean_of(name, first, args, result)) is not None:
+        keep(result, mean=mean)
+    elif func._schema.is_mutable:
+        keep(first)
+
+
+def _mean_of(name: str, first: Tensor, args: Sequence[Any], result: Any) -> float | None:
+    """The mean of a result, where that of arguments tells it."""
+    other = args[1] if len(args) > 1 else None
+    if name in ("isnan", "isinf"):
+        return 0.0
+    if name in ("eq", "ne"):
+        chosen = max(_choices(first), _choices(other) if isinstance(other, Tensor) else 0)
+        equal: float | None = 1 / chosen if chosen else 0.0 if isinstance(other, float) and math.isinf(other) else None
+        return equal if equal is None or name == "eq" else 1 - equal
+    if name == "scatter" and _choices(args[2]):
         # One for each thing that is chosen, among zeros.
-        keep(result, mean=args[2].shape[args[1]] / first.shape[args[1]])
-    elif (mean := _mean(first)) is not None:
-        if name == "sum":
-            keep(result, mean=mean * first.numel() / max(1, result.numel()))
-        elif name in ("logical_not", "bitwise_not") and first.dtype == torch.bool:
-            keep(result, mean=1 - mean)
-        elif (name == "any" and not mean) or (name == "all" and mean < 1):
-            keep(result, mean=0.0)
-        elif name in _SAME_VALUES:
-            keep(result, mean=mean)
-    elif name in _SAME_VALUES and _choices(first):
-        keep(result, choices=_choices(first))
+        return float(args[2].shape[args[1]] / first.shape[args[1]])
+    both = [_mean(each) for each in (first, other) if isinstance(each, Tensor)]
+    if all(each is None for each in both):
+        return None
+    shares = [1.0 if each is None else each for each in both]
+    if name in ("bitwise_and", "logical_and") or (name == "mul" and result.dtype == torch.bool):
+        return math.prod(shares)
+    if name in ("bitwise_or", "logical_or"):
+        return min(1.0, sum(shares))
+    if name == "sum":
+        return float(shares[0] * first.numel() / max(1, result.numel()))
+    if name in ("logical_not", "bitwise_not") and first.dtype == torch.bool:
+        return 1 - shares[0]
+    return 0.0 if (name == "any" and not shares[0]) or (name == "all" and shares[0] < 1) else None
 
 
 # Storages are the same for all views, and for what autograd makes of a tensor that it keeps.
@@ -163,7 +174,10 @@ def _item(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     mean = _mean(number)
     if number.dtype == torch.bool:
         return mean is None or mean > 0
-    if number.is_floating_point() or mean is None:
+    if number.is_floating_point():
+        # As it is written down; what is computed with it has the same shape whatever it is.
+        return 1.0
+    if mean is None:
         return NotImplemented
     # Whole numbers that add up, as sizes of parts do.
     several = number.untyped_storage().nbytes() // number.itemsize

@@ -211,7 +211,7 @@ class _Trace:
         if seen.guessed:
             doubts.append(
                 f"{', '.join(sorted(seen.guessed))} depend on values: choices, as of experts, are taken to be even, "
-                "masks to hold everywhere, and sequences to be as long as they can"
+                "other masks to hold everywhere, sequences to be as long as they can, and numbers to be 1"
             )
         unknown = [
             f"the operations of {name} are not known and not counted: a step takes longer than this"

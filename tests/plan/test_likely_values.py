@@ -76,6 +76,48 @@ def by_a_scattered_map(experts: nn.ModuleList, x: Tensor, weights: Tensor, choic
     return out * weights.sum(1, keepdim=True)
 
 
+def with_a_capacity(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    out, chosen = torch.zeros_like(x), F.one_hot(choices[:, 0], len(experts))
+    fits = ((chosen.cumsum(0) - 1) * chosen).sum(-1) < 1000
+    for index, expert in enumerate(experts):
+        mask = (choices[:, 0] == index) & fits
+        out[mask] = expert(x[mask])
+    return out * weights
+
+
+def by_a_sort(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    best, out = (
+        torch.sort(weights.new_zeros(len(x), len(experts)), dim=-1, descending=True)[1][:, :2],
+        torch.zeros_like(x),
+    )
+    for index, expert in enumerate(experts):
+        rows, slots = (best == index).nonzero(as_tuple=True)
+        out = out.index_add(0, rows, expert(x[rows]) * weights[rows, slots, None])
+    return out
+
+
+def to_all_others(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    out, first = torch.zeros_like(x), choices[:, 0] == 0
+    for expert, mask in ((experts[0], first), (experts[1], ~first), (experts[2], choices[:, 0] != 0)):
+        out[mask] = expert(x[mask])
+    return out * weights
+
+
+class Guarded(nn.Module):
+    """Looks whether numbers are finite, and writes one down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        if torch.isnan(y).any() or not torch.isfinite(y).all():
+            raise RuntimeError("not finite")
+        self.size = y.abs().mean().item()
+        return self.head(y)
+
+
 def expert_of(experts: nn.ModuleList, index: int) -> nn.Module:
     return experts[index]
 
@@ -122,6 +164,9 @@ MODELS: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
     "masks": (Experts(by_masks, chosen=1), (X,)),
     "sizes": (Experts(by_sizes), (X,)),
     "a scattered map": (Experts(by_a_scattered_map), (X,)),
+    "a capacity": (Experts(with_a_capacity, chosen=1), (X,)),
+    "a sort": (Experts(by_a_sort), (X,)),
+    "guards and a log": (Guarded(), (X,)),
     "rows of a mask": (Selects(lambda x, kept: x[kept]), (X,)),
     "masked_select": (Selects(lambda x, kept: x.masked_select(kept[..., None]).view(-1, WIDTH)), (X,)),
     "packed LSTM": (Packed(nn.LSTM(WIDTH, WIDTH, batch_first=True)), (X, FULL)),
@@ -149,6 +194,14 @@ def test_rows_that_experts_cannot_share_equally_are_all_computed() -> None:
     work = trace(Experts(by_sizes), 1, inputs=example)
     products = [each for unit in work.units for each in unit.forward if each.shape[3] == 3 * WIDTH]
     assert sorted(each.shape[1] for each in products for _ in range(each.count)) == [2, 2, 3, 3]
+
+
+def test_what_is_not_chosen_goes_elsewhere() -> None:
+    """A quarter of the rows go to the first expert, and all others to the second and once more to the third."""
+    work = trace(Experts(to_all_others, chosen=1), SAMPLES, inputs=X)
+    products = [each for unit in work.units for each in unit.forward if each.shape[3] == 3 * WIDTH]
+    rows = SAMPLES * TOKENS
+    assert [each.shape[1] for each in products] == [rows // EXPERTS, rows - rows // EXPERTS, rows - rows // EXPERTS]
 
 
 def test_of_real_values_nothing_is_guessed() -> None:

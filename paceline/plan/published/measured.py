@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from functools import partial
+from operator import truediv
 
 from paceline.core.errors import UserError
 from paceline.models.flops import flops_per_token
 from paceline.plan.published.describe import Described
 from paceline.plan.published.table import Row
+from paceline.plan.run import Run
 
 
 def measured_seconds(row: Row, described: Described, peak: float) -> tuple[float, str]:
@@ -25,11 +29,9 @@ def measured_seconds(row: Row, described: Described, peak: float) -> tuple[float
     run = described.run
     model = flops_per_token(run.config, run.config.context) * run.tokens / run.devices
     again = 4 / 3 if run.recompute == "unit" else 1.0
-    ways = (
+    ways: tuple[tuple[str, Callable[[float], float]], ...] = (
         ("seconds", lambda value: value),
-        ("tokens_per_second_device", lambda value: run.tokens / run.devices / value),
-        ("tokens_per_second", lambda value: run.tokens / value),
-        ("samples_per_second", lambda value: run.tokens / run.config.context / value),
+        *((name, partial(truediv, units)) for name, units in _counted(run).items()),
         ("model_flops", lambda value: model / value),
         # Without a word on what is counted: until 2022 Megatron counted what is computed again, too.
         ("flops", lambda value: model * (again if described.stack == "megatron_2021" else 1.0) / value),
@@ -66,16 +68,21 @@ def contradicting(row: Row, described: Described, seconds: float) -> list[str]:
         described: What it says was run.
         seconds: What counts.
     """
-    run, told = described.run, list[str]()
-    for name, units in (
-        ("tokens_per_second_device", run.tokens / run.devices),
-        ("tokens_per_second", run.tokens),
-        ("samples_per_second", run.tokens / run.config.context),
-    ):
+    told = list[str]()
+    for name, units in _counted(described.run).items():
         value = row.number(name)
         if value and abs(units / value / seconds - 1) > _ROUNDING + _last_digit(row.values[name]) / value:
             told.append(f"{row.called[name]} {row.values[name]} would be steps of {units / value:.4g} s")
     return told
+
+
+def _counted(run: Run) -> dict[str, float]:
+    """What throughputs count, and how much of it there is in a step."""
+    return {
+        "tokens_per_second_device": run.tokens / run.devices,
+        "tokens_per_second": run.tokens,
+        "samples_per_second": run.tokens / run.config.context,
+    }
 
 
 _ROUNDING = 0.05
