@@ -239,6 +239,7 @@ def _on_gradients(
     tensors = [tensor for tensor in outputs if tensor.grad_fn is not None]
     # They may be called in the middle of what is being compiled, too.
     action = untraced(action)
+    users = [list(tensor._backward_hooks or ()) for tensor in tensors]
     if len(tensors) == 1:
         tensors[0].register_hook(lambda gradient: action())
     elif tensors:
@@ -246,3 +247,7 @@ def _on_gradients(
             first = untraced(at_first)
             register_multi_grad_hook(tensors, lambda gradient: first(), mode="any")
         register_multi_grad_hook(tensors, lambda gradients: action(), mode=mode)  # type: ignore[arg-type]
+    for tensor, earlier in zip(tensors, users, strict=True):
+        # Those of the unit's own forward come after: they may run backward through its inside, as of an equilibrium.
+        for key in earlier:
+            tensor._backward_hooks[key] = tensor._backward_hooks.pop(key)

@@ -119,3 +119,52 @@ def the_adjoint_of_an_ode(side: Side) -> Found:
 
     torch.manual_seed(0)
     return trained(side, Model())
+
+
+class Equilibrium(nn.Module):
+    """A layer that gives a fixed point of its cell, and solves for the point's gradient in a hook."""
+
+    def __init__(self, pair: bool) -> None:
+        super().__init__()
+        self.state, self.given, self.pair = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), pair
+
+    def cell(self, z, x):
+        return torch.tanh(0.3 * self.state(z) + self.given(x))
+
+    def forward(self, x):
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(20):
+                z = self.cell(z, x)
+        if torch.is_grad_enabled():
+            z = self.cell(z, x)
+            start = z.detach().requires_grad_()
+            again = self.cell(start, x.detach())
+
+            def solve(gradient):
+                solved = gradient
+                for _ in range(20):
+                    solved = torch.autograd.grad(again, start, solved, retain_graph=True)[0] + gradient
+                return solved
+
+            z.register_hook(solve)
+        return (z, 2 * x) if self.pair else z
+
+
+@idiom()
+def layers_that_solve_for_their_gradient(side: Side) -> Found:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(WIDTH, WIDTH)
+            self.layers = nn.ModuleList([Equilibrium(False), Equilibrium(False)])
+            self.pair, self.head = Equilibrium(True), nn.Linear(WIDTH, 2)
+
+        def forward(self, x):
+            x = self.before(x)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(sum(self.pair(x)))
+
+    torch.manual_seed(0)
+    return trained(side, Model())
