@@ -249,5 +249,6 @@ def _on_gradients(
         register_multi_grad_hook(tensors, lambda gradients: action(), mode=mode)  # type: ignore[arg-type]
     for tensor, earlier in zip(tensors, users, strict=True):
         # Those of the unit's own forward come after: they may run backward through its inside, as of an equilibrium.
+        hooks = tensor._backward_hooks or {}
         for key in earlier:
-            tensor._backward_hooks[key] = tensor._backward_hooks.pop(key)
+            hooks[key] = hooks.pop(key)

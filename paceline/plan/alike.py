@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ class Alike:
     Two modules are alike if, submodule by submodule, they are of one class, have parameters and buffers of the same
     names, shapes and dtypes, none of which other parts of the model use, and otherwise hold equal plain values or the
     very same objects. What a block knows of its own place, such as Hugging Face's `layer_idx`, is left out; whether it
-    matters shows when the last of them is traced, too.
+    matters `place_told` tells.
+
+    So much is known of modules of torch, transformers and paceline alone: a forward of anybody else may count calls, or
+    ask a global what to do.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,8 +38,9 @@ class Alike:
             name: The module's, as in `named_modules`; its last part may be its place among its like.
             module: The block.
         """
-        last = name.rpartition(".")[2]
-        place = int(last) if last.isdigit() else None
+        if not all(map(_is_known, module.modules())):
+            return name
+        place = _place(name)
         return tuple((path, self._own(part, place)) for path, part in module.named_modules())
 
     def _own(self, part: nn.Module, place: int | None) -> Hashable:
@@ -57,20 +62,58 @@ class Alike:
         return *_described(tensor), isinstance(tensor, nn.Parameter), alone or id(tensor)
 
 
-def knows_its_place(name: str, module: nn.Module) -> bool:
-    """Whether a block holds its own number among its like, by which it may compute something else."""
+def _is_known(part: nn.Module) -> bool:
+    """Whether a module computes by what it holds and is given alone."""
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    return type(part).__module__.partition(".")[0] in ("torch", "transformers", "paceline") and not any(hooks)
+
+
+def _place(name: str) -> int | None:
     last = name.rpartition(".")[2]
-    return last.isdigit() and any(
-        type(value) is int and value == int(last) and "idx" in attribute
-        for part in module.modules()
-        for attribute, value in part.__dict__.items()
-    )
+    return int(last) if last.isdigit() else None
+
+
+@contextmanager
+def place_told(name: str, module: nn.Module, asked: Callable[[], None]) -> Iterator[None]:
+    """Tells when a block asks for its own number among its like, by which it may compute something else.
+
+    Args:
+        name: The block's.
+        module: The block, whose parts are of other classes meanwhile.
+        asked: Is called then.
+    """
+    place, was = _place(name), []
+    try:
+        for part in module.modules():
+            known = [key for key, value in part.__dict__.items() if type(value) is int and value == place]
+            if places := [key for key in known if "idx" in key]:
+                was.append((part, type(part)))
+                part.__class__ = type(type(part).__name__, (type(part),), {key: _told(key, asked) for key in places})
+        yield
+    finally:
+        for part, kind in was:
+            part.__class__ = kind
+
+
+def _told(key: str, asked: Callable[[], None]) -> property:
+    def read(part: nn.Module) -> Any:
+        asked()
+        return part.__dict__[key]
+
+    return property(read)
 
 
 def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """Equal for calls that are alike: tensors by shape, strides, dtype and need of a gradient, others by value."""
+    """Equal for calls that are alike: tensors by shape, strides, dtype and need of a gradient, others by value.
+
+    Where gradients are not recorded, or autocast is on, a call is another one.
+    """
     leaves, spec = tree_flatten((args, dict(kwargs)))
-    return str(spec), tuple(_described(each) if isinstance(each, Tensor) else _value(each) for each in leaves)
+    modes = (
+        torch.is_grad_enabled(),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+    )
+    return modes, str(spec), tuple(_described(each) if isinstance(each, Tensor) else _value(each) for each in leaves)
 
 
 def _described(tensor: Tensor) -> tuple[Hashable, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,18 +30,19 @@ def result_of(returned: Any) -> Result:
     return Result(spec, tuple(map(_shape, leaves)))
 
 
-def stand_in(result: Result, seen: ObservedPass, needs: Iterable[Tensor]) -> Any:
+def stand_in(result: Result, seen: ObservedPass, needs: Iterable[Tensor], passes: Callable[[], None]) -> Any:
     """What a block would return, which passes gradients on as it would.
 
     Args:
         result: Of a block like it.
         seen: The pass under way, which does not see this.
         needs: The block's inputs and parameters.
+        passes: Is called when it does that.
     """
     seen.paused = True
     try:
         trained = [each for each in needs if each.requires_grad]
-        made = iter(_StandIn.apply(seen, [each for each in result.leaves if type(each) is _Shape], *trained))
+        made = iter(_StandIn.apply(seen, passes, [each for each in result.leaves if type(each) is _Shape], *trained))
         return tree_unflatten([next(made) if type(each) is _Shape else each for each in result.leaves], result.spec)
     finally:
         seen.paused = False
@@ -62,8 +63,10 @@ def _shape(value: Any) -> Any:
 
 class _StandIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, seen: ObservedPass, shapes: Sequence[_Shape], *needs: Tensor) -> tuple[Tensor, ...]:
-        ctx.seen = seen
+    def forward(
+        ctx: Any, seen: ObservedPass, passes: Callable[[], None], shapes: Sequence[_Shape], *needs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.seen, ctx.passes = seen, passes
         ctx.shapes = [None if each.is_leaf else _shape(each) for each in needs]
         made = tuple(torch.empty_strided(each.shape, each.stride, dtype=each.dtype) for each in shapes)
         ctx.mark_non_differentiable(*(t for t, each in zip(made, shapes, strict=True) if not each.requires_grad))
@@ -71,7 +74,8 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.passes()
         ctx.seen.paused = True
         made = [each and torch.empty_strided(each.shape, each.stride, dtype=each.dtype) for each in ctx.shapes]
         ctx.seen.paused = False
-        return None, None, *made
+        return None, None, None, *made

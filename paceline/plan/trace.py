@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.core.errors import UserError
 from paceline.models.units import find_units
-from paceline.plan.alike import Alike, arguments, knows_its_place
+from paceline.plan.alike import Alike, arguments, place_told
 from paceline.plan.example_inputs import Inputs, example_inputs
 from paceline.plan.fused import FusedKernels
 from paceline.plan.observed_pass import ObservedPass
@@ -34,9 +34,6 @@ from paceline.plan.work import UnitWork, Work
 
 _TRACED = 2
 """So many of the blocks that are alike run, and the last: the first alone saves what all of them share."""
-
-_TRACED_WITH_PLACE = 8
-"""So many where blocks know their place, by which some choose what to compute."""
 
 
 def trace(
@@ -91,6 +88,8 @@ class _Trace:
         self.ran: dict[Hashable, list[str]] = defaultdict(list)
         self.results: dict[Hashable, Result] = {}
         self.skipped: dict[str, Hashable] = {}
+        self.passed_back: set[str] = set()
+        """Of the blocks that were skipped those that gradients came to."""
 
     def run(self) -> Work:
         """The work of one pass.
@@ -151,15 +150,17 @@ class _Trace:
                 # Recomputed by the model's own checkpointing, or called by another unit.
                 return own(*args, **kwargs)
             key = (self.signature[name], arguments(args, kwargs)) if self.skips else None
-            enough = _TRACED_WITH_PLACE if self.skips and knows_its_place(name, unit) else _TRACED
+            asked: list[str] = []
             with self.seen.inside(name, inputs):
                 skips = key in self.results and self.seen.is_told_first()
-                if skips and len(self.ran[key]) >= enough and self.last[self.signature[name]] != name:
+                if skips and len(self.ran[key]) >= _TRACED and self.last[self.signature[name]] != name:
                     self.skipped[name] = key
-                    return stand_in(self.results[key], self.seen, (*inputs, *unit.parameters()))
+                    needs = (*inputs, *unit.parameters())
+                    return stand_in(self.results[key], self.seen, needs, lambda: self.passed_back.add(name))
                 before = _beside(unit, args, kwargs)
-                result = own(*args, **kwargs)
-            leaves = not _same(before, _beside(unit, args, kwargs))
+                with place_told(name, unit, lambda: asked.append(name)):
+                    result = own(*args, **kwargs)
+            leaves = bool(asked) or not _same(before, _beside(unit, args, kwargs))
             self.ran[key].append(name)
             storages = {each.untyped_storage()._cdata for each in inputs}
             aliases = any(each.untyped_storage()._cdata in storages for each in _tensors(result))
@@ -173,6 +174,9 @@ class _Trace:
 
     def _work(self) -> Work:
         seen = self.seen
+        for name, key in self.skipped.items():
+            if bool(seen.backward[self.ran[key][1]]) != (name in self.passed_back):
+                raise _Unalike
         for key, names in self.ran.items():
             if any(self.skipped[name] == key for name in self.skipped) and any(
                 (seen.forward[name], seen.backward[name]) != (seen.forward[names[1]], seen.backward[names[1]])

@@ -49,6 +49,7 @@ def test_every_system_but_the_compiled_one_is_measured(
     assert all(name in table for name in chosen) and "MFU" in table
 
 
+@pytest.mark.full
 def test_a_device_of_unknown_peak_has_no_mfu_and_what_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with patch.dict(gpu.SHAPES, {"nano": (preset("nano").context, -1)}):
         assert gpu.measure(gpu.GpuBench(("nano",), ("paceline: zero 0",), rounds=1, steps=1)) == []

@@ -30,6 +30,7 @@ from tests.engine.models import (
     snapshot,
     train,
 )
+from tests.quick import full
 
 SHARED, _ = WORLDS["zero 2, shared parameters"]
 
@@ -84,7 +85,7 @@ def reloaded(strategy: Strategy, reloads: bool) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, full(1), full(2), 3])
 def test_states_of_low_precision_are_loaded_as_they_were_saved(ranks, zero) -> None:
     strategy = Strategy(zero=zero, precision="bfloat16", bucket_mb=1e-4)
     for found, expected in zip(ranks(2, reloaded, strategy, True), ranks(2, reloaded, strategy, False), strict=True):

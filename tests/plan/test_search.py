@@ -115,6 +115,7 @@ def test_groups_fill_hosts_or_divide_them(hardware: str, devices: int, sizes: li
     assert sorted({each.shard for each in families(case, "bfloat16")} - {0}) == sizes
 
 
+@pytest.mark.full
 def test_where_hosts_are_not_full_groups_within_them_save_rings_through_all_ranks() -> None:
     found = search(Case(transformer("llama-1b", PRESETS["llama-1b"], 512), profiles.hardware("gb200"), 8192), 1)
     fitting = {each.name: each.seconds for each in found.best if each.fits}

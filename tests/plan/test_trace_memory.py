@@ -23,6 +23,7 @@ from paceline.plan.footprint import moments
 from paceline.plan.trace import trace
 from paceline.plan.work import Work
 from tests.plan.test_trace import GATED
+from tests.quick import full
 
 
 class Convolutions(nn.Module):
@@ -130,7 +131,7 @@ def test_what_a_transformer_holds_is_what_a_real_pass_takes_from_the_allocator()
         (Keeper, (64, 128), 0.1),
         (Encoder, (16, 50, 64), 0.03),
         (Convolutions, (16, 8, 64, 64), 0.1),
-        (Checkpointed, (4096, 64), 0.1),
+        full(Checkpointed, (4096, 64), 0.1),
     ],
 )
 def test_what_other_models_hold_is_near_what_a_real_pass_takes(build: Any, shape: tuple[int, ...], off: float) -> None:

@@ -253,6 +253,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.full
 def test_on_a_full_disk_training_goes_on_and_the_end_says_what_is_missing(
     ranks: RankPool, small_disk: Path, nano: list[str], tmp_path: Path
 ) -> None:
