@@ -16,12 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.plan.counting import operation, uncounted
-from paceline.plan.likely_values import likely, note
+from paceline.plan.likely_values import likely, note, spoken
 from paceline.plan.shape_rules import called
 from paceline.plan.work import Operation
 
 ATTENTION = "_scaled_dot_product_"
 """How the names of fused attention's operators begin."""
+
+_MOST_ASKED = 1000
+"""Conditions that depend on values in one unit."""
 
 
 class ObservedPass(TorchDispatchMode):
@@ -37,19 +40,22 @@ class ObservedPass(TorchDispatchMode):
         operators: How many ran.
         failed: The operator that raised, with its unit.
         guessed: Operators whose results depend on values, which were taken to be what is likely.
+        asked: Whether a condition was among these.
         unknown: Operators that look as if they multiplied matrices, but whose cost is not known.
         changed: Whether something wrote to memory that was there before the current unit began.
         paused: Whether operations are not counted, as they stand in for others.
     """
 
-    def __init__(self, permanent: Iterable[Tensor], shared: Iterable[Tensor] = ()) -> None:
+    def __init__(self, permanent: Iterable[Tensor], shared: Iterable[Tensor] = (), holds: bool = True) -> None:
         """Sees nothing yet.
 
         Args:
             permanent: Tensors that are not activations: parameters, buffers and the model's inputs.
             shared: Those parameters that are used more than once, whose gradients come in parts.
+            holds: As for `likely`.
         """
         super().__init__()
+        self._holds, self._conditions, self.asked = holds, 0, False
         self.forward: dict[str, list[Operation]] = defaultdict(list)
         self.backward: dict[str, list[Operation]] = defaultdict(list)
         self.again: dict[str, int] = defaultdict(int)
@@ -89,15 +95,16 @@ class ObservedPass(TorchDispatchMode):
         if self.phase == "backward":
             self._follow_autograd()
         try:
-            result = likely(func, args, kwargs)
+            result = likely(func, args, kwargs, self._holds)
             if result is NotImplemented:
                 result = called(func, args, kwargs)
             else:
-                self.guessed.add(func._schema.name.replace("::", "."))
+                self.guessed.add(spoken(func))
+                self._end_endless(result)
             note(func, args, result)
         except Exception:
             if self.failed is None:
-                self.failed = str(func._schema.name).replace("::", "."), self.unit
+                self.failed = spoken(func), self.unit
             raise
         self.operators += 1
         self._see(func, args, result)
@@ -111,6 +118,12 @@ class ObservedPass(TorchDispatchMode):
                     counted = replace(counted, needed=0.0)
                 (self.forward if self.phase == "forward" else self.backward)[self.unit].append(counted)
         return result
+
+    def _end_endless(self, result: Any) -> None:
+        self.asked |= type(result) is bool
+        self._conditions += type(result) is bool
+        if self._conditions > _MOST_ASKED:
+            raise RuntimeError(f"{_MOST_ASKED:,} conditions of it depend on values, as of a loop that ends by one")
 
     def _follow_autograd(self) -> None:
         node = torch._C._current_autograd_node()
@@ -205,7 +218,7 @@ class ObservedPass(TorchDispatchMode):
 
     def enter(self, unit: str, inputs: Iterable[Tensor]) -> None:
         """A unit's forward begins, in the forward pass."""
-        self.unit = unit
+        self.unit, self._conditions = unit, 0
         self._entered.append((torch._C._autograd._get_sequence_nr(), unit))
         self._first_of_unit = len(self._sizes)
         self.changed = False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.plan.likely_values import keep
+from paceline.plan.known_values import keep
 
 
 def pack(given: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:

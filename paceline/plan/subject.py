@@ -91,7 +91,7 @@ def of_module(
         inputs: What it is called with, if it is no language model.
         context: Tokens of a sample; 0: the model's longest.
         kernels: Whose attention it computes with.
-        is_even: Whether it is known to take as much more for each sample; else a trace of four tells.
+        is_even: Whether it is known to take as much more for each sample; else traces of four and of many tell.
     """
     known: dict[tuple[int, str], Work] = {}
 
@@ -106,17 +106,16 @@ def of_module(
         return extended(traced(1, dtype), traced(2, dtype), samples)
 
     @cache
-    def grows_evenly() -> bool:
-        # Each sample with each other one, as in a contrastive loss, is more than a part for each sample.
-        if is_even:
-            return True
+    def grows_evenly(samples: int) -> bool:
+        # Each sample with each other one, as in a contrastive loss, is more than a part for each sample, and what is
+        # the least for few, as a capacity, is more for many.
         dtype = "float32" if traced(1, "bfloat16").source == "rough" else "bfloat16"
-        four = line(4, dtype)
-        return four is not None and _alike(four, traced(4, dtype))
+        made = line(samples, dtype)
+        return made is not None and _alike(made, traced(samples, dtype))
 
     def work(samples: int, dtype: str) -> Work:
-        made = line(samples, dtype) if samples > 2 and grows_evenly() else None
-        return grouped(made or traced(samples, dtype))
+        is_line = samples > 2 and (is_even or (grows_evenly(4) and (samples < 5 or grows_evenly(_many(samples)))))
+        return grouped((line(samples, dtype) if is_line else None) or traced(samples, dtype))
 
     length = context if context and inputs is None else traced(1, "bfloat16").tokens
     return Subject(
@@ -126,6 +125,14 @@ def of_module(
         work,
         with_context=None if inputs is not None else lambda other: of_module(name, model, inputs, other, kernels),
     )
+
+
+def _many(samples: int) -> int:
+    """The first of 64, 1,024, 16,384 and so on that is as many: one trace for all that there are between two."""
+    many = 64
+    while many < samples:
+        many *= 16
+    return many
 
 
 def _alike(one: Work, other: Work) -> bool:

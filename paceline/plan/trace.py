@@ -6,7 +6,6 @@ keeps. Blocks that are alike run once.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,6 +28,7 @@ from paceline.plan.packed import unpacked
 from paceline.plan.roots import roots_of, without_gradient
 from paceline.plan.slow_work import told_while_slow
 from paceline.plan.stand_in import Result, result_of, stand_in
+from paceline.plan.untraceable import failures_told
 from paceline.plan.without_memory import cast, fake, without_memory
 from paceline.plan.work import UnitWork, Work
 
@@ -64,11 +64,24 @@ def trace(
             operator and its unit.
     """
     given = example_inputs(model, samples, length, inputs)
-    try:
-        return _Trace(model, given, precision, device, units, skips=True).run()
-    except Exception:
-        # Blocks that seemed alike are not, or one that was skipped was to leave something on itself, or in a list.
-        return _Trace(model, given, precision, device, units, skips=False).run()
+    failed: list[Exception] = []
+    for skips, holds in _TRIED:
+        tried = _Trace(model, given, precision, device, units, skips, holds)
+        try:
+            return tried.run()
+        except Exception as error:
+            failed.append(error)
+            if not skips and not tried.guessed:
+                break
+    raise failed[1]
+
+
+_TRIED = ((True, True), (False, True), (False, False))
+"""Whether blocks alike run once, and what conditions are taken to be of which nothing is known.
+
+Blocks that seemed alike may not be, or one that was skipped was to leave something on itself, or in a list; and what
+raises on a condition, or never ends while it holds, may be meant for what it does not hold of.
+"""
 
 
 class _Unalike(Exception):
@@ -77,9 +90,16 @@ class _Unalike(Exception):
 
 class _Trace:
     def __init__(
-        self, model: nn.Module, given: Any, precision: str, device: str, patterns: Sequence[str], skips: bool
+        self,
+        model: nn.Module,
+        given: Any,
+        precision: str,
+        device: str,
+        patterns: Sequence[str],
+        skips: bool,
+        holds: bool,
     ) -> None:
-        self.model, self.given, self.device, self.skips = model, given, device, skips
+        self.model, self.given, self.device, self.skips, self.holds = model, given, device, skips, holds
         self.dtype = None if precision == "float32" else getattr(torch, precision)
         self.units = find_units(model, patterns)
         alike = Alike(model)
@@ -88,6 +108,7 @@ class _Trace:
         self.ran: dict[Hashable, list[str]] = defaultdict(list)
         self.results: dict[Hashable, Result] = {}
         self.skipped: dict[str, Hashable] = {}
+        self.guessed: set[str] = set()
         self.passed_back: set[str] = set()
         """Of the blocks that were skipped those that gradients came to."""
 
@@ -108,7 +129,8 @@ class _Trace:
             stack.enter_context(unpacked())
             parameters = stack.enter_context(without_memory(self.model, self.units, self.dtype))
             args, kwargs = tree_map(lambda each: fake(each, self.dtype), self.given.arguments)
-            self.seen = seen = ObservedPass([*parameters, *_tensors((args, kwargs))], _shared(self.model))
+            self.seen = seen = ObservedPass([*parameters, *_tensors((args, kwargs))], _shared(self.model), self.holds)
+            self.guessed = seen.guessed
             for parameter in parameters:
                 if parameter.requires_grad and parameter.is_leaf:
                     parameter.register_post_accumulate_grad_hook(seen.is_gradient)
@@ -117,7 +139,7 @@ class _Trace:
             stack.enter_context(FusedKernels(self.device))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(told_while_slow(self._how_far))
-            with _told(seen, self.model), seen:
+            with failures_told(seen, self.model), seen:
                 with saved_tensors_hooks(seen.saved, lambda each: each):
                     output = self.model(*args, **kwargs)
                     roots = roots_of(output)
@@ -213,9 +235,11 @@ class _Trace:
         order = [*seen.order, *([""] if seen.forward[""] or seen.backward[""] or kept.get("", 0) else [])]
         doubts = [self.given.doubt] if self.given.doubt else []
         if seen.guessed:
+            conditions = "to hold" if self.holds else "not to hold, as it could not run with them"
             doubts.append(
                 f"{', '.join(sorted(seen.guessed))} depend on values: choices, as of experts, are taken to be even, "
                 "other masks to hold everywhere, sequences to be as long as they can, and numbers to be 1"
+                f"{f'; and conditions {conditions}, whatever is left out by that' if seen.asked else ''}"
             )
         unknown = [
             f"the operations of {name} are not known and not counted: a step takes longer than this"
@@ -262,35 +286,3 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
         del module.forward
         if own is not None:
             module.forward = own
-
-
-@contextmanager
-def _told(seen: ObservedPass, model: nn.Module) -> Iterator[None]:
-    """Says which operator of which unit could not run.
-
-    Raises:
-        UserError: What was raised inside, told.
-    """
-    # torch writes a traceback of its own to the screen.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was, log.disabled = log.disabled, True
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        # A model's own code raises what it likes.
-        said = " ".join(str(error).split())[:300].rstrip(".")
-        name = type(model).__name__
-        if seen.failed is None:
-            raise UserError(f"{name} cannot be traced: it raised {type(error).__name__}: {said}") from error
-        operator, unit = seen.failed
-        why = (
-            "depends on values, which a model without memory does not have, or is not known to torch's shape rules "
-            f"({type(error).__name__}: {said})"
-        )
-        if type(error) in (RuntimeError, ValueError, IndexError, TypeError):
-            why = f"raised {type(error).__name__}: {said}; see that what the model is called with suits it"
-        raise UserError(f"{name} cannot be traced: {operator} in {unit or 'the model itself'} {why}") from error
-    finally:
-        log.disabled = was

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -65,6 +66,54 @@ def by_sizes(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor
     results = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
     back = torch.zeros_like(results).index_copy(0, order, results)
     return (back.view(*choices.shape, WIDTH) * weights[..., None]).sum(1)
+
+
+def by_sums_of_sizes(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    """As DeepSeek has it."""
+    flat = choices.flatten()
+    order, ends, begin, results = flat.argsort(), torch.bincount(flat, minlength=len(experts)).cumsum(0), 0, []
+    for expert, end in zip(experts, ends.tolist(), strict=True):
+        if begin < end:
+            results.append(expert(x[order // choices.shape[1]][begin:end]))
+        begin = end
+    back = torch.zeros(len(flat), WIDTH, dtype=x.dtype).index_copy(0, order, torch.cat(results))
+    return (back.view(*choices.shape, WIDTH) * weights[..., None]).sum(1)
+
+
+def by_a_map_of_weights(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    spread, out = torch.zeros(len(x), len(experts), dtype=x.dtype).scatter(1, choices, weights), torch.zeros_like(x)
+    for index, expert in enumerate(experts):
+        rows = torch.where(spread[:, index] > 0)[0]
+        out = out.index_add(0, rows, expert(x[rows]) * spread[rows, index, None])
+    return out
+
+
+def by_those_that_are_hit(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    """As transformers has it, with one expert more that stands for none."""
+    out, chosen = torch.zeros_like(x), F.one_hot(choices, len(experts) + 1).permute(2, 1, 0)
+    for hit in torch.greater(chosen.sum((-1, -2)), 0).nonzero():
+        if hit[0] == len(experts):
+            continue
+        slots, rows = torch.where(chosen[hit[0]])
+        out.index_add_(0, rows, experts[hit[0]](x[rows]) * weights[rows, slots, None])
+    return out
+
+
+def by_each_that_occurs(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for index in torch.unique(choices).tolist():
+        rows, slots = torch.where(choices == index)
+        out.index_add_(0, rows, experts[index](x[rows]) * weights[rows, slots, None])
+    return out
+
+
+def by_what_fits(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    """As Switch has it."""
+    chosen, out = F.one_hot(choices[:, 0], len(experts)), torch.zeros_like(x)
+    mask = (chosen * (chosen.cumsum(0) <= 1000)).bool()
+    for index in mask.sum(0).nonzero(as_tuple=True)[0].tolist():
+        out[mask[:, index]] = experts[index](x[mask[:, index]])
+    return out * weights
 
 
 def by_a_scattered_map(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
@@ -163,6 +212,11 @@ MODELS: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
     "one-hot": (Experts(by_one_hot), (X,)),
     "masks": (Experts(by_masks, chosen=1), (X,)),
     "sizes": (Experts(by_sizes), (X,)),
+    "sums of sizes": (Experts(by_sums_of_sizes), (X,)),
+    "a map of weights": (Experts(by_a_map_of_weights), (X,)),
+    "those that are hit": (Experts(by_those_that_are_hit), (X,)),
+    "each that occurs": (Experts(by_each_that_occurs), (X,)),
+    "what fits": (Experts(by_what_fits, chosen=1), (X,)),
     "a scattered map": (Experts(by_a_scattered_map), (X,)),
     "a capacity": (Experts(with_a_capacity, chosen=1), (X,)),
     "a sort": (Experts(by_a_sort), (X,)),
@@ -210,3 +264,25 @@ def test_of_real_values_nothing_is_guessed() -> None:
     with ObservedPass([]) as seen:
         rows = torch.tensor([True, False, True]).nonzero()
     assert rows.tolist() == [[0], [2]] and not seen.guessed
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_experts_of_transformers_compute_what_is_traced(experts: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    config._experts_implementation, config.use_cache = experts, False
+    model, tokens = transformers.MixtralForCausalLM(config), torch.randint(64, (SAMPLES, TOKENS))
+    work = trace(model, SAMPLES, inputs={"input_ids": tokens, "labels": tokens}, device="cpu")
+    config._experts_implementation = "eager"
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, labels=tokens).loss.backward()
+    # Attention that is fused computes scores again in backward.
+    assert work.needed_flops == pytest.approx(counter.get_total_flops(), rel=1e-12)

@@ -90,3 +90,24 @@ def test_what_a_model_computes_again_by_itself_takes_time_but_is_not_needed(how:
     again = of_module("mine", on_meta(lambda: Recomputing(how)), ids)
     assert again.work(4, "float32").flops > 1.1 * plain.work(4, "float32").flops
     assert again.flops_of(4, "float32") == plain.flops_of(4, "float32") == plain.work(4, "float32").flops
+
+
+class Capacity(nn.Module):
+    """Experts that each have places for so many rows, but for four at the least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.empty(8, 16, 32)), nn.Parameter(torch.empty(8, 32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = max(4, len(x) // 8)
+        rows = x.new_zeros(8 * places, 16).index_add(0, torch.arange(len(x)) % (8 * places), x)
+        return torch.bmm(torch.bmm(rows.view(8, places, 16), self.up).relu(), self.down)
+
+
+@pytest.mark.parametrize("samples", [3, 24, 48, 512, 3000])
+def test_what_is_more_for_many_samples_alone_is_traced(samples: int) -> None:
+    example = torch.empty(2, 16)
+    subject = of_module("capacity", Capacity(), example)
+    # Two products forward and three backward, as rows need no gradient.
+    assert subject.work(samples, "bfloat16").flops == 5 * 2 * 8 * max(4, samples // 8) * 16 * 32

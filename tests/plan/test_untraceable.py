@@ -1,0 +1,45 @@
+"""Models that raise, or never end, where a condition that depends on values is taken to hold."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor, nn
+
+from paceline.core.errors import UserError
+from paceline.plan.trace import trace
+from tests.plan.test_likely_values import LABELS, SAMPLES, TOKENS, WIDTH, X
+
+
+class Checks(nn.Module):
+    """Raises where labels are too many, and computes again until nothing changes, which nobody can tell when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if labels.max() >= 6:
+            raise ValueError("too many")
+        y = self.body(x)
+        while y.abs().max() > 1e9:
+            y = y / 2
+        return y
+
+
+def test_where_a_condition_ends_a_model_it_is_taken_not_to_hold() -> None:
+    work = trace(Checks(), SAMPLES, inputs=(X, LABELS))
+    (told,) = work.warnings
+    assert told.endswith("conditions not to hold, as it could not run with them, whatever is left out by that")
+    assert work.flops == 2 * 2 * SAMPLES * TOKENS * WIDTH * WIDTH
+
+
+def test_a_loop_that_ends_by_values_alone_is_told() -> None:
+    class Endless(Checks):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            y = self.body(x)
+            while not y.abs().max() < 1e9 or y.abs().max() > 1e9:
+                y = y / 2
+            return y
+
+    with pytest.raises(UserError, match=r"a condition .* 1,000 conditions of it depend on values"):
+        trace(Endless(), SAMPLES, inputs=(X, LABELS))
