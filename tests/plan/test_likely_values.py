@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.plan.trace import trace
+from tests.quick import full
 
 WIDTH, EXPERTS, TOKENS, SAMPLES = 8, 4, 16, 3
 
@@ -230,7 +231,7 @@ MODELS: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", full("bfloat16")])
 def test_as_many_operations_as_torch_counts(name: str, precision: str) -> None:
     model, example = MODELS[name]
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
