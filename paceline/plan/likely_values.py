@@ -132,7 +132,7 @@ def _share_of(name: str, first: Tensor, other: Any, result: Tensor) -> float | N
             return 1 / chosen
     if not isinstance(other, Tensor) and other == 0 and not known(first).is_uniform and not choices_of(first):
         # Of what is chosen, or counted.
-        return None if (mean := mean_of(first)) is None else max(0.0, 1 - mean)
+        return None if (mean := mean_of(first)) is None else min(1.0, max(0.0, 1 - mean))
     below = mean_of(other) if isinstance(other, Tensor) else other
     if below is None or not (most := 1 if known(first).is_uniform else choices_of(first)):
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -180,7 +180,7 @@ class _Trace:
                     needs = (*inputs, *unit.parameters())
                     return stand_in(self.results[key], self.seen, needs, lambda: self.passed_back.add(name))
                 before = _beside(unit, args, kwargs)
-                with place_told(name, unit, lambda: asked.append(name)):
+                with place_told(name, unit, lambda: asked.append(name)) if self.skips else nullcontext():
                     result = own(*args, **kwargs)
             leaves = bool(asked) or not _same(before, _beside(unit, args, kwargs))
             self.ran[key].append(name)
