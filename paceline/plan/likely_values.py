@@ -36,7 +36,7 @@ def likely(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], holds: boo
     rule = _RULES.get(func.overloadpacket)
     if rule is None or not isinstance(args[0], FakeTensor):
         return NotImplemented
-    if rule is _item and args[0].dtype == torch.bool and mean_of(args[0]) is None:
+    if rule is _item and args[0].dtype in (torch.bool, torch.uint8) and mean_of(args[0]) is None:
         return holds
     return rule(func, args, kwargs)
 
@@ -105,6 +105,8 @@ def _resulting_mean(name: str, first: Tensor, args: Sequence[Any], result: Any) 
     if name == "scatter" and choices_of(args[2]):
         # One for each thing that is chosen, among zeros.
         return float(args[2].shape[args[1]] / first.shape[args[1]])
+    if name == "sum" and first.dtype == torch.bool and mean_of(first) is None:
+        return float(first.numel() / max(1, result.numel()))
     both = [mean_of(each) for each in (first, other) if isinstance(each, Tensor)]
     if all(each is None for each in both):
         return None

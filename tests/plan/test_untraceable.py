@@ -46,3 +46,21 @@ def test_a_loop_that_ends_by_values_alone_is_told(monkeypatch: pytest.MonkeyPatc
 
     with pytest.raises(UserError, match=r"a condition .* 50 conditions of it depend on values"):
         trace(Endless(), SAMPLES, inputs=(X, LABELS))
+
+
+class Halts(nn.Module):
+    """Asks bytes whether to go on, and divides by how many a mask keeps, and pads to the longest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, kept = self.body(x), x[..., 0] > -100
+        if (y > 1e9).byte().any() and int(kept.sum()) < 0:
+            return y
+        return y[:, : int(kept.sum(1).max())] / int(kept.sum())
+
+
+def test_a_mask_of_which_nothing_is_known_counts_as_many_as_there_are() -> None:
+    assert trace(Halts(), SAMPLES, inputs=X).flops == 2 * 2 * SAMPLES * TOKENS * WIDTH * WIDTH
