@@ -71,6 +71,8 @@ def note(func: Any, args: Sequence[Any], result: Any) -> None:
         keep(result[1], choices=first.shape[args[at] if len(args) > at else -1])
     elif name in ("argmax", "argmin", "multinomial") and result.dim():
         keep(result, choices=first.shape[-1 if name == "multinomial" else args[1]])
+    elif name == "histc":
+        keep(result, mean=first.numel() / result.numel())
     elif name == "cumsum" and result.dim() == 1 and mean_of(first) is not None:
         keep(result, mean=mean_of(first), is_sum=True)
     elif name in _SAME_VALUES or (name in ("max", "min") and mean_of(first) is not None):
@@ -197,13 +199,6 @@ def _bincount(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return counts
 
 
-def _histc(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    bins = args[1] if len(args) > 1 else 100
-    counts = args[0].new_empty(bins)
-    keep(counts, mean=args[0].numel() / bins)
-    return counts
-
-
 def _unique(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     (given, *_), chosen = args, choices_of(args[0])
     if not chosen:
@@ -262,7 +257,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.index_put_: _indexed,
     aten._index_put_impl_: _indexed,
     aten.bincount: _bincount,
-    aten.histc: _histc,
     aten._unique2: _unique,
     aten.repeat_interleave: _repeat_interleave,
     aten._ctc_loss: _ctc_loss,

@@ -69,6 +69,15 @@ def by_sizes(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor
     return (back.view(*choices.shape, WIDTH) * weights[..., None]).sum(1)
 
 
+def by_a_histogram(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+    flat = choices.flatten()
+    order, sizes = flat.argsort(), torch.histc(flat.float(), len(experts), 0, len(experts) - 1).long().tolist()
+    parts = x[order // choices.shape[1]].split(sizes)
+    results = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+    back = torch.zeros_like(results).index_copy(0, order, results)
+    return (back.view(*choices.shape, WIDTH) * weights[..., None]).sum(1)
+
+
 def by_sums_of_sizes(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
     """As DeepSeek has it."""
     flat = choices.flatten()
@@ -213,6 +222,7 @@ MODELS: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
     "one-hot": (Experts(by_one_hot), (X,)),
     "masks": (Experts(by_masks, chosen=1), (X,)),
     "sizes": (Experts(by_sizes), (X,)),
+    "a histogram": (Experts(by_a_histogram), (X,)),
     "sums of sizes": (Experts(by_sums_of_sizes), (X,)),
     "a map of weights": (Experts(by_a_map_of_weights), (X,)),
     "those that are hit": (Experts(by_those_that_are_hit), (X,)),
