@@ -51,7 +51,7 @@ class Alike:
         ]
         skipped = {"_parameters", "_buffers", "_modules"}
         others = [
-            (name, "its place" if type(value) is int and value == place and "idx" in name else _value(value))
+            (name, "its place" if _is_place(name, value, place) else _value(value))
             for name, value in part.__dict__.items()
             if name not in skipped
         ]
@@ -73,6 +73,11 @@ def _place(name: str) -> int | None:
     return int(last) if last.isdigit() else None
 
 
+def _is_place(key: str, value: Any, place: int | None) -> bool:
+    """Whether an attribute is a block's own number among its like."""
+    return type(value) is int and value == place and "idx" in key
+
+
 @contextmanager
 def place_told(name: str, module: nn.Module, asked: Callable[[], None]) -> Iterator[None]:
     """Tells when a block asks for its own number among its like, by which it may compute something else.
@@ -85,8 +90,7 @@ def place_told(name: str, module: nn.Module, asked: Callable[[], None]) -> Itera
     place, was = _place(name), []
     try:
         for part in module.modules():
-            known = [key for key, value in part.__dict__.items() if type(value) is int and value == place]
-            if places := [key for key in known if "idx" in key]:
+            if places := [key for key, value in part.__dict__.items() if _is_place(key, value, place)]:
                 was.append((part, type(part)))
                 part.__class__ = type(type(part).__name__, (type(part),), {key: _told(key, asked) for key in places})
         yield

@@ -51,7 +51,7 @@ def test_calls_are_alike_by_shapes_and_values() -> None:
 
 
 class Blocks(nn.Module):
-    """Blocks whose work depends on what `choose` gives each."""
+    """Blocks whose work depends on a number that each holds."""
 
     def __init__(self, idx: list[int], attribute: str) -> None:
         super().__init__()

@@ -17,11 +17,13 @@ from tests.quick import full
 
 WIDTH, EXPERTS, TOKENS, SAMPLES = 8, 4, 16, 3
 
+Spread = Callable[[nn.ModuleList, Tensor, Tensor, Tensor], Tensor]
+
 
 class Experts(nn.Module):
     """Each token goes to the two experts that a gate chooses; all rows go to some, whatever the choice."""
 
-    def __init__(self, spread: Callable[[nn.ModuleList, Tensor, Tensor, Tensor], Tensor], chosen: int = 2) -> None:
+    def __init__(self, spread: Spread, chosen: int = 2) -> None:
         super().__init__()
         self.gate, self.spread, self.chosen = nn.Linear(WIDTH, EXPERTS), spread, chosen
         self.experts = nn.ModuleList(
@@ -60,22 +62,20 @@ def by_masks(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor
     return out
 
 
-def by_sizes(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
-    flat = choices.flatten()
-    order, sizes = flat.argsort(), torch.bincount(flat, minlength=len(experts)).tolist()
-    parts = x[order // choices.shape[1]].split(sizes)
-    results = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
-    back = torch.zeros_like(results).index_copy(0, order, results)
-    return (back.view(*choices.shape, WIDTH) * weights[..., None]).sum(1)
+def by_sizes(sizes_of: Callable[[Tensor, int], Tensor]) -> Spread:
+    def spread(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+        flat = choices.flatten()
+        order, sizes = flat.argsort(), sizes_of(flat, len(experts)).tolist()
+        parts = x[order // choices.shape[1]].split(sizes)
+        results = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+        back = torch.zeros_like(results).index_copy(0, order, results)
+        return (back.view(*choices.shape, WIDTH) * weights[..., None]).sum(1)
+
+    return spread
 
 
-def by_a_histogram(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
-    flat = choices.flatten()
-    order, sizes = flat.argsort(), torch.histc(flat.float(), len(experts), 0, len(experts) - 1).long().tolist()
-    parts = x[order // choices.shape[1]].split(sizes)
-    results = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
-    back = torch.zeros_like(results).index_copy(0, order, results)
-    return (back.view(*choices.shape, WIDTH) * weights[..., None]).sum(1)
+by_bins = by_sizes(lambda flat, several: torch.bincount(flat, minlength=several))
+by_a_histogram = by_sizes(lambda flat, several: torch.histc(flat.float(), several, 0, several - 1).long())
 
 
 def by_sums_of_sizes(experts: nn.ModuleList, x: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ MODELS: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
     "where": (Experts(by_where), (X,)),
     "one-hot": (Experts(by_one_hot), (X,)),
     "masks": (Experts(by_masks, chosen=1), (X,)),
-    "sizes": (Experts(by_sizes), (X,)),
+    "sizes": (Experts(by_bins), (X,)),
     "a histogram": (Experts(by_a_histogram), (X,)),
     "sums of sizes": (Experts(by_sums_of_sizes), (X,)),
     "a map of weights": (Experts(by_a_map_of_weights), (X,)),
@@ -256,7 +256,7 @@ def test_as_many_operations_as_torch_counts(name: str, precision: str) -> None:
 def test_rows_that_experts_cannot_share_equally_are_all_computed() -> None:
     """Of 5 tokens that go to two of four experts each, three go to some and two to others."""
     example = torch.randn(1, 5, WIDTH)
-    work = trace(Experts(by_sizes), 1, inputs=example)
+    work = trace(Experts(by_bins), 1, inputs=example)
     products = [each for unit in work.units for each in unit.forward if each.shape[3] == 3 * WIDTH]
     assert sorted(each.shape[1] for each in products for _ in range(each.count)) == [2, 2, 3, 3]
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -84,10 +85,11 @@ def test_a_barrier_that_a_rank_leaves_before_all_have_come_is_wrong(group: Group
         assert row.time_us > 0
         assert (row.bytes, row.count, row.redop, row.algbw, row.busbw) == (0, 0, "none", 0, 0)
     assert failures == {}
-    right, idle, hasty = map(max, zip(*wrong, strict=True))
-    assert right == 0
-    assert idle == 2, "each rank, when the other is late"
-    assert hasty in (1, 2), "rank 0, when rank 1 is late; twice if the machine holds rank 1 up when rank 0 is late"
+    right, idle, hasty = zip(*wrong, strict=True)
+    assert max(right) == 0
+    assert max(idle) == 2, "each rank, when the other is late"
+    # Where the machine holds rank 1 up, rank 0 is early once more: of three times that is the median seldom.
+    assert median(hasty) == 1, "rank 0, when rank 1 is late"
 
 
 @pytest.mark.full
