@@ -123,7 +123,10 @@ def step_time(run: Run, hardware: Hardware) -> StepTime:
 def _block(run: Run, unit: UnitWork, hardware: Hardware) -> _Block:
     moved = _exchanged(run, hardware)
     forward, tensor_forward = _pass(run, unit.forward, moved, hardware)
-    backward, tensor_backward = _pass(run, unit.backward, moved, hardware)
+    # Of backward's exchanges half gather, the other half reduce: sums of several products where these are separate,
+    # which no single matmul then hides (TorchInductor's micro_pipeline_tp.py).
+    beside = 0.5 if run.software.separate else 1.0
+    backward, tensor_backward = _pass(run, unit.backward, moved, hardware, beside)
     again = tensor_again = 0.0
     if run.recompute == "unit":
         again, tensor_again = forward * run.recompute_share, tensor_forward * run.recompute_share
@@ -135,13 +138,19 @@ def _block(run: Run, unit: UnitWork, hardware: Hardware) -> _Block:
     return _Block(forward, backward + again, tensor_forward, tensor_backward + tensor_again)
 
 
-def _pass(run: Run, operations: tuple[Operation, ...], moved: float, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of a block's pass, and those that exchanging `moved` seconds' worth of activations adds to them."""
+def _pass(
+    run: Run, operations: tuple[Operation, ...], moved: float, hardware: Hardware, beside: float = 1.0
+) -> tuple[float, float]:
+    """Seconds of a block's pass, and those that exchanging `moved` seconds' worth of activations adds to them.
+
+    Where exchanges overlap, a share `beside` of them has a matmul to hide behind.
+    """
     computing = total(operations, hardware)
     if run.overlap_tensor:
         # In pieces of one rank's part each: the first has nothing to hide behind.
         matmuls = sum(seconds(op, hardware) for op in operations if op.kind == "matmul")
-        moved = moved / run.tensor + max(0.0, moved - matmuls)
+        hidden = beside * moved
+        moved += hidden / run.tensor - min(hidden, matmuls)
     # Where the host is behind, the device exchanges while it would wait for work.
     return computing, max(0.0, sum(seconds(op, hardware) for op in operations) + moved - computing)
 
@@ -152,7 +161,13 @@ def _exchanged(run: Run, hardware: Hardware) -> float:
     tokens = run.samples * config.context // run.context_ranks
     stream = tokens * config.width * ITEMSIZE[run.dtype]
     group = network.spread(run.tensor, hardware.devices_per_host)
-    tensor = 2 * network.seconds("all_reduce", stream, group, hardware)
+    if run.sequence_parallel:
+        # What is multiplied in 8 bits is cast before it is gathered.
+        cast = run.dtype == "float8" and not run.software.row_scales
+        gathered = network.seconds("all_gather", stream / 2 if cast else stream, group, hardware)
+        tensor = 2 * (gathered + network.seconds("reduce_scatter", stream, group, hardware))
+    else:
+        tensor = 2 * network.seconds("all_reduce", stream, group, hardware)
     if run.context_ranks > 1:
         ring = network.spread(run.context_ranks, hardware.devices_per_host, run.tensor)
         both = 2 * config.key_value_heads * config.head_width / run.tensor * ITEMSIZE[run.dtype]

@@ -32,6 +32,8 @@ class Software:
         compiled: Whether neighbouring elementwise operations are one kernel.
         complex_rotary: Whether queries and keys are turned as complex numbers, for which torch.compile makes no kernels
             (pytorch/torchtitan issue 15): they are turned as without it.
+        separate: Whether queries, keys and values are three products of the stream, and a gated feed-forward's first
+            layer two: each reads the stream, and backward adds up what they give for it.
         cast_bytes: Bytes moved for each number that is cast to 8 bits: read to find the largest, read again and
             written; 4 where the largest is that of steps before, and a transposed copy is written.
     """
@@ -42,7 +44,9 @@ class Software:
     head_bytes: float = 28.0
     compiled: bool = False
     complex_rotary: bool = False
+    separate: bool = False
     cast_bytes: float = 5.0
+    row_scales: bool = False
 
 
 EAGER = Software()
@@ -159,6 +163,27 @@ def _projections(sizes: _Sizes) -> list[tuple[int, int, int]]:
     ]
 
 
+def _products(sizes: _Sizes) -> list[tuple[int, int, int]]:
+    """The same of the matmuls as the program computes them, of which the first layers may be in parts."""
+    fused = _projections(sizes)
+    if not sizes.software.separate:
+        return fused
+    config, t = sizes.config, sizes.tensor
+    (rows, width, _), out, (_, _, up), down = fused
+    heads = [count * config.head_width // t for count in (config.heads, *[config.key_value_heads] * 2)]
+    halves = [up // 2] * 2 if config.activation == "swiglu" else [up]
+    return [*((rows, width, each) for each in heads), out, *((rows, width, each) for each in halves), down]
+
+
+def _adding(sizes: _Sizes) -> list[Operation]:
+    """Backward's sums of what products of the same stream give for it."""
+    sums = len(_products(sizes)) - len(_projections(sizes))
+    # Two are read and one is written; a kernel of the compiler's reads each of them only.
+    passes = 1 if sizes.software.compiled else 3
+    moved = passes * sizes.tokens * sizes.config.width * sizes.item
+    return [memory(moved, sizes.dtype, count=sums)] if sums else []
+
+
 def _backward(projection: tuple[int, int, int], dtype: str) -> tuple[Operation, Operation]:
     """Gradients of input and weight."""
     rows, inner, columns = projection
@@ -202,7 +227,7 @@ def _attention(sizes: _Sizes) -> tuple[list[Operation], list[Operation]]:
 
 def _block(sizes: _Sizes) -> UnitWork:
     config, dtype, software = sizes.config, sizes.dtype, sizes.software
-    projections = _projections(sizes)
+    projections, products = _projections(sizes), _products(sizes)
     attended, attended_back = _attention(sizes)
     gated = config.activation == "swiglu"
     # GELU reads and writes the inner width; SwiGLU reads both halves, and eager PyTorch writes SiLU's result between.
@@ -220,10 +245,11 @@ def _block(sizes: _Sizes) -> UnitWork:
         memory(sizes.inner * activation, dtype),
         *([memory(rotary, dtype)] if rotary else []),
     ]
-    forward = (*(matmul(*each, dtype) for each in projections), *_casts(projections, sizes, 1), *attended, *between)
+    forward = (*(matmul(*each, dtype) for each in products), *_casts(projections, sizes, 1), *attended, *between)
     backward = (
-        *(op for each in reversed(projections) for op in _backward(each, dtype)),
-        *_casts(projections, sizes, 2),
+        *(op for each in reversed(products) for op in _backward(each, dtype)),
+        *_adding(sizes),
+        *_casts(projections, sizes, 4 if software.row_scales else 2),
         *attended_back,
         memory(sizes.stream * passes * 1.5 / 6, dtype, count=6),
         memory(sizes.inner * activation * 1.5, dtype),

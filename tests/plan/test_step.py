@@ -20,9 +20,9 @@ from paceline.plan.models import meta_model
 from paceline.plan.run import Run
 from paceline.plan.stages import shapes
 from paceline.plan.step import step_time
-from paceline.plan.transformer_work import transformer_work
+from paceline.plan.transformer_work import Software, transformer_work
 
-A100 = profiles.hardware("a100")
+A100, H100 = profiles.hardware("a100"), profiles.hardware("h100")
 GPT = ModelConfig(layers=24, width=2048, heads=16, context=2048, vocabulary=50304)
 
 
@@ -116,6 +116,31 @@ def test_what_nanotron_does_in_its_own_way_is_no_faster() -> None:
         assert changed.total > plain.total, name
     assert step_time(replace(run, gathers_first=True), A100).gather > plain.gather
     assert step_time(replace(run, bucket=1_000_000), A100).reduce > plain.reduce
+
+
+def test_tensor_ranks_gather_what_is_cast_to_8_bits_in_8_bits() -> None:
+    run = Run(GPT, 8, 4, tensor=8, sequence_parallel=True)
+    at_once = replace(H100, kernels=replace(H100.kernels, launch=0.0), within=replace(H100.within, latency=0.0))
+
+    def exchanged(dtype: str, row_scales: bool = False) -> float:
+        return step_time(replace(run, dtype=dtype, software=Software(row_scales=row_scales)), at_once).tensor
+
+    assert exchanged("float8") == pytest.approx(exchanged("bfloat16") * 3 / 4)
+    assert exchanged("float8", row_scales=True) == pytest.approx(exchanged("bfloat16"))
+
+
+def test_sums_of_separate_products_have_no_matmul_to_hide_behind() -> None:
+    run = Run(GPT, 8, 4, tensor=8, sequence_parallel=True)
+
+    def exchanged(**changes: object) -> float:
+        return step_time(replace(run, **changes), A100).tensor  # type: ignore[arg-type]
+
+    plain, fused = exchanged(), exchanged(overlap_tensor=True)
+    apart = exchanged(overlap_tensor=True, software=Software(separate=True))
+    assert exchanged(software=Software(separate=True)) == pytest.approx(plain)
+    # All but the first of eight pieces; of backward, which is half, only what is gathered.
+    assert fused == pytest.approx(plain / 8)
+    assert apart == pytest.approx(plain / 2 / 8 + plain / 2 * (1 / 2 + 1 / 2 / 8))
 
 
 def test_tensor_ranks_that_send_parts_send_each_byte_once_between_hosts() -> None:

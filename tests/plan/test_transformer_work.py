@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from paceline.models.config import ModelConfig
 from paceline.models.flops import flops_per_token
 from paceline.models.presets import PRESETS
 from paceline.plan.transformer_work import Software, transformer_work
+from paceline.plan.work import Operation, UnitWork
 
 
 @pytest.mark.parametrize("name", ["gpt2-1.5b", "llama-8b", "llama-70b"])
@@ -37,6 +40,46 @@ def test_rmsnorm_of_single_operations_passes_over_the_stream_more_often_than_one
 
     assert moved("rmsnorm", False) - moved("layernorm", False) == 2 * 16 * 512 * 1024 * 2
     assert moved("rmsnorm", True) == moved("layernorm", True)
+
+
+@pytest.mark.parametrize(("compiled", "passes"), [(True, 1), (False, 3)])
+def test_separate_products_compute_as_much_and_move_the_stream_more_often(compiled: bool, passes: int) -> None:
+    shape = ModelConfig(layers=1, width=1024, heads=8, kv_heads=2, context=512, activation="swiglu", ff=4096)
+
+    def block(separate: bool) -> UnitWork:
+        how = Software(compiled=compiled, separate=separate)
+        return transformer_work(shape, 1, software=how, tensor=2, sequence_parallel=True).units[1]
+
+    def moved(operations: Iterable[Operation], kind: str) -> float:
+        return sum(op.bytes * op.count for op in operations if op.kind == kind)
+
+    fused, apart = block(False), block(True)
+    assert apart.flops == fused.flops
+    # Two of queries, keys and values and one of the gate beside the other: of all tokens, as they are multiplied.
+    stream = 3 * 512 * 1024 * 2
+    assert moved(apart.forward, "matmul") - moved(fused.forward, "matmul") == stream
+    assert moved(apart.backward, "matmul") - moved(fused.backward, "matmul") == 2 * stream
+    assert moved(apart.backward, "memory") - moved(fused.backward, "memory") == passes * stream
+    assert [op.shape[-1] for op in apart.forward if op.kind == "matmul"] == [512, 128, 128, 1024, 2048, 2048, 1024]
+
+
+def test_with_a_scale_for_each_row_backward_casts_twice_as_often() -> None:
+    shape = ModelConfig(layers=1, width=1024, heads=8, context=512)
+
+    def casting(row_scales: bool) -> list[float]:
+        block = [
+            transformer_work(shape, 1, dtype=dtype, software=Software(row_scales=row_scales)).units[1]
+            for dtype in ("float8", "bfloat16")
+        ]
+        return [
+            sum(op.bytes * op.count for op in ops if op.kind == "memory")
+            - sum(op.bytes * op.count for op in plain if op.kind == "memory")
+            for ops, plain in ((block[0].forward, block[1].forward), (block[0].backward, block[1].backward))
+        ]
+
+    (forward, backward), (by_rows, back_by_rows) = casting(False), casting(True)
+    assert by_rows == forward > 0
+    assert back_by_rows == 2 * backward == 4 * forward
 
 
 def test_complex_numbers_are_turned_alike_compiled_or_not() -> None:

@@ -34,6 +34,7 @@ class Described:
         compiled: Whether kernels are fused, where the row says it.
         fused_attention: Whether attention is one kernel, where the row says it.
         assumed: What the row leaves out and was assumed, in words.
+        row_scales: As `Software.row_scales`.
     """
 
     run: Run
@@ -44,6 +45,7 @@ class Described:
     compiled: bool | None
     fused_attention: bool | None
     assumed: tuple[str, ...]
+    row_scales: bool = False
 
     @property
     def by_formula(self) -> bool:
@@ -147,6 +149,7 @@ def describe(row: Row) -> Described:
         compiled=_compiled(row),
         fused_attention=_fused_attention(row),
         assumed=tuple(assumed),
+        row_scales=bool(re.search(r"row.?wise", row.text("precision") + row.text("fp8"))),
     )
 
 

@@ -10,7 +10,6 @@ from paceline.core.errors import UserError
 from paceline.plan import profiles
 from paceline.plan.fitted import FITTED, LAUNCH, Constants, kernels
 from paceline.plan.hardware import Hardware, Link
-from paceline.plan.network import spread
 from paceline.plan.published import traced
 from paceline.plan.published.describe import Described, describe
 from paceline.plan.published.measured import contradicting, measured_seconds, read_as_share
@@ -92,6 +91,7 @@ def step_of(described: Described, constants: Constants = FITTED) -> StepTime:
     if described.stack == OWN:
         return traced.step_time(described.run, machines(described, constants))
     how = software(stack, constants.eager_passes, constants.fused_passes, constants.scores_passes)
+    how = replace(how, row_scales=described.row_scales)
     if described.compiled is not None:
         how = replace(
             how,
@@ -123,16 +123,12 @@ def machines(described: Described, constants: Constants = FITTED) -> Hardware:
         made = replace(made, launch=constants.launch)
         within = replace(within, latency=constants.exchange_latency)
         between = replace(between, latency=constants.exchange_latency)
-    run, per_host = described.run, described.devices_per_host or found.devices_per_host
-    hosts = spread(run.data, per_host, run.tensor * run.context_ranks).hosts
-    if hosts > 1 and (measured := stack.between(hosts, per_host)) is not None:
-        between = Link(between.latency, measured)
-    elif described.network is not None:
+    if described.network is not None:
         between = Link(between.latency, described.network * profiles.LINK_EFFICIENCY)
     return replace(
         found,
         kernels=made,
-        devices_per_host=per_host,
+        devices_per_host=described.devices_per_host or found.devices_per_host,
         within=within,
         between=between,
     )
