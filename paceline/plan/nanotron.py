@@ -6,10 +6,11 @@ to (read in its `optim/gradient_accumulator.py`); ZeRO-1 divides an fp32 master 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.models.config import ModelConfig
-from paceline.plan.llama_memory import Kept, block_bytes, stage_parameters
+from paceline.plan.llama_memory import Kept, block_bytes, block_parameters, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,21 @@ class Nanotron:
 
     @property
     def parameters(self) -> float:
-        """Parameters of this rank."""
-        return stage_parameters(self.config, self.pipeline) / self.tensor
+        """Parameters of this rank, one of the first stage."""
+        if self.pipeline == 1:
+            return stage_parameters(self.config) / self.tensor
+        embedding = self.config.vocabulary * self.config.width
+        return (self.first_blocks * block_parameters(self.config) + embedding) / self.tensor
+
+    @property
+    def first_blocks(self) -> int:
+        """Blocks of the first stage: up to the one with which it has more than its share of all multiplications.
+
+        The output layer is among these, so other stages have more than the last one (its `models/base.py`).
+        """
+        block = block_parameters(self.config)
+        share = (self.config.layers * block + self.config.vocabulary * self.config.width) / self.pipeline
+        return min(self.config.layers, math.floor(share / block) + 1)
 
     @property
     def states(self) -> float:
@@ -59,7 +73,7 @@ class Nanotron:
         layers = config.layers / self.pipeline
         # Logits in bf16 and fp32, and fp32 ones that become the softmax.
         logits = 10 * tokens * config.vocabulary / self.tensor
-        first = layers * block * min(self.pipeline, self.micro_batches)
+        first = self.first_blocks * block * min(self.pipeline, self.micro_batches)
         again = block_bytes(config, tokens, "all", self.tensor) if self.kept == "input" else 0.0
         last = layers * block + max(logits, again)
         gradients = 2 * self.parameters

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.models.presets import PRESETS
+from paceline.models.presets import PRESETS, llama
 from paceline.plan.nanotron import Nanotron
 
 RUN = Nanotron(PRESETS["llama-8b"], samples=1, micro_batches=4, data=8, tensor=4)
@@ -24,3 +24,14 @@ def test_gradients_are_the_fullest_moment_where_activations_are_few() -> None:
 def test_the_first_stage_has_as_many_in_flight_as_there_are_stages() -> None:
     stages = replace(RUN, pipeline=4, config=replace(RUN.config, vocabulary=1))
     assert stages.peak > replace(stages, micro_batches=1).peak
+
+
+def test_the_first_stage_has_blocks_for_what_the_last_ones_output_layer_multiplies() -> None:
+    # The Ultra-Scale Playbook's 3.57 billion: a block of 113 million multiplications, an output layer of 403 million.
+    config = llama(28, 3072, 24, 24, 8192, 4096, 131_072, True, rope_theta=10_000.0)
+    stages = Nanotron(config, samples=1, micro_batches=8, data=8, pipeline=2)
+    assert stages.first_blocks == 16
+    assert replace(stages, pipeline=1).first_blocks == 28
+    assert replace(stages, config=replace(config, vocabulary=8)).first_blocks == 15
+    block = 4 * 3072 * 3072 + 3 * 3072 * 8192 + 2 * 3072
+    assert stages.parameters == 16 * block + 131_072 * 3072
