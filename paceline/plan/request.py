@@ -57,9 +57,20 @@ class Request:
     notes: tuple[str, ...] = ()
 
     @property
+    def _traced(self) -> tuple[str, ...]:
+        """What is told of the model's trace, by the smallest micro-batch that is planned."""
+        subject, precision = self.case.subject, self.precisions[0]
+        least, samples = subject.least(precision), self.samples if self.own is None else self.own.samples
+        told = subject.work(min(least, samples), precision).warnings
+        if least == 1 or samples == 1:
+            return told
+        reason = subject.work(1, precision).warnings[0].partition(". ")[0]
+        return (*told, f"micro-batches have {least} samples or more: with one, {reason}")
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What could not be found out, or is not as one would think."""
-        found = (*self.case.subject.work(1, self.precisions[0]).warnings, *self.notes)
+        found = (*self._traced, *self.notes)
         if self.config is not None and self.config.tf32 and "float32" in self.precisions:
             found = (*found, "tf32 is no part of forecasts: in float32 matrices are taken to multiply without it")
         if self.network != 1 and self.case.devices <= self.case.hardware.devices_per_host:
@@ -234,9 +245,10 @@ def _precisions(
         return ("float32",), ()
     # float32 leaves a model as it is, which for one that has its parameters in another dtype is something else.
     is_choice = "float32" in known and subject.shapes.dtypes == ("float32",)
-    if is_choice and subject.work(1, low).source == "rough" and subject.work(1, "float32").source != "rough":
+    some = subject.work(subject.least(low), low)
+    if is_choice and some.source == "rough" and subject.work(subject.least("float32"), "float32").source != "rough":
         # Such as Fourier transforms, which torch has in no low precision.
-        reason = subject.work(1, low).warnings[0].partition(". ")[0]
+        reason = some.warnings[0].partition(". ")[0]
         return ("float32",), (f"float32 is planned, as in {low} {reason}",)
     close = is_choice and known[low] < WORTH_A_LOOK * known["float32"]
     return ((low, "float32") if close else (low,)), ()

@@ -137,17 +137,19 @@ def groups(case: Case, hosts: Sequence[int]) -> list[int]:
     return [size for size in dict.fromkeys(sizes) if 1 < size < devices]
 
 
-def micro_batches(samples: int, may_fit: Callable[[int], bool]) -> list[int]:
+def micro_batches(samples: int, may_fit: Callable[[int], bool], least: int = 1) -> list[int]:
     """Sizes of a micro-batch to look at, the smallest first: some divisors of a device's samples.
 
     Large ones leave less to wait for and fill matmuls, so the largest that may fit is among them; the others are spread
-    down to 1.
+    down to the least.
 
     Args:
         samples: Of a step on one device.
         may_fit: Whether a size may fit; of larger ones fewer do.
+        least: What the model takes at least.
     """
-    divisors = [size for size in range(1, min(samples, LARGEST_MICRO_BATCH) + 1) if samples % size == 0]
+    least = min(least, samples)
+    divisors = [size for size in range(least, min(samples, LARGEST_MICRO_BATCH) + 1) if samples % size == 0]
     possible = [size for size in divisors if may_fit(size)] or divisors[:1]
     steps = min(len(possible), MOST_MICRO_BATCHES) - 1
     return [possible[round(index * (len(possible) - 1) / steps)] for index in range(steps + 1)] if steps else possible
@@ -157,7 +159,8 @@ def _settings(case: Case, least: Least, family: Strategy, samples: int) -> Itera
     for recompute, every in RECOMPUTE:
         changed: dict[str, Any] = {"recompute": recompute, "recompute_every": every}
         strategy = replace(family, **changed)
-        for size in micro_batches(samples, partial(_may_fit, case, least, strategy, samples)):
+        smallest = case.subject.least(strategy.precision)
+        for size in micro_batches(samples, partial(_may_fit, case, least, strategy, samples), smallest):
             count = samples // size
             ways: list[Any] = ["auto"]
             if count > 1 and family.stage >= 2 and family.reduce_in_float32:

@@ -34,6 +34,8 @@ class Subject:
         make: Gives the work of one micro-batch of so many samples, computed in a dtype.
         flops: Floating-point operations that a token needs, forward and backward, by which MFU is counted: 6 N + 12 L h
             s of a Transformer (Chowdhery et al. 2022). 0: those that the work needs, counted alike.
+        least: Samples of a micro-batch at least, by what is computed in: 2 where the model raises on one alone, as it
+            does with BatchNorm over a single value of each channel.
         with_context: The same model with samples of another length.
     """
 
@@ -42,6 +44,7 @@ class Subject:
     context: int
     make: Callable[[int, str], Work]
     flops: float = 0.0
+    least: Callable[[str], int] = lambda _: 1
     with_context: Callable[[int], Subject] | None = None
     _made: dict[tuple[int, str], Work] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -102,19 +105,28 @@ def of_module(
             )
         return known[samples, dtype]
 
+    def is_rough(samples: int, dtype: str) -> bool:
+        return traced(samples, dtype).source == "rough"
+
+    def least(dtype: str) -> int:
+        return 2 if is_rough(1, dtype) and not is_rough(2, dtype) else 1
+
     def line(samples: int, dtype: str) -> Work | None:
-        return extended(traced(1, dtype), traced(2, dtype), samples)
+        first = least(dtype)
+        return extended(traced(first, dtype), traced(first + 1, dtype), samples - first + 1)
 
     @cache
     def grows_evenly(samples: int) -> bool:
         # Each sample with each other one, as in a contrastive loss, is more than a part for each sample, and what is
         # the least for few, as a capacity, is more for many.
-        dtype = "float32" if traced(1, "bfloat16").source == "rough" else "bfloat16"
+        dtype = "float32" if is_rough(least("bfloat16"), "bfloat16") else "bfloat16"
         made = line(samples, dtype)
         return made is not None and _alike(made, traced(samples, dtype))
 
     def work(samples: int, dtype: str) -> Work:
-        is_line = samples > 2 and (is_even or (grows_evenly(4) and (samples < 5 or grows_evenly(_many(samples)))))
+        is_line = samples > least(dtype) + 1 and (
+            is_even or (grows_evenly(4) and (samples < 5 or grows_evenly(_many(samples))))
+        )
         return grouped((line(samples, dtype) if is_line else None) or traced(samples, dtype))
 
     length = context if context and inputs is None else traced(1, "bfloat16").tokens
@@ -123,6 +135,7 @@ def of_module(
         shapes(model),
         length,
         work,
+        least=least,
         with_context=None if inputs is not None else lambda other: of_module(name, model, inputs, other, kernels),
     )
 

@@ -15,7 +15,8 @@ from paceline.plan.arguments import PlanArguments
 from paceline.plan.case import Case
 from paceline.plan.estimate import Setting
 from paceline.plan.hardware import Hardware
-from paceline.plan.request import request
+from paceline.plan.request import Request, request
+from paceline.plan.search import search
 from paceline.plan.subject import of_module
 
 MODELS = """
@@ -55,6 +56,35 @@ def test_a_length_is_of_what_the_model_is_called_with(tmp_path: Path, monkeypatc
         context("words", 64)
     with pytest.raises(UserError, match=r"--context 64: a sample of what .*:wide is called with is no sequence"):
         context("wide", 64)
+
+
+def test_micro_batches_that_a_model_raises_on_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models_with_norms_over_the_batch.py").write_text(
+        MODELS
+        + """
+def pooled():
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
+    return nn.Sequential(nn.Conv2d(3, 8, 3), head), torch.empty(1, 3, 16, 16)
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def planned(samples: int) -> tuple[Request, list[int]]:
+        asked = PlanArguments(
+            model="models_with_norms_over_the_batch:pooled", hardware="h100", batch_tokens=str(samples)
+        )
+        made = request(asked, 1)
+        found = search(made.case, made.samples, precisions=made.precisions)
+        return made, [each.setting.samples for each in found.best]
+
+    many, sizes = planned(8)
+    assert min(sizes) >= 2
+    told = " ".join(many.warnings)
+    assert told.startswith("micro-batches have 2 samples or more: with one, Sequential cannot be traced: it raised")
+    assert "Expected more than 1 value per channel" in told and "rough" not in told
+    assert all(many.case.subject.work(size, "bfloat16").source != "rough" for size in (2, 3, 8))
+    one, sizes = planned(1)
+    assert sizes == [1] and "rough" in " ".join(one.warnings)
 
 
 def test_what_no_low_precision_computes_is_planned_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

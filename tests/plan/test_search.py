@@ -141,6 +141,11 @@ def test_sizes_of_micro_batches_divide_a_devices_samples_up_to_the_largest_that_
     assert micro_batches(samples, lambda size: size <= fits) == sizes
 
 
+@pytest.mark.parametrize(("samples", "sizes"), [(1, [1]), (2, [2]), (7, [7]), (12, [2, 3, 4, 6, 12])])
+def test_micro_batches_are_no_smaller_than_the_model_takes(samples: int, sizes: list[int]) -> None:
+    assert micro_batches(samples, lambda size: size <= samples, least=2) == sizes
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "hardware", "samples"), [("nano", "h100", 1000), ("tiny", "a100", 120), ("gpt2-124m", "h100", 120)]

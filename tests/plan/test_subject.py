@@ -111,3 +111,12 @@ def test_what_is_more_for_many_samples_alone_is_traced(samples: int) -> None:
     subject = of_module("capacity", Capacity(), example)
     # Two products forward and three backward, as rows need no gradient.
     assert subject.work(samples, "bfloat16").flops == 5 * 2 * 8 * max(4, samples // 8) * 16 * 32
+
+
+def test_from_two_samples_on_many_are_worked_out_where_one_alone_is_refused() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)))
+    subject = of_module("normed", model, torch.empty(1, 16))
+    traced = trace(model, 40, inputs=torch.empty(1, 16))
+    assert subject.least("float32") == 2
+    assert subject.work(40, "float32") == grouped(traced)
+    assert of_module("plain", nn.Linear(16, 4, device="meta"), torch.empty(1, 16)).least("float32") == 1
