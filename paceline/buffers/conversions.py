@@ -18,22 +18,25 @@ class Conversions:
     def __init__(self, flat: FlatParameters) -> None:
         """Takes the dtypes that parameters have now for those that they are computed with in."""
         self._flat = flat
-        self._dtypes_of = [
-            (index, flat.all[index], {view.dtype, flat.local.get(index, view).dtype})
+        self._dtypes_of = {
+            index: {view.dtype, flat.local.get(index, view).dtype}
             for index, view in enumerate(flat.views)
             if flat.layout.slots[index].spec.trainable
-        ]
-        self._mixed = [index for index, _, dtypes in self._dtypes_of if len(dtypes) > 1 and not flat.is_sharded]
+        }
+        self._mixed = [index for index, dtypes in self._dtypes_of.items() if len(dtypes) > 1 and not flat.is_sharded]
 
-    def require_none(self) -> None:
+    def require_none(self, *indices: int) -> None:
         """Refuses parameters that were converted since they were laid out.
+
+        Args:
+            indices: Which ones are looked at, if not all.
 
         Raises:
             EngineError: One is of another dtype than it is computed with or updated in.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            for index, parameter, dtypes in self._dtypes_of:
-                if parameter.dtype not in dtypes:
+            for index in indices or self._dtypes_of:
+                if index in self._dtypes_of and self._flat.all[index].dtype not in self._dtypes_of[index]:
                     refuse_conversion(index, self._flat)
 
     def undo(self) -> bool:

@@ -220,13 +220,13 @@ class FlatParameters:
         """All tensors over these buffers that are kept for as long as they are."""
         return (*self._tensors.made, *self.views, *self._wholes.values(), *self._own_shards.values())
 
-    def cut(self, index: int, whole: Tensor) -> Tensor:
-        """The part of a tensor of a parameter's own shape that goes with this rank's shard of it."""
-        local, slot = self.local[index], self.layout.slots[index]
+    def cut(self, index: int, whole: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The part of what has a parameter's own shape that goes with this rank's shard of it, as wide by default."""
+        dtype, slot = dtype or self.local[index].dtype, self.layout.slots[index]
         if self.shards == 1:
-            return whole.to(local.dtype)
+            return whole.to(dtype)
         start, stop = self._range_of(index)
-        ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=local.dtype, device=self.device)
+        ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=dtype, device=self.device)
         flat = ordered.copy_(whole).as_strided((slot.spec.numel,), (1,))
         return flat[start - slot.offset : stop - slot.offset].clone()
 

@@ -16,7 +16,8 @@ from paceline.checkpoint.reader import Reader
 from paceline.comm.control import all_gather_json
 from paceline.core.errors import UserError
 from paceline.optimizers.elementwise import SHARD
-from paceline.optimizers.shard_states import OF_ALL, takes_empty_parts
+from paceline.optimizers.no_part import OF_ALL
+from paceline.optimizers.shard_states import takes_empty_parts
 from paceline.tensors.state_shard import plain_state
 
 
@@ -63,6 +64,7 @@ class OptimizerStates:
                             "own, or make one module of both parallel"
                         )
             _require_plain(optimizer)
+            ranges.widen(optimizer)
 
     # ---- to be written
 
@@ -76,7 +78,7 @@ class OptimizerStates:
                 (index, name): state
                 for index, states in self._states(optimizer)
                 for name, state in states.items()
-                if self._is_of_elements(index, name, state)
+                if self._is_of_elements(optimizer, index, name, state)
             }
             gathered: list[list[Any]] = [
                 [index, name, str(state.dtype).removeprefix("torch.")]
@@ -126,7 +128,7 @@ class OptimizerStates:
                 for key, state in held.items():
                     if not isinstance(key, str) or "/" in key:
                         raise UserError(f"{what} holds {key!r} for {name}: name states by text without a slash")
-                    if not self._is_of_elements(index, key, state):
+                    if not self._is_of_elements(optimizer, index, key, state):
                         if self._is_cut(optimizer, index) and (shape := _shape_in(state)):
                             raise UserError(
                                 f"{what} holds {key} of shape {list(shape)} for a shard of {name}, which other "
@@ -148,10 +150,13 @@ class OptimizerStates:
                 if states := optimizer.state.get(parameter):
                     yield self._index_of[id(parameter)], {name: plain_state(each) for name, each in states.items()}
 
-    def _is_of_elements(self, index: int, name: str, state: Any) -> bool:
+    def _is_of_elements(self, optimizer: Optimizer, index: int, name: str, state: Any) -> bool:
         if not isinstance(state, Tensor) or (not state.dim() and name in OF_ALL):
             return False
-        return state.shape == self._ranges.local(index).shape or tuple(state.shape) == self._ranges.spec(index).shape
+        if tuple(state.shape) == self._ranges.spec(index).shape:
+            return True
+        # A statistic of whole parameters may happen to be as long as a shard.
+        return self._is_cut(optimizer, index) and state.shape == self._ranges.local(index).shape
 
     # ---- read
 
@@ -204,6 +209,7 @@ class OptimizerStates:
                     # Torch's optimizers make the states of a parameter when it has none.
                     if states and self._updates(optimizer, index):
                         optimizer.state[parameter] = states
+            self._ranges.keep_dtypes(optimizer)
 
     def _updates(self, optimizer: Optimizer, index: int) -> bool:
         """Whether steps on this rank take in a parameter: it has a part of that, or none is there or asked for."""
@@ -253,7 +259,8 @@ def _require_plain(optimizer: Optimizer) -> None:
         UserError: It is such a one.
     """
     kind = type(optimizer)
-    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    # One that wraps another may never have called `Optimizer.__init__`, which makes these.
+    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
     if kind.state_dict is Optimizer.state_dict and not any(hooks):
         return
     given = optimizer.state_dict()

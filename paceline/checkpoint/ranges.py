@@ -14,6 +14,7 @@ from paceline.core.mesh import REPLICATE
 from paceline.core.parameter_server import ParameterServer
 from paceline.engine.engine import Engine
 from paceline.optimizers.elementwise import SHARD, needs_whole
+from paceline.optimizers.own_dtypes import keep_dtypes, widen_states
 
 ReadInto = Callable[[int, Tensor], None]
 """(start, target): fills a one-dimensional tensor with a stored one's elements from `start` on, in row-major order."""
@@ -63,13 +64,21 @@ class Ranges:
 
     def cut(self, index: int, whole: Tensor) -> Tensor:
         """This rank's shard of what has a number for each element of a whole parameter."""
-        return self._flat.cut(index, whole)
+        return self._flat.cut(index, whole, whole.dtype)
 
     def mark(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Notes in an optimizer's group which shards its states are of."""
         group.pop(SHARD, None)
         if self._flat.shards > 1 and not self.is_whole_in(optimizer):
             group[SHARD] = [*self._flat.number, [self._flat.cuts] * len(group["params"])]
+
+    def widen(self, optimizer: Optimizer) -> None:
+        """Has an optimizer's states in the dtype that the next step would have them in."""
+        widen_states(optimizer, self._flat)
+
+    def keep_dtypes(self, optimizer: Optimizer) -> None:
+        """Has its states, which were loaded, stay as they are."""
+        keep_dtypes(optimizer, self._flat)
 
     def is_whole_in(self, optimizer: Optimizer) -> bool:
         """Whether every rank holds all states of an optimizer, though its parameters are cut: see `needs_whole`."""
@@ -151,7 +160,7 @@ class Ranges:
             read_into(0, target.view(-1))
         else:
             whole = self.whole(index, target.dtype, read_into)
-            target.copy_(self._flat.cut(index, whole) if self.is_cut(index) else whole)
+            target.copy_(self.cut(index, whole) if self.is_cut(index) else whole)
 
 
 def _part(start: int, length: int, rank: int, among: Sequence[int]) -> tuple[int, int]:

@@ -274,6 +274,11 @@ class Engine:
         self.update.begin(optimizer)
 
     @gives_up
+    def part_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step inside another's step."""
+        self.update.part_begins(optimizer)
+
+    @gives_up
     def update_ends(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped. Where parameters are kept whole elsewhere, they are now sent."""
         self.update.end(optimizer)

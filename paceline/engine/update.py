@@ -86,6 +86,18 @@ class Update:
         published = self._program.executor.knows(Key("publish", GRADIENTS, index, "backward"))
         return schedule.update(index) if published or not schedule.copies_gradients else schedule.lone_update(index)
 
+    def part_begins(self, optimizer: Optimizer) -> None:
+        """Another optimizer is about to step inside the step, and finds what that one is shown.
+
+        Raises:
+            UserError: It holds states of shards, but parameters are whole.
+        """
+        if self.under_way and self._shown.is_whole:
+            try:
+                require_states_of(optimizer, self._program.parameters.flat.index_of.__contains__)
+            except UserError as error:
+                raise UserError(f"{error}: it has stepped before outside of the step of the one that wraps it") from None
+
     def suspend(self) -> None:
         """A closure runs, or a forward inside the step: parameters are what they are outside of it."""
         self.end_raised()
@@ -138,6 +150,10 @@ class Update:
         """Ends a step that raised, if there is one: what it wrote in place stays, and nothing else is taken over."""
         if self.under_way:
             self._take_back(takes_given=False)
+            if (parameters := self._program.parameters).flat.has_masters:
+                # What is computed with follows what the step has written.
+                parameters.updated()
+                parameters.rest()
         self._is_suspended, self._closures = False, 0
 
     def end_raised(self) -> None:

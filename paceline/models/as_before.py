@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,19 +108,21 @@ def _copies(tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
 
 
 _MACHINERY = frozenset(vars(nn.Module())) - {"training", "_parameters"}
-"""What torch keeps in a module, of which buffers have a way of their own."""
+"""What torch keeps in a module, of which buffers have a way of their own, and hooks count where there are any."""
+_HOOKS = frozenset(name for name in _MACHINERY if name.startswith(("_forward_", "_backward_")))
 
 
 class _Part:
-    """A submodule as a forward finds it: its attributes, whether it trains, and its parameters, of its own or lent.
+    """A submodule as a forward finds it: attributes, hooks, whether it trains, and parameters, of its own or lent.
 
-    `torch.func.functional_call` lends some for one forward, and who evaluates between forward and backward switches
-    modes. Of lists, dictionaries, sets and small tensors there are copies; large tensors are not kept alive.
+    `torch.func.functional_call` lends some for one forward, for which others may have hooks, and who evaluates between
+    forward and backward switches modes. Of lists, dictionaries, sets and small tensors there are copies; large tensors
+    are not kept alive.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
+        own = {n: value for n, value in vars(module).items() if n not in _MACHINERY or (n in _HOOKS and value)}
         self.tensors = {name for name, value in own.items() if isinstance(value, Tensor) and not _is_small(value)}
         self.own = {name: _shallow(value) for name, value in own.items() if name not in self.tensors}
         small = {name: value for name, value in self.own.items() if isinstance(value, Tensor)}
@@ -141,7 +144,8 @@ class _Part:
         states = [(generator, generator.get_state()) for generator, _ in self.random]
         kept = {name: value for name, value in was.items() if not self._counts(name, value)}
         written = {name: c.clone() for name, (v, c) in self.copies.items() if self.own[name]._version != v}
-        _replace(now, {**kept, **{name: _shallow(value) for name, value in self.own.items()}, **written})
+        without = {name: OrderedDict[int, Any]() for name in _HOOKS}
+        _replace(now, {**without, **kept, **{name: _shallow(value) for name, value in self.own.items()}, **written})
         _set_states(self.random)
 
         def undo() -> None:
@@ -151,6 +155,8 @@ class _Part:
         return undo
 
     def _counts(self, name: str, value: Any) -> bool:
+        if name in _HOOKS:
+            return bool(value) or name in self.own
         left_out = name in _MACHINERY or name in self.tensors
         return not left_out and (name in self.own or not isinstance(value, Tensor) or _is_small(value))
 
@@ -160,14 +166,17 @@ def _is_small(value: Tensor) -> bool:
     return type(value) is Tensor and value.numel() <= _SMALL and value.grad_fn is None and not value.is_inference()
 
 
+_COLLECTIONS = (list, dict, set, OrderedDict)
+
+
 def _shallow(value: Any) -> Any:
-    return copy.copy(value) if type(value) in (list, dict, set) else value
+    return copy.copy(value) if type(value) in _COLLECTIONS else value
 
 
 def _same(now: Any, before: Any) -> bool:
-    if type(now) is not type(before) or type(now) not in (list, dict, set):
+    if type(now) is not type(before) or type(now) not in _COLLECTIONS:
         return now is before
-    if type(now) is dict:
+    if isinstance(now, dict):
         return now.keys() == before.keys() and all(now[key] is value for key, value in before.items())
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 

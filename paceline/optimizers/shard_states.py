@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from paceline.buffers.flat_parameters import FlatParameters
-from paceline.core.errors import EngineError, UserError
+from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.optimizers.elementwise import (
     SHARD,
@@ -23,11 +21,9 @@ from paceline.optimizers.elementwise import (
     require_states_in_state,
     tell_of_memory,
 )
-from paceline.tensors.division import Division
+from paceline.optimizers.no_part import OF_ALL, NoPart
+from paceline.optimizers.own_dtypes import keep_dtypes, widen_states
 from paceline.tensors.state_shard import StateShard, become_plain_state, become_state_shard
-
-OF_ALL = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of torch's optimizers that are one number for all elements of a parameter."""
 
 
 def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Strategy) -> None:
@@ -43,6 +39,7 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
             "set strategy.collective to all_reduce"
         )
     whole = needs_whole(optimizer, flat)
+    widen_states(optimizer, flat)
     if whole:
         tell_of_memory(optimizer)
     if not (is_of_torch(optimizer) or has_begun(optimizer)) and (shards > 1 or flat.has_masters):
@@ -69,111 +66,9 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
             _cut_states(type(optimizer).__name__, states, flat, index)
 
 
-class MissingStateError(EngineError, KeyError):
-    """A state was asked for of a parameter of which this rank has no part. Also what a dictionary raises."""
-
-    __str__ = Exception.__str__
-
-
-class NoPart(dict[str, Any]):
-    """What an optimizer holds for a parameter of which this rank has no part, as a loop finds it between steps.
-
-    It is empty and false, and has nothing for the optimizer itself. But a loop that looks at states of the parameter's
-    elements finds them as on other ranks, here without an element: so this rank takes part where they are gathered.
-    """
-
-    def __init__(self, division: Division, like: Iterable[str], dtype: torch.dtype, device: torch.device) -> None:
-        """Holds nothing.
-
-        Args:
-            division: Of the parameter.
-            like: Names of states of other parameters of a group alike; empty where this rank has none.
-            dtype: Of what an optimizer updates.
-            device: The same.
-        """
-        super().__init__()
-        self._division, self._like, self._dtype, self._device = division, tuple(like), dtype, device
-        self._made: dict[str, StateShard] = {}
-
-    def is_like(self, division: Division, like: Iterable[str]) -> bool:
-        """Whether a new one would be the same."""
-        return self._division is division and self._like == tuple(like)
-
-    def __missing__(self, name: str) -> Tensor:
-        """A state, without elements.
-
-        Raises:
-            MissingStateError: It is one number for the whole parameter.
-        """
-        if name in OF_ALL:
-            raise MissingStateError(
-                f"the optimizer's {name} of {self._division.parameter}, of which this rank's shard has no element: it "
-                "is on the ranks that update it. Ask `if optimizer.state[p]:` first, or set strategy.zero to 0"
-            )
-        if name not in self._made:
-            empty = torch.empty(0, dtype=self._dtype, device=self._device)
-            self._made[name] = become_state_shard(empty, self._division.of_state(name))
-        return self._made[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Keeps a whole state until the next step, of which nothing is this rank's then."""
-        if not isinstance(value, StateShard):
-            super().__setitem__(name, value)
-
-    def clear(self) -> None:
-        """A step begins, after which all states have changed."""
-        super().clear()
-        for state in self._made.values():
-            become_state_shard(state, state._division)
-
-    def __contains__(self, name: object) -> bool:
-        """Whether other ranks have it, as far as is known here."""
-        return super().__contains__(name) or name in self._names()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A state that other ranks have."""
-        return self[name] if self.__contains__(name) else default
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """A state that other ranks drop."""
-        return self.get(name) if name in self._names() else super().pop(name, *default)
-
-    def __delitem__(self, name: str) -> None:
-        """Other ranks drop it."""
-        self.pop(name)
-
-    def __iter__(self) -> Iterator[str]:
-        """Goes over the names."""
-        return iter(self._names())
-
-    def keys(self) -> Any:
-        """The names."""
-        return dict.fromkeys(self._names()).keys()
-
-    def values(self) -> Any:
-        """States without elements."""
-        return {name: self[name] for name in self._names()}.values()
-
-    def items(self) -> Any:
-        """States without elements, by name."""
-        return {name: self[name] for name in self._names()}.items()
-
-    def _names(self) -> tuple[str, ...]:
-        # Where an optimizer loads states, it would look for its count of steps beside them.
-        loads = sys._getframe(2).f_globals.get("__name__") == Optimizer.__module__
-        return () if loads else self._like
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoPart:
-        """A copy tells as much."""
-        return NoPart(self._division, self._like, self._dtype, self._device)
-
-    def __reduce__(self) -> Any:
-        """A file has a plain dictionary, without states."""
-        return (OrderedDict, ())
-
-
 def mark_states(optimizer: Optimizer, flat: FlatParameters) -> None:
     """An optimizer has stepped on shards: until it does again, a loop sees its states as whole ones."""
+    keep_dtypes(optimizer, flat)
     if flat.shards == 1 or needs_whole(optimizer, flat):
         return
     names: dict[Hashable, list[str]] = {}
@@ -266,24 +161,23 @@ def takes_empty_parts(optimizer: Optimizer) -> bool:
 
 
 def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, index: int) -> None:
-    """Makes what an optimizer holds for one parameter go with this rank's shard of it, in the dtype of its update."""
-    local = flat.local[index]
-    shape, dtype = local.shape, local.dtype
+    """Makes what an optimizer holds for one parameter go with this rank's shard of it."""
+    shape = flat.local[index].shape
     for name, state in states.items():
         if type(state) is StateShard:
             become_plain_state(state)
-            if state.shape == shape and state.dtype == dtype:
+            if state.shape == shape:
                 # As nearly all are, from the second step on.
                 continue
         if not isinstance(state, Tensor) or (not state.dim() and name in OF_ALL):
             continue
         spec = flat.layout.slots[index].spec
         if tuple(state.shape) == spec.shape:
-            if state.shape != shape or state.dtype != dtype:
-                states[name] = flat.cut(index, state)
-        elif flat.shards > 1 and state.shape != local.shape and state.dim():
+            if state.shape != shape:
+                states[name] = flat.cut(index, state, state.dtype)
+        elif flat.shards > 1 and state.shape != shape and state.dim():
             raise UserError(
                 f"{optimizer} holds {name} of shape {list(state.shape)} for {spec.name}, of which "
-                f"this rank updates {local.numel()} elements: load states that were saved with the same strategy "
+                f"this rank updates {shape.numel()} elements: load states that were saved with the same strategy "
                 "and number of ranks, or those of one process"
             )

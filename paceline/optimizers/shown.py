@@ -43,6 +43,11 @@ class Shown:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._whole: AbstractContextManager[None] | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole parameters are shown where ranks have shards of them."""
+        return self._whole is not None
+
     def show(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step. A collective call where it is shown whole gradients."""
         flat = self._flat

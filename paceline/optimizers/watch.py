@@ -31,6 +31,10 @@ class Watcher(Protocol):
         """An optimizer is about to step."""
         ...
 
+    def part_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step inside the step of another one, of which the watcher was told."""
+        ...
+
     def update_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
         ...
@@ -118,6 +122,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
     watching = _watching(optimizer)
     for watcher in watching:
         watcher.update_begins(optimizer)
+    for watcher in _alive():
+        if watcher not in watching and _holds(watcher, optimizer):
+            watcher.part_begins(optimizer)
     if not watching:
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 from tests.idioms.side import Found, Side, fit, idiom, mlp, state
 
@@ -99,4 +100,29 @@ def a_model_is_narrowed_while_it_is_whole(side: Side) -> Found:
     with torch.no_grad():
         side.mean(net(side.batch(9)[0].half()).mean())
     model.to(side.dtype)
+    return state(model)
+
+
+class _Router(nn.Module):
+    """Casts itself to float32 in its forward, as those of transformers' SwitchTransformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.classifier = self.classifier.to(torch.float32)
+        return self.classifier(x.float()).softmax(-1).to(x.dtype) * x
+
+
+@idiom(refused=(*REFUSED, ("zero 3", SAID)), low=False)
+def a_router_casts_itself(side: Side) -> Found:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), _Router(), nn.Linear(6, 3)).to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        net(side.batch(step)[0][:, :6]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return state(model)

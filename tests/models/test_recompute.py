@@ -14,9 +14,9 @@ import paceline as pl
 from paceline.core.strategy import Strategy
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
-from tests.engine.models import STAGES, assert_same, gradients, snapshot
+from tests.engine.models import STAGES, assert_same, gradients, shares, snapshot
 from tests.engine.real_models import FAMILIES, loss_of
-from tests.quick import diagonal
+from tests.quick import diagonal, full
 
 CONFIG = ModelConfig(layers=2, width=16, heads=2, context=8, vocabulary=11)
 
@@ -169,3 +169,50 @@ def copied_and_released() -> list[bool]:
 
 def test_a_copy_recomputes_with_its_own_parameters_and_release_ends_it(ranks) -> None:
     assert ranks(2, copied_and_released) == [[True] * 3] * 2
+
+
+class Adapted(nn.Module):
+    """Hooks its blocks' layers for the length of a forward, with what that was given, as libraries of adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        hooks = [block[0].register_forward_hook(lambda *given: given[2] * scale) for block in self.blocks]
+        hooks += [
+            block[2].register_forward_pre_hook(lambda m, args, kwargs: ((args[0] + scale,), kwargs), with_kwargs=True)
+            for block in self.blocks
+        ]
+        try:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def adapted(strategy: Strategy | None) -> dict[str, torch.Tensor]:
+    model = Adapted().double()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        model(x if strategy is None else shares(x), 2.0 + step).square().mean().backward()
+        # Others are there when it is evaluated, or none.
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(module._forward_hooks for module in model.modules() if isinstance(module, nn.Linear))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("zero", [0, full(2), 3])
+@pytest.mark.parametrize("how", ["unit", full("keep_attention")])
+def test_hooks_that_were_there_for_a_forward_are_there_when_it_is_computed_again(ranks, zero: int, how: str) -> None:
+    expected = adapted(None)
+    for found in ranks(2, adapted, Strategy(zero=zero, recompute=how)):  # type: ignore[arg-type]
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-12, rtol=0)

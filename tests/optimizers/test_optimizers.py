@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import paceline as pl
 from paceline.core.strategy import Strategy
 from tests.engine.models import HYBRID, SHARDED, STAGES, assert_same, data, make, shares, snapshot
-from tests.quick import diagonal, some
+from tests.quick import diagonal, full, some
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -209,3 +209,47 @@ def test_groups_of_ranks_that_shard_and_replicate_equal_one_process(ranks) -> No
     for strategy in HYBRID.values():
         for state in ranks(4, optimised, strategy, "AdamW"):
             assert_same(state, expected)
+
+
+@pl.elementwise
+class Failing(torch.optim.SGD):
+    """Raises in its second step, once some parameters are updated."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        self.steps += 1
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            if self.steps == 2 and number == 2:
+                raise KeyError("mine")
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+def failed(strategy: Strategy | None) -> dict:
+    model = make()
+    if strategy is not None:
+        pl.parallelize(model, strategy)
+    optimizer = Failing(model.parameters(), lr=0.1)
+    for step in range(4):
+        x, y = data(step, 12)
+        F.mse_loss(
+            model(x if strategy is None else shares(x)).double(), y if strategy is None else shares(y)
+        ).backward()
+        try:
+            optimizer.step()
+        except KeyError:
+            if strategy is not None:
+                pl.reset(model)
+        optimizer.zero_grad()
+        if step == 2:
+            model.state_dict()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("name", ["zero 0", full("zero 1"), "zero 2", full("zero 3")])
+def test_a_loop_goes_on_in_low_precision_after_a_step_that_raised(ranks, name: str) -> None:
+    expected = failed(None)
+    for found in ranks(2, failed, replace(STAGES[name], precision="bfloat16")):
+        assert_same(found, expected, 0.05)

@@ -217,3 +217,39 @@ def one_released(other: int) -> tuple[str, bool]:
 def test_states_of_a_released_model_are_refused_before_another_is_updated(ranks, other: int) -> None:
     for told, same in ranks(2, one_released, other):
         assert "but parameters are whole now" in told and same
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Steps another one, whose groups it shares, as those that look ahead do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure=None) -> None:
+        self.inner.step()
+
+
+def wrapped_late() -> list[str]:
+    """What is said where an optimizer has stepped on shards before another wraps it, and if weights stayed."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    inner = torch.optim.AdamW(pl.parallelize(model, Strategy(zero=1)).parameters())
+    optimizer, said = inner, []
+    for _ in range(2):
+        model(torch.ones(2, 6)).square().mean().backward()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        try:
+            optimizer.step()
+        except pl.UserError as error:
+            pl.reset(model)
+            said += [str(error), str(all(torch.equal(v, before[n]) for n, v in model.state_dict().items()))]
+        optimizer.zero_grad()
+        optimizer = Wrapping(inner)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:Wrapping may need")
+def test_one_that_stepped_by_itself_is_refused_inside_one_that_is_shown_whole_parameters(ranks) -> None:
+    for rank, (told, unchanged) in enumerate(ranks(2, wrapped_late)):
+        assert f" holds states of shard {rank} of 2, but parameters are whole now: load" in told
+        assert unchanged == "True"

@@ -18,7 +18,7 @@ from paceline.checkpoint.plain import decode, encode
 from paceline.checkpoint.reader import Reader
 from paceline.core.errors import UserError
 from paceline.optimizers.elementwise import SHARD
-from paceline.optimizers.shard_states import OF_ALL
+from paceline.optimizers.no_part import OF_ALL
 
 Put = Callable[[Tensor], str]
 
