@@ -25,19 +25,28 @@ class Conversions:
         }
         self._mixed = [index for index, dtypes in self._dtypes_of.items() if len(dtypes) > 1 and not flat.is_sharded]
 
-    def require_none(self, *indices: int) -> None:
+    def require_none(self) -> None:
         """Refuses parameters that were converted since they were laid out.
-
-        Args:
-            indices: Which ones are looked at, if not all.
 
         Raises:
             EngineError: One is of another dtype than it is computed with or updated in.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            for index in indices or self._dtypes_of:
-                if index in self._dtypes_of and self._flat.all[index].dtype not in self._dtypes_of[index]:
+            for index, dtypes in self._dtypes_of.items():
+                if self._flat.all[index].dtype not in dtypes:
                     refuse_conversion(index, self._flat)
+
+    def is_converted(self, index: int, dtype: torch.dtype) -> bool:
+        """Whether a parameter is of another dtype than this one, as of a master that it is updated in.
+
+        Raises:
+            EngineError: It is of none that it is computed with or updated in.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            now = self._flat.all[index].dtype
+        if now not in self._dtypes_of.get(index, {now}):
+            refuse_conversion(index, self._flat)
+        return now != dtype
 
     def undo(self) -> bool:
         """Parameters that a loop made as wide as they are updated, by `model.float()`, are computed with as ever.

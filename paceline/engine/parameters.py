@@ -138,16 +138,9 @@ class Parameters:
         return self.all[index]._version != self._version or self._is_moved(index)
 
     def _is_moved(self, index: int) -> bool:
-        """Whether a parameter was given other values elsewhere, and not only a copy, as routers that cast theirs do.
-
-        Raises:
-            EngineError: It is a copy of a dtype that it is neither computed with nor updated in.
-        """
+        """Whether a parameter was given other values elsewhere, and not only a copy, as routers that cast theirs do."""
         parameter, whole = self.all[index], self.pinned.views.get(index, self.flat.views[index])
-        if parameter.data_ptr() == whole.data_ptr():
-            return False
-        if parameter.dtype != whole.dtype:
-            self.conversions.require_none(index)
+        if parameter.data_ptr() == whole.data_ptr() or self.conversions.is_converted(index, whole.dtype):
             return False
         with torch._C.DisableTorchFunctionSubclass():
             return not torch.equal(parameter, whole)

@@ -179,8 +179,7 @@ def _adding(sizes: _Sizes) -> list[Operation]:
     """Backward's sums of what products of the same stream give for it."""
     sums = len(_products(sizes)) - len(_projections(sizes))
     # Two are read and one is written; a kernel of the compiler's reads each of them only.
-    passes = 1 if sizes.software.compiled else 3
-    moved = passes * sizes.tokens * sizes.config.width * sizes.item
+    moved = (1 if sizes.software.compiled else 3) * sizes.tokens * sizes.config.width * sizes.item
     return [memory(moved, sizes.dtype, count=sums)] if sums else []
 
 

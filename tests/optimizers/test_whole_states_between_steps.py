@@ -17,7 +17,7 @@ import paceline as pl
 from paceline.comm.transport import CommunicationError
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
-from tests.engine.models import HYBRID, STAGES, assert_same, data, make, shares, snapshot
+from tests.engine.models import HYBRID, STAGES, assert_same, shares
 from tests.quick import diagonal
 
 Edit = Callable[[torch.optim.Optimizer, nn.Module, dict[str, Any], int], Any]
@@ -275,41 +275,3 @@ def test_a_rank_that_looks_alone_is_told(ranks) -> None:
     alone, other = ranks(2, read_by_rank_0, STAGES["zero 2"])
     assert "exp_avg of weight (norm)" in alone and "every rank must do so, and one may print that" in alone
     assert "exp_avg of weight (norm)" in other
-
-
-class Restoring(torch.optim.AdamW):
-    """Looks for each state that it loads, as those of pytorch_optimizer do to give it back its dtype."""
-
-    def load_state_dict(self, state_dict) -> None:
-        super().load_state_dict(state_dict)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for index, states in state_dict["state"].items():
-            held = self.state[parameters[index]]
-            self.state[parameters[index]] = {name: held[name].to(value.dtype) for name, value in states.items()}
-
-
-pl.elementwise(Restoring)
-
-
-def restored(strategy: Strategy | None) -> dict:
-    model = make()
-    if strategy is not None:
-        pl.parallelize(model, strategy)
-    optimizer = Restoring(model.parameters(), lr=0.01)
-    for step in range(4):
-        x, y = data(step, 12)
-        if strategy is not None:
-            x, y = shares(x), shares(y)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 1:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return snapshot(model)
-
-
-@pytest.mark.parametrize("name", ["zero 1", "zero 3"])
-def test_a_loader_that_looks_at_states_finds_those_of_its_rank(ranks, name: str) -> None:
-    expected = restored(None)
-    for found in ranks(2, restored, STAGES[name]):
-        assert_same(found, expected)
