@@ -36,6 +36,7 @@ class Run:
         reduced: Bytes of a gradient when it is reduced.
         overlap: Whether gradients and parameters move while blocks compute.
         overlap_tensor: Whether what tensor ranks exchange does.
+        overlap_sent: Whether what stages send each other does, once all of them have something to compute.
         reduces_whole: Whether every rank gets all reduced gradients, even where it updates a part.
         bucket: Parameters whose gradients are reduced at a time, of those that are reduced once a step; 0: all.
         gathers_first: Whether updated parameters are all gathered before the next step begins.
@@ -62,6 +63,7 @@ class Run:
     reduced: int = 4
     overlap: bool = True
     overlap_tensor: bool = False
+    overlap_sent: bool = False
     reduces_whole: bool = False
     bucket: int = 0
     gathers_first: bool = False

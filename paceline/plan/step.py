@@ -104,8 +104,9 @@ def step_time(run: Run, hardware: Hardware) -> StepTime:
     mean = each + (first + last) / run.pipeline
     adding = _parameters(run) * run.added / (hardware.device.bandwidth * hardware.kernels.memory_efficiency)
     compute = m * (mean + adding)
+    waited = 0.0 if run.overlap_sent else sent
     stage = each + tensor + sent + adding
-    slowest = stage + (max(first, last) if run.pipeline > 1 else first + last)
+    slowest = stage - sent + waited + (max(first, last) if run.pipeline > 1 else first + last)
     others = (run.pipeline - 1) * stage + (min(first, last) if run.pipeline > 1 else 0.0)
     whole = m * slowest + others / run.chunks
     # With stages parameters stay gathered, and gradients add up, from a step's first micro-batch to its last.
@@ -116,8 +117,8 @@ def step_time(run: Run, hardware: Hardware) -> StepTime:
     plain = whole + gather + reduce + optimizer
     hosts = math.ceil(run.devices / hardware.devices_per_host)
     straggling = plain * hardware.kernels.straggling * math.log2(hosts)
-    bubble = whole - compute - m * (tensor + sent)
-    return StepTime(compute, gather, reduce, m * tensor, m * sent, bubble, optimizer, straggling)
+    bubble = whole - compute - m * (tensor + waited)
+    return StepTime(compute, gather, reduce, m * tensor, m * waited, bubble, optimizer, straggling)
 
 
 def _block(run: Run, unit: UnitWork, hardware: Hardware) -> _Block:

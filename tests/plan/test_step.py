@@ -154,3 +154,12 @@ def test_tensor_ranks_that_send_parts_send_each_byte_once_between_hosts() -> Non
     assert whole.send == pytest.approx(forward_and_back * micro_batches * wire)
     assert parts.send == pytest.approx(forward_and_back * micro_batches * (part + gathered))
     assert parts.total < whole.total
+
+
+def test_what_stages_send_while_all_compute_is_waited_for_only_as_a_step_fills_up() -> None:
+    run = Run(replace(GPT, vocabulary=512), 64, 1, 16, tensor=4, pipeline=4, chunks=2, overlap=False)
+    waits, beside = step_time(run, A100), step_time(replace(run, overlap_sent=True), A100)
+    assert beside.send == 0 < waits.send
+    assert beside.bubble == pytest.approx(waits.bubble)
+    hosts = 1 + A100.kernels.straggling * 3
+    assert waits.total - beside.total == pytest.approx(waits.send * hosts)

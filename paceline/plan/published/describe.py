@@ -133,6 +133,8 @@ def describe(row: Row) -> Described:
         overlap_tensor=bool(row.flag("async_tp"))
         or "async" in row.text("parallelism")
         or stack in ("megatron", "nemo"),
+        # Megatron-LM's megatron/training/arguments.py: overlap_p2p_comm, with interleaved stages alone.
+        overlap_sent=stack in ("megatron", "nemo") and chunks > 1,
         sequence_parallel=_shares_tokens(row, stack),
         **_OWN_WAYS.get(stack, {}),
     )
