@@ -167,7 +167,7 @@ class Update:
         """The optimizer has stepped: what it updated is rounded, and sent to ranks that keep it whole."""
         program, parameters, executor = self._program, self._program.parameters, self._program.executor
         if self._is_suspended:
-            self.require_reduced("optimizer.step() with a closure")
+            self.require_reduced("optimizer.step() with a forward and backward inside")
         if self.under_way:
             self._shown.take_back()
         mark_states(optimizer, parameters.flat)

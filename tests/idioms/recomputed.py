@@ -130,7 +130,7 @@ def recomputed_blocks_evaluated_before_backward(side: Side) -> Found:
     return state(model)
 
 
-@idiom(refused=(("zero 3", r"read it inside `with pl\.full_parameters"),))
+@idiom(refused=(("zero 3", r"read or edit it inside `with pl\.full_parameters"),))
 def recomputed_blocks_with_parameters_that_are_lent(side: Side) -> Found:
     torch.manual_seed(0)
     plain = Model(lambda block, x: x + block.linear(x).tanh(), lambda block, x, beside: block(x))
