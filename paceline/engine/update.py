@@ -96,7 +96,11 @@ class Update:
             try:
                 require_states_of(optimizer, self._program.parameters.flat.index_of.__contains__)
             except UserError as error:
-                raise UserError(f"{error}: it has stepped before, outside of the one that wraps it") from None
+                raise UserError(
+                    f"{error}. It has stepped outside of the one that wraps it: let that one step from the first step "
+                    "on, and call its zero_grad() before, in which torch finds the steps of one that never called "
+                    "Optimizer.__init__"
+                ) from None
 
     def suspend(self) -> None:
         """A closure runs, or a forward inside the step: parameters are what they are outside of it."""
