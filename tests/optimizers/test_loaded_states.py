@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import paceline as pl
 from paceline.core.strategy import Strategy
 from tests.engine.models import STAGES, assert_same, data, make, shares, snapshot
+from tests.quick import full
 
 
 class Restoring(torch.optim.AdamW):
@@ -44,7 +45,7 @@ def restored(strategy: Strategy | None) -> dict:
     return snapshot(model)
 
 
-@pytest.mark.parametrize("name", ["zero 1", "zero 3"])
+@pytest.mark.parametrize("name", ["zero 1", full("zero 3")])
 def test_a_loader_that_looks_at_states_finds_those_of_its_rank(ranks, name: str) -> None:
     expected = restored(None)
     for found in ranks(2, restored, STAGES[name]):
