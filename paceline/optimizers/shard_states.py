@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from paceline.buffers.flat_parameters import FlatParameters
 from paceline.core.errors import UserError
@@ -88,6 +90,10 @@ def mark_states(optimizer: Optimizer, flat: FlatParameters) -> None:
                     become_state_shard(state, flat.division(index).of_state(name))
                     if name not in (known := names.setdefault(kind, [])):
                         known.append(name)
+                elif isinstance(state, _SEVERAL):
+                    for inner in tree_leaves(state):
+                        if type(inner) is Tensor and inner.dim() and inner.shape == local.shape:
+                            become_state_shard(inner, flat.division(index).of_state(name))
     makes = False
     for parameter, index, kind in without:
         held, like, local = optimizer.state.get(parameter), names.get(kind, ()), flat.local[index]
@@ -169,6 +175,8 @@ def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, in
             if state.shape == shape:
                 # As nearly all are, from the second step on.
                 continue
+        if isinstance(state, _SEVERAL):
+            _cut_several(state, flat, index)
         if not isinstance(state, Tensor) or (not state.dim() and name in OF_ALL):
             continue
         spec = flat.layout.slots[index].spec
@@ -181,3 +189,21 @@ def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, in
                 f"this rank updates {shape.numel()} elements: load states that were saved with the same strategy "
                 "and number of ranks, or those of one process"
             )
+
+
+_SEVERAL = (dict, list, tuple, deque)
+"""What an optimizer may hold several tensors in, such as momenta of different decay."""
+
+
+def _cut_several(held: Any, flat: FlatParameters, index: int) -> None:
+    """The same of what is in a collection, which stays the object that it is."""
+    for inner in tree_leaves(held):
+        if type(inner) is StateShard:
+            become_plain_state(inner)
+    if not isinstance(held, (dict, list)):
+        return
+    for key, inner in list(held.items() if isinstance(held, dict) else enumerate(held)):
+        if isinstance(inner, _SEVERAL):
+            _cut_several(inner, flat, index)
+        elif isinstance(inner, Tensor) and tuple(inner.shape) == flat.layout.slots[index].spec.shape:
+            held[key] = inner if inner.shape == flat.local[index].shape else flat.cut(index, inner, inner.dtype)
