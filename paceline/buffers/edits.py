@@ -32,6 +32,8 @@ def refuse_edit(index: int, flat: FlatParameters) -> NoReturn:
         flat.layout.slots[index].spec.require_shape(flat.all[index].shape)
     updated = "only its shard of it" if flat.shards > 1 else "its master weights, from which it is rounded"
     remedy = "edit parameters inside `with pl.full_parameters(model):`, on every rank, then step as usual"
+    if flat.is_sharded:
+        remedy += "; where a forward of the model's own does it, set strategy.zero to 2 or less"
     if index in flat.renormed:
         remedy = (
             "nn.Embedding(max_norm=...) does that in its forward. Leave max_norm out and scale what is looked up, by "
