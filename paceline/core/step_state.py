@@ -21,8 +21,8 @@ class StepState:
 
     | phase | gradients | allowed |
     |---|---|---|
-    | idle | none, local, reduced | forward, backward; update unless local |
-    | forward | none, local, reduced | forward, backward; update unless local (the forward's graph is then refused) |
+    | idle | none, local, reduced | forward, backward; update unless local, where these differ between ranks |
+    | forward | none, local, reduced | forward, backward; update as above (the forward's graph is then refused) |
     | backward | any | nothing but its own end, and reset |
 
     Attributes:

@@ -235,9 +235,9 @@ class Update:
             return
         if not (made := self._made_by_hand()):
             return
-        state.require_reduced(what)
         # All ranks may have been given the same: by all-reducing it in the loop.
         if other := differing(made, f"{what}: gradients that no backward of the model left"):
+            state.require_reduced(what)
             raise EngineError(
                 f"{what}: {program.layout.slots[other[0]].spec.name} has a gradient of a backward that paceline did "
                 "not see, or put into p.grad by hand, and it is this rank's own. Compute the loss from what model(...) "

@@ -48,6 +48,9 @@ _QUESTIONS = frozenset(
 )
 """Functions that do."""
 
+_MADE_LIKE = frozenset({"type_as", "view_as", "reshape_as", "expand_as"})
+"""Functions by which a tensor is made like another one, which tells of itself only."""
+
 
 class Owner(Protocol):
     """The engine, as a sharded parameter asks it for its values."""
@@ -92,8 +95,7 @@ class ShardedParameter(ReducedGradParameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return f"Parameter containing: {parameter.dtype} of shape {tuple(parameter.shape)}, not gathered"
         if name not in _QUESTIONS and not _describes(func, name):
-            # What another tensor is made like tells of itself only.
-            given = args[:1] if name == "type_as" else (*args, *kwargs.values())
+            given = args[:1] if name in _MADE_LIKE else (*args, *kwargs.values())
             written = {id(parameter) for parameter in tensors_of(_written(func, name, args, kwargs), ShardedParameter)}
             for parameter in {id(parameter): parameter for parameter in tensors_of(given, ShardedParameter)}.values():
                 ask(parameter, name, id(parameter) in written, _given_shape(name, args))

@@ -130,7 +130,7 @@ def with_closure_under_no_sync(strategy: Strategy) -> str:
         with model.no_sync():
             F.mse_loss(model(x), y).backward()
 
-    x, y = data(0, 8)
+    x, y = map(shares, data(0, 8))
     with pytest.raises(pl.EngineError) as raised:
         optimizer.step(closure)
     pl.reset(model)

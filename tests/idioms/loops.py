@@ -198,3 +198,39 @@ def an_optimizer_for_each_parameter_that_steps_in_its_hook(side: Side) -> Found:
         x, y = side.batch(index)
         (net(x) - y).square().mean().backward()
     return state(model)
+
+
+@idiom()
+def gradients_that_the_loop_reduces(side: Side) -> Found:
+    """Under no_sync, and one all-reduce for each: what a loop does that sends them in a way of its own."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    for step in range(3):
+        for index in range(side.micro):
+            x, y = side.batch(10 * step + index)
+            with side.no_sync(net):
+                ((net(x) - y).square().mean() / side.micro).backward()
+        for p in model.parameters():
+            p.grad.copy_(side.mean(p.grad))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state(model)
+
+
+@idiom()
+def gradients_that_the_loop_reduces_as_one(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        x, y = side.batch(step)
+        with side.no_sync(net):
+            (net(x) - y).square().mean().backward()
+        reduced = side.mean(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+        for p, mine in zip(model.parameters(), reduced.split([p.numel() for p in model.parameters()]), strict=True):
+            p.grad = mine.view_as(p).to(p.grad.dtype)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return state(model)
