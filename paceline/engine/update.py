@@ -236,7 +236,8 @@ class Update:
         if not (made := self._made_by_hand()):
             return
         # All ranks may have been given the same: by all-reducing it in the loop.
-        if other := differing(made, f"{what}: gradients that no backward of the model left"):
+        left = "a backward under no_sync" if state.gradients == "local" else "no backward of the model"
+        if other := differing(made, f"{what}: gradients that {left} left"):
             state.require_reduced(what)
             raise EngineError(
                 f"{what}: {program.layout.slots[other[0]].spec.name} has a gradient of a backward that paceline did "
