@@ -34,9 +34,7 @@ def restored(strategy: Strategy | None) -> dict:
         pl.parallelize(model, strategy)
     optimizer = Restoring(model.parameters(), lr=0.01)
     for step in range(4):
-        x, y = data(step, 12)
-        if strategy is not None:
-            x, y = shares(x), shares(y)
+        x, y = data(step, 12) if strategy is None else map(shares, data(step, 12))
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -233,10 +233,8 @@ def failed(strategy: Strategy | None) -> dict:
         pl.parallelize(model, strategy)
     optimizer = Failing(model.parameters(), lr=0.1)
     for step in range(4):
-        x, y = data(step, 12)
-        F.mse_loss(
-            model(x if strategy is None else shares(x)).double(), y if strategy is None else shares(y)
-        ).backward()
+        x, y = data(step, 12) if strategy is None else map(shares, data(step, 12))
+        F.mse_loss(model(x).double(), y).backward()
         try:
             optimizer.step()
         except KeyError:
