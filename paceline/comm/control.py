@@ -34,7 +34,7 @@ _MOST_BYTES = 64 << 20
 _AT_FIRST = 1024
 """Bytes of a message that are gathered before its length is known; most messages end there."""
 _LABEL = 200
-"""Characters of a label that others are told."""
+"""Characters of a label that others are told, and of a cause."""
 
 
 class _Subject(NamedTuple):
@@ -42,6 +42,16 @@ class _Subject(NamedTuple):
 
     generation: int
     label: str
+    cause: str
+    """What led to it, on this rank: others need not have the same."""
+
+    @property
+    def meets(self) -> tuple[int, str]:
+        """What ranks have alike whose messages are about the same."""
+        return self.generation, self.label
+
+    def __str__(self) -> str:
+        return f"{self.label}, after {self.cause}" if self.cause else self.label
 
 
 @dataclass
@@ -67,20 +77,25 @@ class _Control:
         self._left: _Sent | None = None
         """What this rank gave up waiting for; the others' next message still meets it."""
 
-    def exchange(self, label: str, value: Any, frees: bool = False) -> tuple[list[_Subject], list[Any]]:
-        """Every rank's subject and, where all are the same, its value, in rank order.
+    def exchange(
+        self, label: str, value: Any, cause: str = "", frees: bool = False
+    ) -> tuple[list[_Subject], list[Any]]:
+        """Every rank's subject and, where all are about the same, its value, in rank order.
 
         Args:
             label: What it is about.
             value: What this rank tells.
+            cause: What led to it.
             frees: Whether ranks that wait for this one in a collective are told that it will not come, and then waited
                 for; by default this rank gives up as well.
         """
-        subject = json.dumps(_Subject(self.generation, label[:_LABEL])).encode()
+        about = _Subject(self.generation, label[:_LABEL], "".join(filter(str.isprintable, cause))[:_LABEL])
+        # Characters as they are: all have to fit into what is gathered first.
+        subject = json.dumps(about, ensure_ascii=False).encode(errors="replace")
         text = json.dumps(value).encode()
         said = _LENGTHS.pack(len(subject), len(text)) + subject + text
         message = said + sign(self.world.secret, *_signed(self.world.rank, said))
-        rows = self._gather(message, _AT_FIRST, label, frees)
+        rows = self._gather(message, _AT_FIRST, about, frees)
         lengths = [_LENGTHS.unpack_from(row) for row in rows]
         start = _LENGTHS.size
         for rank, length in enumerate(map(sum, lengths)):
@@ -93,19 +108,19 @@ class _Control:
         subjects = [
             _Subject(*json.loads(row[start : start + length])) for row, (length, _) in zip(rows, lengths, strict=True)
         ]
-        if len(set(subjects)) > 1:
+        if len({each.meets for each in subjects}) > 1:
             return subjects, []
         longest = start + max(map(sum, lengths)) + TAG
         if longest > _AT_FIRST:
-            rows = self._gather(message, longest, label, frees)
+            rows = self._gather(message, longest, about, frees)
         for rank, (row, length) in enumerate(zip(rows, map(sum, lengths), strict=True)):
             end = start + length
             if not is_signed(row[end : end + TAG], self.world.secret, *_signed(rank, row[:end])):
                 raise CommunicationError(f"{label}: what came for rank {rank}'s message was not signed by this job")
-        start += len(subject)
-        return subjects, [json.loads(row[start : start + size]) for row, (_, size) in zip(rows, lengths, strict=True)]
+        values = [(row[start + head :], size) for row, (head, size) in zip(rows, lengths, strict=True)]
+        return subjects, [json.loads(row[:size]) for row, size in values]
 
-    def _gather(self, message: bytes, size: int, label: str, frees: bool) -> list[bytes]:
+    def _gather(self, message: bytes, size: int, about: _Subject, frees: bool) -> list[bytes]:
         """The first `size` bytes of every rank's message, filled up with zeros."""
         padded = message[:size].ljust(size, b"\0")
         sent, self._left = self._left, None
@@ -113,19 +128,19 @@ class _Control:
             own = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
             rows = [torch.empty_like(own) for _ in range(self.world.world_size)]
             whereabouts.messages += 1
-            sent = _Sent(padded, rows, started(lambda: dist.all_gather(rows, own, async_op=True), label))
-        whereabouts.message = label
+            sent = _Sent(padded, rows, started(lambda: dist.all_gather(rows, own, async_op=True), about.label))
+        whereabouts.message = about.label
         try:
-            self._wait(sent, label, frees)
+            self._wait(sent, about, frees)
         finally:
             whereabouts.message = ""
         return [row.numpy().tobytes() for row in sent.rows]
 
-    def _wait(self, sent: _Sent, label: str, frees: bool) -> None:
+    def _wait(self, sent: _Sent, about: _Subject, frees: bool) -> None:
         suspicion, silence = "", Silence(self.world.timeout)
         with group_kept_after(sent.work):
-            while not self._arrived(sent, label, silence):
-                found = find_deadlock(f"rank {self.world.rank} waits in {label}")
+            while not self._arrived(sent, about.label, silence):
+                found = find_deadlock(f"rank {self.world.rank} waits in {about}")
                 if found is not None and found.reason == suspicion:
                     # It was the same a while ago, and nothing of this rank is under way that could change it.
                     found.transport.abort(suspicion)
@@ -134,7 +149,7 @@ class _Control:
                         raise DisagreementError(suspicion)
                 suspicion = found.reason if found is not None else ""
                 if silence.left() <= 0:
-                    raise self._silent(label)
+                    raise self._silent(about.label)
 
     def _arrived(self, sent: _Sent, label: str, silence: Silence) -> bool:
         """Waits a while; whether everything has arrived."""
@@ -214,11 +229,12 @@ def broadcast(buffer: Tensor, source: int, label: str) -> None:
         label: What it is about, in words.
 
     Raises:
-        CommunicationError: A rank is gone.
+        CommunicationError: A rank is gone, or exchanges something else.
     """
     world = current_world()
     if world.world_size == 1:
         return
+    all_gather_json(None, label)
     work, silence = started(lambda: dist.broadcast(buffer, source, async_op=True), label), Silence(world.timeout)
     with group_kept_after(work):
         try:
@@ -231,12 +247,16 @@ def broadcast(buffer: Tensor, source: int, label: str) -> None:
             raise lost(label) from error
 
 
-def new_generation(label: str = "pl.reset") -> None:
+def new_generation(label: str = "pl.reset", cause: str = "") -> None:
     """Leaves behind the control messages of a step that failed. A collective call.
 
     Until every rank has come, those who still exchange messages of an older generation are told that others are here,
     and their messages are not taken for answers to anything. So are those who wait for this rank in a collective, which
     may be another model's than the one that failed here.
+
+    Args:
+        label: What leaves them behind.
+        cause: What failed here, in words.
 
     Raises:
         CommunicationError: A rank is gone.
@@ -245,7 +265,7 @@ def new_generation(label: str = "pl.reset") -> None:
     if control.world.world_size == 1:
         return
     while True:
-        subjects, _ = control.exchange(label, None, frees=True)
+        subjects, _ = control.exchange(label, None, cause, frees=True)
         if all(subject.label == label[:_LABEL] for subject in subjects):
             # Where some began one that failed, they are further than others.
             control.generation = 1 + max(subject.generation for subject in subjects)
@@ -256,7 +276,7 @@ def _disagreement(subjects: Sequence[_Subject]) -> str:
     """Who exchanges what, and what to do."""
     several = len({subject.generation for subject in subjects}) > 1
     sides = [
-        f"rank {', '.join(str(rank) for rank, other in enumerate(subjects) if other == subject)}: {subject.label}"
+        f"rank {', '.join(str(rank) for rank, other in enumerate(subjects) if other == subject)}: {subject}"
         + (f" (after {subject.generation} resets)" if several else "")
         for subject in dict.fromkeys(subjects)
     ]

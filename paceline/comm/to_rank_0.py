@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.control import all_gather_json
 from paceline.comm.transport import CommunicationError
 from paceline.comm.world import current_world
 
@@ -18,9 +19,10 @@ def gather_to_rank_0(tensor: Tensor, label: str) -> list[Tensor]:
         label: What it is about, in words.
 
     Raises:
-        CommunicationError: Another rank is gone, or took too long.
+        CommunicationError: Another rank is gone, took too long, or exchanges something else.
     """
     world = current_world()
+    all_gather_json(None, label)
     rows = [torch.empty_like(tensor) for _ in range(world.world_size)] if world.rank == 0 else None
     try:
         dist.gather(tensor, rows)

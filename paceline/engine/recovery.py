@@ -35,7 +35,7 @@ def reset(engine: Engine) -> None:
         parameter.grad = None
     program.parameters.waiting.clear()
     if program.collectives is not None:
-        program.collectives.reopen()
+        program.collectives.reopen("pl.reset")
     # Only now has every rank ended what it did to weights, which may be in memory that ranks share.
     program.parameters.take_given(writes_over=True)
     program.parameters.drop_pins()
@@ -123,7 +123,7 @@ def close(engine: Engine, whole: bool) -> None:
     engine.state.end()
     if managed:
         if collectives is not None and collectives.has_given_up:
-            collectives.reopen()
+            collectives.reopen("pl.release")
             engine.program.start()
         engine.settle()
         leave(engine.program.parameters, functools.partial(collectives.gather, "pl.release") if collectives else None)

@@ -58,10 +58,18 @@ class Collectives:
                 "(torchrun --max-restarts does)"
             )
 
-    def reopen(self) -> None:
-        """Gives up what is under way and opens new connections. Buffers stay. A collective call."""
+    def reopen(self, call: str) -> None:
+        """Gives up what is under way and opens new connections. Buffers stay. A collective call.
+
+        Args:
+            call: What asks for it. Ranks that wait for this one are told so, or of the exception that is being handled.
+        """
+        error = sys.exc_info()[1]
+        cause = explain(error) if error is not None else ""
+        for transport in self.transports.values():
+            transport.abort(cause or f"{call} there; every rank is to call it")
         self.close()
-        new_generation()
+        new_generation(cause=cause)
         self._open(self.transports)
 
     def _open(self, before: Mapping[str, Transport]) -> None:

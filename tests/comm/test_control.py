@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from paceline.comm import control
 from paceline.comm.connect import open_transport
 from paceline.comm.control import new_generation
 from paceline.comm.streams import ThreadStream
+from paceline.comm.to_rank_0 import gather_to_rank_0
 from paceline.comm.transport import CommunicationError
 from paceline.core.collectives.rounds import Traffic
 from tests.ranks import RankError
@@ -100,6 +102,46 @@ def test_a_reset_ends_what_others_wait_in_for_another_model_and_then_waits_for_t
     messages, values = zip(*ranks(3, reset_beside_a_collective), strict=True)
     assert messages[1].startswith("rank 0 gave up: rank 0 waits in pl.reset for rank 1, which waits for it in all_red")
     assert values == ([0, 1, 2],) * 3
+
+
+def exchange_beside(meet: Callable[[], object]) -> tuple[str, list[object]]:
+    """Rank 1 is in a barrier where the others meet in something that moves tensors."""
+    with pytest.raises(CommunicationError) as caught:
+        pl.barrier() if pl.init().rank == 1 else meet()
+    return str(caught.value), pl.all_gather_json("after")
+
+
+def broadcast_files() -> None:
+    control.broadcast(torch.zeros(8), 0, "what ranks hold in memory")
+
+
+def gather_gradients() -> None:
+    gather_to_rank_0(torch.zeros(8), "what ranks hold in memory")
+
+
+@pytest.mark.parametrize("meet", [broadcast_files, gather_gradients])
+def test_tensors_that_rank_0_sends_or_gets_meet_no_other_message(ranks, meet) -> None:
+    for told, after in ranks(3, exchange_beside, meet):
+        assert "rank 0, 2: what ranks hold in memory; rank 1: pl.barrier" in told
+        assert after == ["after"] * 3
+
+
+def exchange_long_labels() -> tuple[list[object], str]:
+    rank = pl.init().rank
+    values = pl.all_gather_json(rank, "Größe der Schritte, ∑ \U0001f600" * 30)
+    told = ""
+    if rank:
+        with pytest.raises(CommunicationError) as caught:
+            pl.barrier()
+        told = str(caught.value)
+    new_generation(cause="" if rank else '"\\\n\x1b∑' * 300)
+    return values, told
+
+
+def test_labels_and_causes_of_any_length_and_characters_are_told(ranks) -> None:
+    (values, _), (others, told) = ranks(2, exchange_long_labels)
+    assert values == others == [0, 1]
+    assert told.startswith('ranks disagree on what to exchange; rank 0: pl.reset, after "\\∑"\\∑')
 
 
 def die_in_a_message() -> None:

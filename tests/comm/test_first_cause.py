@@ -16,7 +16,7 @@ from paceline.comm.connect import open_transport
 from paceline.comm.streams import ThreadStream
 from paceline.comm.transport import CommunicationError
 from tests.comm.told import wait_until_told
-from tests.quick import full
+from tests.quick import diagonal, full
 from tests.train.processes import new_in_shared_memory
 
 
@@ -158,6 +158,52 @@ def test_who_waits_for_a_rank_that_leaves_the_job_is_told_why_at_once(ranks, tra
     assert told.startswith(f"rank 1 gave up: {cause}")
     # Some hundredths of a second, on a machine that is not busy.
     assert at - left < 3
+
+
+def told_of_one_that_resets(strategy: pl.Strategy, first: int) -> tuple[str, bool]:
+    """What a rank raises where rank 1 fails between two hooks of the engine's and resets; whether all then go on."""
+    world = pl.init()
+    torch.manual_seed(0)
+    model = pl.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told, hook = "", None
+    for step in range(first + 2):
+        if world.rank == 1 and step == first:
+            hook = model[0].register_forward_hook(broken)
+        try:
+            model(torch.ones(3, 4)).sum().backward()
+        except (Broken, CommunicationError) as error:
+            told = str(error)
+            pl.reset(model)
+            if hook is not None:
+                hook.remove()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [parameter.sum().item() for parameter in pl.release(model).parameters()]
+    return told, all(each == weights for each in pl.all_gather_json(weights))
+
+
+@pytest.mark.parametrize("transport", ["auto", full("tcp")])
+@pytest.mark.parametrize(
+    ("strategy", "first"),
+    diagonal(
+        {
+            "zero 0": pl.Strategy(zero=0),
+            "zero 2": pl.Strategy(zero=2),
+            "zero 3": pl.Strategy(zero=3),
+        },
+        {"the first step": 0, "a later one": 2},
+    ),
+)
+def test_who_waits_for_a_rank_that_resets_is_told_why(ranks, transport: str, strategy: pl.Strategy, first: int) -> None:
+    for rank, (told, agree) in enumerate(ranks(3, told_of_one_that_resets, strategy, first, transport=transport)):
+        assert agree
+        # In the first step they exchange control messages.
+        of_another = told.startswith("rank 1 gave up: Broken: a broken batch") or (
+            "; rank 1: pl.reset, after Broken: a broken batch. Every rank must" in told
+        )
+        assert told == "a broken batch" if rank == 1 else of_another, told
 
 
 def leave_with_a_collective_under_way() -> str:
