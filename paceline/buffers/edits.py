@@ -272,7 +272,7 @@ class StateEdits:
         self._parameters, self._versions = parameters, dict[int, int]()
 
     def set(self, indices: Sequence[int]) -> None:
-        """They were given, and are untouched."""
+        """Notes that these parameters were given, and are untouched."""
         self._versions = dict(zip(indices, self._read(indices), strict=True))
 
     def found(self) -> int | None:

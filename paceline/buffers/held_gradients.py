@@ -30,7 +30,7 @@ class HeldGradients:
     """
 
     def __init__(self) -> None:
-        """There are none yet."""
+        """Holds no tensor yet."""
         self._tensors: dict[int, Tensor] = {}
         self._replaced: dict[int, _Replaced] = {}
 

@@ -21,7 +21,7 @@ class Pinned:
     """
 
     def __init__(self, flat: FlatParameters) -> None:
-        """There are none yet."""
+        """Pins no bucket yet."""
         self._flat = flat
         self.views: dict[int, Tensor] = {}
         self.copies: dict[str, Tensor] = {}

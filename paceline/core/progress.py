@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from paceline.core.ops import COMPUTE, PREVIOUS, Key, Op
+from paceline.core.ops import COMPUTE, Key, Op
 
 
 class Progress:
@@ -17,8 +17,13 @@ class Progress:
     the end: other ranks may run them, and wait for the same collectives.
     """
 
-    def __init__(self) -> None:
-        """Knows of no op yet."""
+    def __init__(self, of_step_before: Collection[Key] = ()) -> None:
+        """Knows of no op yet.
+
+        Args:
+            of_step_before: What the step before leaves to be waited for.
+        """
+        self._of_step_before = of_step_before
         self._queues: dict[str, deque[Op]] = {}
         self._known: dict[Key, Op] = {}
         self._done: set[Key] = set()
@@ -50,9 +55,20 @@ class Progress:
         if op.kind in COMPUTE:
             self._to_compute.append(op.key)
 
-    def get(self, key: Key) -> Op | None:
-        """The op of that name; None where none was loaded in this step."""
-        return self._known.get(key)
+    def knows(self, key: Key) -> bool:
+        """Whether an op of that name was loaded in this step."""
+        return key in self._known
+
+    def get(self, key: Key) -> Op:
+        """The op of that name.
+
+        Raises:
+            RuntimeError: None was loaded in this step.
+        """
+        op = self._known.get(key)
+        if op is None:
+            raise RuntimeError(f"{key} is in no schedule that was loaded")
+        return op
 
     def begin(self, key: Key) -> Op:
         """A compute op begins: returns it, as planned or, where it runs once more, as not.
@@ -60,9 +76,7 @@ class Progress:
         Raises:
             RuntimeError: It is not in what was loaded.
         """
-        op = self._known.get(key)
-        if op is None:
-            raise RuntimeError(f"{key} is in no schedule that was loaded")
+        op = self.get(key)
         if key in self._skipped:
             self._skipped.remove(key)
         elif key in self._done:
@@ -71,8 +85,13 @@ class Progress:
         return op
 
     def done(self, *keys: Key) -> None:
-        """These ops are complete, or launched."""
-        self._done.update(keys)
+        """These compute ops are complete.
+
+        Raises:
+            RuntimeError: One is not in what was loaded.
+        """
+        for key in keys:
+            self._done.add(self.get(key).key)
 
     def ready(self) -> Iterator[Op]:
         """Collectives that may be launched now, in order on each stream; each counts as done once the next is asked."""
@@ -95,12 +114,10 @@ class Progress:
         """
         if key in self._done:
             return None
-        op = self._known.get(key)
-        if op is None:
-            if key.micro_batch == PREVIOUS:
-                # What is left of the step before is under way; the rest is complete.
-                return None
-            raise RuntimeError(f"{key} is waited for, but in no schedule that was loaded")
+        if key in self._of_step_before:
+            # What is left of it is under way; the rest is complete.
+            return None
+        op = self.get(key)
         if op.kind in COMPUTE:
             raise RuntimeError(f"{key} is waited for, but has not run")
         return op

@@ -133,6 +133,11 @@ class Schedule(Transfers):
                     first = (*first, sent[bucket.name])
         return needed, first
 
+    @cached_property
+    def of_step_before(self) -> frozenset[Key]:
+        """What the step before leaves to be waited for: all that it sends after its update."""
+        return frozenset(op.key for op in self.send_update(PREVIOUS, ()))
+
     def _present(self, kind: Kind, unit: str, index: int, phase: Phase, after: tuple[Key, ...] = ()) -> Op:
         spans = tuple(self._plain.unsharded(bucket) for bucket in self.gathered_buckets[unit])
         return Op(kind, unit, index, phase, "compute", after, reads=spans)

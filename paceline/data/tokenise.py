@@ -20,9 +20,9 @@ from paceline.data.documents import LARGE, PIECE, Document, divide
 from paceline.data.split import hash_document, is_validation
 from paceline.data.tokenizer import Tokenizer
 
-SHARD_BYTES = 256 << 10  # bounds memory: encoding takes some 30 times a shard's size
-SHARD_DOCUMENTS = 1024
-SHARDS_AHEAD = 2  # per thread: enough that none waits for the reader
+BATCH_BYTES = 256 << 10  # bounds memory: encoding takes some 30 times a batch's size
+BATCH_DOCUMENTS = 1024
+BATCHES_AHEAD = 2  # per thread: enough that none waits for the reader
 
 
 def token_dtype(vocabulary: int) -> np.dtype[np.unsignedinteger]:
@@ -69,11 +69,11 @@ def tokenise(
         file.write(np.array([tokenizer.end_of_text], dtype).tobytes())
     pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenise")
     try:
-        for shard in _shards(documents):
-            pending.append((sum(map(len, shard)), pool.submit(_encode, shard, tokenizer, threshold, dtype)))
-            for text in shard:
+        for batch in _batches(documents):
+            pending.append((sum(map(len, batch)), pool.submit(_encode, batch, tokenizer, threshold, dtype)))
+            for text in batch:
                 content.update(hash_document(text).to_bytes())
-            if len(pending) > SHARDS_AHEAD * threads:
+            if len(pending) > BATCHES_AHEAD * threads:
                 write_first()
         while pending:
             write_first()
@@ -92,26 +92,26 @@ def _cores() -> int:
 Sides = tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]
 
 
-def _shards(documents: Iterable[Document]) -> Iterator[list[bytes]]:
-    shard: list[bytes] = []
+def _batches(documents: Iterable[Document]) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
     size = 0
     for _, text in documents:
-        shard.append(text)
+        batch.append(text)
         size += len(text)
-        if size >= SHARD_BYTES or len(shard) >= SHARD_DOCUMENTS:
-            yield shard
-            shard, size = [], 0
-    if shard:
-        yield shard
+        if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-def _encode(shard: list[bytes], tokenizer: Tokenizer, threshold: int, dtype: np.dtype[np.unsignedinteger]) -> Sides:
-    """Training and validation tokens of a shard."""
+def _encode(batch: list[bytes], tokenizer: Tokenizer, threshold: int, dtype: np.dtype[np.unsignedinteger]) -> Sides:
+    """Training and validation tokens of a batch."""
     end = np.array([tokenizer.end_of_text], dtype)
     sides: tuple[list[NDArray[np.unsignedinteger]], ...] = ([], [])
-    small = [text.decode() for text in shard if len(text) <= LARGE]
+    small = [text.decode() for text in batch if len(text) <= LARGE]
     encoded = iter(tokenizer.encode_batch(small))
-    for text in shard:
+    for text in batch:
         side = sides[is_validation(hash_document(text), threshold)]
         if len(text) <= LARGE:
             side.append(next(encoded).astype(dtype))

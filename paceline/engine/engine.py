@@ -291,7 +291,7 @@ class Engine:
 
     @gives_up
     def closure_ends(self, optimizer: Optimizer) -> None:
-        """It has run, and with it the backward whose gradients the step is to use."""
+        """A closure has run, and with it the backward whose gradients the step is to use."""
         self.update.closure_ends(optimizer)
 
     def mean_loss(self, loss: float | Tensor) -> Tensor:

@@ -186,7 +186,8 @@ class ForwardPass:
         phase: Phase = "backward" if in_backward() else "forward"
         index = self._state.micro_batch if phase == "backward" else self._index
         key = Key("unshard", unit, index, phase)
-        executor.require(executor.after(key))
+        if executor.knows(key):
+            executor.require(executor.after(key))
         executor.require_arrived({bucket.name for bucket in schedule.gathered_buckets[unit]})
         if parameters.is_open(unit) and parameters.unsharded.holds(unit):
             return

@@ -30,7 +30,7 @@ class FullParameters:
     def __init__(
         self, program: Program, wait_for_updates: Callable[[], None], may_be_edited: Callable[[], None]
     ) -> None:
-        """They are not.
+        """Creates it with parameters that are not full.
 
         Args:
             program: The model's.

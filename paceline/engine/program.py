@@ -191,7 +191,13 @@ class Program:
         """Starts executing, with nothing under way."""
         streams = self.collectives.streams if self.collectives else {}
         self.executor: Executor = Executor(
-            self.world.rank, open_clock(self.world), streams, self.work, self.recorder.is_on, reader(self.world.device)
+            self.world.rank,
+            open_clock(self.world),
+            streams,
+            self.work,
+            self.recorder.is_on,
+            reader(self.world.device),
+            self.schedule.of_step_before,
         )
         self.recorder.attach(self.executor)
 

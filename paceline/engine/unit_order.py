@@ -16,7 +16,7 @@ class UnitOrder:
     """
 
     def __init__(self, program: Program, forward: ForwardPass) -> None:
-        """It is not known yet: `forward` will have seen it."""
+        """Creates an order that is not known yet: `forward` will have seen it."""
         self._program, self._forward = program, forward
         self._known = False
         self.slots_changed = False

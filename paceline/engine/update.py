@@ -183,11 +183,13 @@ class Update:
             executor.load(executor.step, program.schedule.update_around_passes(self._state.last_micro_batch))
         executor.done(self._key("update"))
         if parameters.flat.managed:
-            if executor.knows(self._key("cast")):
+            casts = executor.knows(self._key("cast"))
+            if casts:
                 executor.begin(self._key("cast"))
             parameters.updated()
             executor.end()
-        executor.done(self._key("cast"))
+            if casts:
+                executor.done(self._key("cast"))
         parameters.waiting.update(op.target for op in ops if op.target not in (READ, OPTIMIZER))
         self._state.end_update()
         if not self._has_updated and self._program.world.device.type == "cpu":

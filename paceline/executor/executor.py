@@ -36,6 +36,7 @@ class Executor:
         work: Callable[[Op], Callable[[], Traffic]],
         records: bool = True,
         memory: Callable[[], int] = lambda: 0,
+        of_step_before: Collection[Key] = (),
     ) -> None:
         """Creates an idle executor.
 
@@ -46,12 +47,13 @@ class Executor:
             work: Gives the function that performs a collective.
             records: Whether to keep what was executed, to be drained.
             memory: Gives the bytes that this rank holds.
+            of_step_before: What the step before leaves to be waited for.
         """
         self._clock, self._streams, self._work, self._memory = clock, streams, work, memory
         self._records = Records(rank, clock)
         self._remember = self._records.kept.append
         self._running: Record | None = None
-        self._progress = Progress()
+        self._progress = Progress(of_step_before)
         self._outstanding: dict[Key, Record] = {}
         self.launched = LaunchHash()
         self.step = 0
@@ -139,13 +141,12 @@ class Executor:
         self._advance()
 
     def after(self, key: Key) -> tuple[Key, ...]:
-        """Returns the ops that a loaded op waits for; none if no op has that name."""
-        op = self._progress.get(key)
-        return op.after if op is not None else ()
+        """Returns the ops that a loaded op waits for."""
+        return self._progress.get(key).after
 
     def knows(self, key: Key) -> bool:
         """Whether an op of this name was loaded in this step."""
-        return self._progress.get(key) is not None
+        return self._progress.knows(key)
 
     # ---- waiting
 

@@ -33,8 +33,8 @@ class IdleRanks:
         """
         if self in _now:
             self._refuse(
-                f"{what} while a rank has no micro-batch, which with zero=3 follows the plan alone: give every rank as "
-                "many micro-batches, or set strategy.zero to 2 or less"
+                f"{what} while a rank has no micro-batch, which with zero=3 follows the schedule alone: give every "
+                "rank as many micro-batches, or set strategy.zero to 2 or less"
             )
 
     def require_of_own_model(self, unit: str) -> None:

@@ -44,7 +44,7 @@ class Watcher(Protocol):
         ...
 
     def closure_ends(self, optimizer: Optimizer) -> None:
-        """It has run."""
+        """A closure of this optimizer has run."""
         ...
 
     def mean_loss(self, loss: float | Tensor) -> Tensor:

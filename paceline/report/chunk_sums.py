@@ -14,10 +14,10 @@ class Summed(NamedTuple):
 
     Attributes:
         bucket: Its bucket's number among those shown.
-        rank: Who has it.
+        rank: The rank that has it.
         chunk: Its number; one behind the last is what the rank has apart from the bucket.
-        ranks: Whose gradients are added up in it; "" of none.
-        norm: Theirs; None where it is not finite, or not of the last micro-batch alone.
+        ranks: Those whose gradients are added up in it; "" where none are.
+        norm: Of the sum of these gradients; None where it is not finite, or not of the last micro-batch alone.
     """
 
     bucket: int

@@ -145,7 +145,7 @@ def planned(config: TrainConfig, shape: ModelConfig, world: World, say: Callable
     """The configuration with the fastest strategy and micro-batch within memory. A collective call.
 
     Args:
-        config: Whose batch and precision stay.
+        config: What was asked for; its batch and precision stay.
         shape: The model's.
         world: The job.
         say: Is told what is done and chosen.

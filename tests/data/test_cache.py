@@ -29,7 +29,7 @@ def slow(*arguments):
     time.sleep(0.05)
     return encode(*arguments)
 tokenise._encode = slow
-tokenise.SHARD_BYTES = 1000
+tokenise.BATCH_BYTES = 1000
 
 write = preparation.tokenise
 def begin(documents, tokenizer, threshold, files, threads, advance):

@@ -110,7 +110,7 @@ def test_tokenizer_never_sees_a_held_out_document(
 def test_result_is_the_same_to_the_byte_for_any_number_of_threads(
     folder: Path, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.data.tokenise.SHARD_BYTES", 1000)
+    monkeypatch.setattr("paceline.data.tokenise.BATCH_BYTES", 1000)
     results = []
     for threads in (1, 2, 5):
         cache = tmp_path / f"cache{threads}"

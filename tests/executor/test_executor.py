@@ -16,6 +16,8 @@ REDUCE = Op("all_reduce", "bucket 0", 0, "backward", "reduce", after=(COPY.key,)
 REPLICATE = Op("all_reduce", "bucket 0", 0, "update", "replicate", after=(REDUCE.key,))
 LATER_COPY = Op("copy_in", "u1", 0, "backward", "compute")
 LATER = Op("all_reduce", "bucket 1", 0, "backward", "reduce", after=(LATER_COPY.key,))
+LEFT = REDUCE.key._replace(micro_batch=PREVIOUS)
+COMPLETE = LATER.key._replace(micro_batch=PREVIOUS)
 UNKNOWN = Key("all_reduce", "bucket 9", 0, "backward")
 
 
@@ -32,7 +34,7 @@ def executor(ran: list[Key]) -> Iterator[Executor]:
         ran.append(op.key)
         return Traffic(0, 0)
 
-    yield Executor(0, HostClock(), streams, lambda op: lambda: run(op))
+    yield Executor(0, HostClock(), streams, lambda op: lambda: run(op), of_step_before={LEFT, COMPLETE})
     for stream in streams.values():
         stream.close()
 
@@ -52,18 +54,20 @@ def test_what_is_in_no_schedule_cannot_run_nor_be_waited_for(executor: Executor)
     executor.load(0, [COPY, REDUCE])
     with pytest.raises(RuntimeError, match="in no schedule that was loaded"):
         executor.require([UNKNOWN])
-    with pytest.raises(RuntimeError, match="in no schedule that was loaded"):
-        executor.begin(UNKNOWN)
+    for call in (executor.begin, executor.done, executor.after):
+        with pytest.raises(RuntimeError, match="in no schedule that was loaded"):
+            call(UNKNOWN)
 
 
 def test_what_the_step_before_left_is_waited_for_and_what_it_did_is_over(executor: Executor, ran: list[Key]) -> None:
     executor.load(0, [COPY, REDUCE])
     executor.done(COPY.key)
     executor.load(1, [])
-    executor.require([REDUCE.key._replace(micro_batch=PREVIOUS), UNKNOWN._replace(micro_batch=PREVIOUS)])
+    executor.require([LEFT, COMPLETE])
     assert ran == [REDUCE.key]
-    with pytest.raises(RuntimeError, match="in no schedule that was loaded"):
-        executor.require([REDUCE.key])
+    for of_no_step in (REDUCE.key, UNKNOWN._replace(micro_batch=PREVIOUS)):
+        with pytest.raises(RuntimeError, match="in no schedule that was loaded"):
+            executor.require([of_no_step])
 
 
 def test_a_compute_op_that_has_not_run_cannot_be_waited_for(executor: Executor) -> None:

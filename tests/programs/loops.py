@@ -237,6 +237,8 @@ class Training:
             state = self.model.state_dict()
             job.note("state", lambda rank: _flat(state.values()))
         if loop.average and self.average is None:
+            # What a block keeps for a loss has a graph, which torch does not copy.
+            self.model.taken_aux()
             self.average = job.copied(self.model)
         elif self.average is not None:
             state = self.model.state_dict()

@@ -37,7 +37,7 @@ class Parameters:
         self._unsharded[rank].add(op.target)
 
     def reshard(self, rank: int, op: Op, step: int) -> None:
-        """They were there until now."""
+        """Takes note that the parameters of a unit were there until now."""
         self._holds_parameters(rank, op, op.target, step, gathered=True)
         self._unsharded[rank].discard(op.target)
 

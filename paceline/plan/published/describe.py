@@ -29,7 +29,7 @@ class Described:
         run: What was run.
         gpu: On which devices, in the row's words.
         network: Bytes a second of each device between hosts, where the row says it.
-        stack: Whose kernels it ran with: a key of `stacks.STACKS`.
+        stack: A key of `stacks.STACKS`, whose kernels it ran with.
         devices_per_host: Where the row says it.
         compiled: Whether kernels are fused, where the row says it.
         fused_attention: Whether attention is one kernel, where the row says it.
