@@ -11,6 +11,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import EngineError, UserError
+from paceline.hooks.checkpointed import require_whole
 from paceline.hooks.outputs import tensors_in
 from paceline.tensors.untraced import untraced
 
@@ -96,7 +97,7 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener
     A unit's backward begins when the gradients of all its outputs are there; the parameters of every unit that ran
     after it then have theirs, unless they are used elsewhere too.
     """
-    handles = [handle for name, module in units.items() for handle in _listen(module, name, listener)]
+    handles = [handle for name, module in units.items() for handle in _listen(model, module, name, listener)]
 
     def root_pre_forward(module: nn.Module, args: Any) -> None:
         listener.root_pre_forward(_records())
@@ -194,16 +195,21 @@ def _records() -> bool:
     return torch.is_grad_enabled() and not in_backward()
 
 
-def _listen(unit: nn.Module, name: str, listener: Listener) -> list[RemovableHandle]:
+def _listen(model: nn.Module, unit: nn.Module, name: str, listener: Listener) -> list[RemovableHandle]:
     given: set[Any] = set()
+    began = 0
 
     # A reentrant checkpoint runs its part of the forward without gradients, and again inside backward with them.
     def records() -> bool:
         return not in_backward() and (torch.is_grad_enabled() or listener.in_forward())
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal began
+        began = torch._C._autograd._get_sequence_nr()
         given.clear()
-        given.update(tensor.grad_fn for tensor in tensors_in((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
+        require_whole(model, name, inputs)
+        given.update(tensor.grad_fn for tensor in inputs)
         listener.pre_forward(name, records())
 
     def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
@@ -216,7 +222,7 @@ def _listen(unit: nn.Module, name: str, listener: Listener) -> list[RemovableHan
             own = [tensor for tensor in (*tensors_in(kept), *more) if tensor.grad_fn not in given]
             given.clear()
             _on_gradients(
-                own,
+                _written_to(own, began),
                 "all",
                 lambda: listener.pre_backward(name, generation),
                 lambda: listener.first_output_gradient(name, generation),
@@ -226,6 +232,26 @@ def _listen(unit: nn.Module, name: str, listener: Listener) -> list[RemovableHan
     # First of all hooks: others, such as weight normalisation's, compute with the parameters.
     before = unit.register_forward_pre_hook(ModuleHook(untraced(pre_forward)), prepend=True, with_kwargs=True)
     return [before, unit.register_forward_hook(ModuleHook(untraced(post_forward)))]
+
+
+def _written_to(outputs: Iterable[Tensor], began: int) -> list[Tensor]:
+    """What a unit returns, or where that is a view of what it has computed itself, the latter.
+
+    Who writes to a view in place (`x = block(x); x += y`) takes the view's own node out of the graph, hooks and all:
+    autograd then goes on to its base as that was before.
+
+    Args:
+        outputs: The unit's.
+        began: The number of the first node that its forward could make.
+    """
+    found: dict[int, Tensor] = {}
+    for each in outputs:
+        base = each._base if each.grad_fn is not None and each._is_view() else None
+        if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= began:
+            found[id(base)] = base
+        else:
+            found[id(each)] = each
+    return list(found.values())
 
 
 def _on_gradients(

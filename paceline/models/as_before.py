@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from paceline.core.errors import EngineError
 
 Place = tuple[nn.Module, str]
+_Version = tuple[type, int]
+"""A tensor's class and version."""
 _SMALL = 65_536
 """Elements of a buffer whose copy costs nothing worth telling: all that statistics of norms are."""
 
@@ -75,7 +77,7 @@ class ChangedBuffers:
         self._idle = {(place, mode) for place, mode in self._idle if place in found}
         return answer
 
-    def require_unwritten(self, versions: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def require_unwritten(self, versions: Sequence[_Version], tensors: Sequence[Tensor]) -> None:
         """Refuses a block some of whose inputs are not what they were, so that it cannot be computed again.
 
         Args:
@@ -85,7 +87,9 @@ class ChangedBuffers:
         Raises:
             EngineError: One was written to.
         """
-        if any(each._version != version for each, version in zip(tensors, versions, strict=True)):
+        # A parameter that has become whole is of another class, and of another version without being written to.
+        pairs = zip(_versions(tensors), versions, strict=True)
+        if any(kind is was and version != before for (kind, version), (was, before) in pairs):
             raise EngineError(
                 f"{type(self.module).__name__}: a tensor that its forward is given was written to in place (as by "
                 "x.add_(...)), so that recompute, which keeps no copy of it, would compute with another one: write to "
@@ -207,7 +211,7 @@ class AsBefore:
         self._written: set[int] = set()
         """Places of those to which the first forward wrote."""
         self._is_first = True
-        self._versions: list[int] = []
+        self._versions: list[_Version] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, the first time and each time again.
@@ -218,10 +222,10 @@ class AsBefore:
         if self._is_first:
             self._is_first = False
             tensors = _tensors((args, kwargs))
-            versions = [each._version for each in tensors]
+            versions = _versions(tensors)
             answer = self._buffers.watch(lambda: self._forward(*args, **kwargs), self._before)
             self._buffers.require_unwritten(versions, tensors)
-            self._versions = [each._version for each in self._referred(args, kwargs)]
+            self._versions = _versions(self._referred(args, kwargs))
             with _unseen():
                 self._written = {index for index, part in enumerate(self._parts) if not part.is_so()}
             return answer
@@ -252,6 +256,10 @@ class AsBefore:
             for each, before in zip((*args, *kwargs.values()), self._given, strict=True)
         ]
         return _tensors((*(each for each in given[: len(args)] if not isinstance(each, Tensor)), *given[len(args) :]))
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[_Version]:
+    return [(type(each), each._version) for each in tensors]
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from paceline.models.as_before import AsBefore, ChangedBuffers, is_cache
@@ -41,6 +42,10 @@ class _Recomputed:
         forward = self.own if self.own is not None else partial(type(self.module).forward, self.module)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, nn.Parameter):
+                # Another unit's, whose values may be elsewhere: what a checkpoint is given is saved as it is.
+                each.detach()
         # What compiles the whole model computes again what it has captured, in which nothing is written to.
         if not torch.compiler.is_compiling() or any(map(is_cache, (*args, *kwargs.values()))):
             forward = AsBefore(forward, self.buffers, args, kwargs)

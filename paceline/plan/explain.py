@@ -81,7 +81,8 @@ def _computing(case: Case, estimate: Estimate) -> Iterator[Term]:
     yield Term(
         "launching",
         f"{said.seconds(spent.launching)} a micro-batch",
-        f"{count:,} kernels x {1e6 * kernels.launch:g} us, where that is more than a unit's kernels take",
+        f"by how much launching a unit's kernels takes longer than they do: {count:,} in all x "
+        f"{1e6 * kernels.launch:g} us",
         "the host runs ahead of the device by units",
     )
     plain = setting.micro_batches * (spent.compute + spent.moving + spent.launching)

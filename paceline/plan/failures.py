@@ -11,6 +11,8 @@ from paceline.plan.quantities import duration
 
 SAVED = 12
 """Bytes of a checkpoint for each parameter: the fp32 master and Adam's two states, of which the rest follows."""
+_USEFUL = 0.001
+"""Of the time: with less nothing gets on."""
 _HOPELESS = 10.0
 """Times the mean between two failures that work until the next checkpoint takes: one in 20,000 tries comes so far."""
 STORAGE = 2e9
@@ -95,4 +97,5 @@ def failures(between: float, saving: float, restarting: float) -> Failures:
     if exponent > _HOPELESS or restarting / between > _HOPELESS:
         return Failures(between, saving, restarting, interval, young, 0.0)
     takes = between * math.exp(restarting / between) * math.expm1(exponent)
-    return Failures(between, saving, restarting, interval, young, interval / takes)
+    goodput = interval / takes
+    return Failures(between, saving, restarting, interval, young, goodput if goodput >= _USEFUL else 0.0)

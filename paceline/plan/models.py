@@ -82,6 +82,7 @@ def _hugging_face(path: Path) -> nn.Module:
             f"--model {path}: reading Hugging Face configurations needs transformers: "
             "pip install 'paceline[huggingface]'"
         ) from None
+    taken = ""
     try:
         # Code that comes with a model is not run: the path says nothing of who wrote it.
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
@@ -96,15 +97,13 @@ def _hugging_face(path: Path) -> nn.Module:
                 "not: leave it out to plan what AutoModelForCausalLM makes of the rest"
             )
         if kind is None:
+            taken = "; a file that names no class in architectures is taken for a causal language model's"
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         else:
             model = kind(config).to(config.dtype or torch.get_default_dtype())
     except Exception as error:  # whatever a class raises that is given values of another type or range
         said = " ".join(str(error).split())
-        raise UserError(
-            f"--model {path}: transformers makes no model of it ({said}); a file that names no class in "
-            "architectures is taken for a causal language model's"
-        ) from error
+        raise UserError(f"--model {path}: transformers makes no model of it ({said}){taken}") from error
     return model
 
 

@@ -14,7 +14,7 @@ _WRITTEN = re.compile(r"((?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)(?:\.\d+)?(?:e\d+)?)
 """Commas stand between thousands only: 1,5M is 1.5 million where commas are decimal points, and refused."""
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_BINARY = _DECIMAL | {"k": 2**10, "m": 2**20}
+_BINARY = _DECIMAL | {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def tokens(text: str, option: str) -> int:
@@ -38,7 +38,7 @@ def _number(text: str, option: str, sizes: Mapping[str, int]) -> int:
 def samples(batch_tokens: str, context: int, devices: int) -> int:
     """Samples of a step on one device, from a step's tokens.
 
-    As is usual, k and M of a batch may be 1,024s: 4M is 4,194,304 tokens where 4,000,000 are no whole samples, or
+    As is usual, k, M and G of a batch may be 1,024s: 4M is 4,194,304 tokens where 4,000,000 are no whole samples, or
     devices cannot share these.
 
     Raises:

@@ -168,3 +168,40 @@ def layers_that_solve_for_their_gradient(side: Side) -> Found:
 
     torch.manual_seed(0)
     return trained(side, Model())
+
+
+@idiom()
+def a_view_that_a_unit_returns_is_written_to(side: Side) -> Found:
+    """As residuals, masks and activations in place do, which take the view's own node out of the graph."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x):
+            both = self.gate(x).sin()
+            return both[:, :WIDTH], both.view(-1, 2, WIDTH)[:, 1]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.last = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+            self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+            self.shift = nn.Parameter(torch.full((WIDTH,), 0.1))
+
+        def forward(self, x):
+            x = self.first(x)
+            for number, block in enumerate(self.blocks):
+                half, other = block(x)
+                half += x
+                if number:
+                    half.masked_fill_(half > 0.5, 0.5)
+                    half.relu_()
+                x = half * 1.0 if number == 1 else half + other
+            x = self.last(x).view(-1, WIDTH)
+            x += self.shift
+            return self.head(x)
+
+    torch.manual_seed(0)
+    return trained(side, Model())

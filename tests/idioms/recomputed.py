@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.idioms.side import WIDTH, Found, Paceline, Side, idiom, state, trained
 
@@ -173,3 +174,37 @@ def recomputed_blocks_count_anneal_and_draw(side: Side) -> Found:
     calls = torch.tensor([float(block.calls) for block in model.blocks])
     seen = torch.tensor([float(len(block.seen)) for block in model.blocks])
     return state(model) | {"calls": calls, "seen": seen}
+
+
+class Lending(nn.Module):
+    """Gives its blocks parameters of another module, and of a block that runs later."""
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.shared, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.blocks = nn.ModuleList(Block(borrowing) for _ in range(3))
+        self.run = run
+
+    def forward(self, x):
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = self.run(block, x, self.shared.weight if number else self.blocks[2].linear.weight)
+        return self.head(x)
+
+
+def borrowing(block: Block, x: Tensor, weight: Tensor) -> Tensor:
+    return x + block.linear(x).tanh() + nn.functional.linear(x, weight).sin()
+
+
+@idiom()
+def recomputed_blocks_are_given_parameters_of_others(side: Side) -> Found:
+    if isinstance(side, Paceline):
+        side.strategy = replace(side.strategy, recompute=how(side))
+    torch.manual_seed(0)
+    return trained(side, Lending(lambda block, x, weight: block(x, weight)))
+
+
+@idiom(refused=(("zero 3", "is given the parameter .* by way of torch's checkpoint"),))
+def checkpoints_are_given_parameters_of_others(side: Side) -> Found:
+    torch.manual_seed(0)
+    return trained(side, Lending(lambda block, x, weight: checkpoint(block, x, weight, use_reentrant=False)))

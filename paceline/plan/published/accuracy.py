@@ -133,8 +133,8 @@ def traced_lines(checked: Checked) -> tuple[list[Line], int]:
         with suppress(UserError):
             found.append((each, estimate(each.described.run, hardware)))
     lines = []
-    for label, again in (("nothing recomputed", False), ("blocks recomputed", True)):
-        members = [(each, forecast) for each, forecast in found if (each.described.run.recompute != "none") == again]
+    for label, again in (("nothing recomputed", (False,)), ("blocks recomputed", (True,)), ("all", (False, True))):
+        members = [(each, forecast) for each, forecast in found if (each.described.run.recompute != "none") in again]
         traced = [forecast.seconds / each.measured - 1 for each, forecast in members]
         ways = (("a trace, and the engine's schedule", traced), ("formulas", [each.error for each, _ in members]))
         lines += [Line(label, way, figures) for way, of in ways if (figures := errors(of)) is not None]

@@ -121,7 +121,7 @@ SYNONYMS: dict[str, str] = {
     # printed beside them and checked elsewhere
     "checked": (
         "mfu_recomputed mfu_diff_pct_points measured_rank steps loss iterations aggregate_pflops days mfu_diff "
-        "peak_tflops total_pflops aggregate_tflops"
+        "peak_tflops total_pflops aggregate_tflops mfu_recomputed_pct rel_gap_pct kind"
     ),
     "settings": (
         "act_ckpt_reentrant_yaml limit_all_gathers_yaml limit_all_gathers torch_fsdp2 megatron_fsdp "

@@ -154,7 +154,7 @@ def _peak(described: Described, row: Row) -> float:
             kept=kept,
             recomputed=run.recompute_share,
             compiled=bool(described.compiled),
-            compiled_loss=bool(described.compiled) and not _loss_apart(row),
+            compiled_loss=described.compiled_loss,
             micro_batches=run.micro_batches if run.pipeline > 1 else 1,
         ).reserved
     if described.stack == "nanotron":
@@ -172,9 +172,3 @@ def _peak(described: Described, row: Row) -> float:
     raise UserError(
         "only memory of Megatron-LM, torchtitan and nanotron is predicted: what other programs hold is not known"
     )
-
-
-def _loss_apart(row: Row) -> bool:
-    """Whether a row is of a torchtitan that compiles blocks alone: until 2025 its compiled loss failed."""
-    text = " ".join(row.text(name) for name in ("source", "table", "label", "notes"))
-    return bool(re.search(r"(?<![0-9a-z])20(23|24)[-_/.]?(?:[01]\d)?(?!\d)|docs/performance", text))
