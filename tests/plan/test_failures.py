@@ -36,6 +36,9 @@ def test_what_cannot_go_on_is_told_as_such() -> None:
     hopeless = failures(3.6, 48.2, 120.0)
     assert hopeless.goodput == 0 and "this does not get on" in hopeless.in_words
     assert "before what was done is saved, which takes 48.2 seconds" in failures(3.6, 48.2, 1.0).in_words
+    # A ten-thousandth of the time, or less, is no use.
+    rare = failures(36.0, 48.2, 400.0)
+    assert rare.goodput == 0 and "this does not get on" in rare.in_words
     slow = failures(86400.0, 48.2, 1e9)
     assert slow.goodput == 0 and "before work goes on again, which takes 11,574 days" in slow.in_words
     assert failures(3600.0, 0.0, 0.0).goodput > 0.99

@@ -101,6 +101,8 @@ def test_a_file_that_describes_no_model_says_why(tmp_path: Path, text: str, word
     with pytest.raises(UserError, match="transformers makes no model of it") as caught:
         meta_model(str(tmp_path / "config.json"))
     assert words in str(caught.value)
+    # Said of files alone of which it is true.
+    assert ("names no class in architectures" in str(caught.value)) == ("vit" in text)
 
 
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def test_a_batch_of_millions_may_be_binary() -> None:
     assert samples("4M", 8192, 64) == 8
     assert samples("4M", 2000, 8) == 250
     assert samples("4194304", 8192, 512) == 1
+    assert samples("2G", 2048, 64) == 2**31 // 2048 // 64
     assert samples("1.5M", 8192, 8) * 8 * 8192 == 1.5 * 2**20
     assert samples("0.5M", 8192, 8) * 8 * 8192 == 2**19
 

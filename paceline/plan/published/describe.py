@@ -33,9 +33,9 @@ class Described:
         devices_per_host: Where the row says it.
         compiled: Whether kernels are fused, where the row says it.
         fused_attention: Whether attention is one kernel, where the row says it.
-        compiled_loss: Whether the loss is compiled, too.
         assumed: What the row leaves out and was assumed, in words.
         row_scales: As `Software.row_scales`.
+        compiled_loss: Whether the loss is compiled, too.
     """
 
     run: Run
@@ -45,9 +45,9 @@ class Described:
     devices_per_host: int | None
     compiled: bool | None
     fused_attention: bool | None
-    compiled_loss: bool
     assumed: tuple[str, ...]
     row_scales: bool = False
+    compiled_loss: bool = False
 
     @property
     def by_formula(self) -> bool:

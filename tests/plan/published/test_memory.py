@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import UserError
+from paceline.plan.published.describe import describe
 from paceline.plan.published.memory import predict_memory
 from paceline.plan.published.table import Row, read
 
@@ -35,10 +36,13 @@ def test_torchtitan_s_loss_is_compiled_from_2025_on(tmp_path: Path) -> None:
         )
         return predict_memory(read(path).rows[0]).peak_predicted
 
+    told = "its loss compiled, as in torchtitan since 2025"
     later = peak("benchmarks/llama3_8b_h200_2025-06_torchtitan.md")
+    assert told in describe(read(tmp_path / "run.csv").rows[0]).assumed
     for source in ("benchmarks/llama3_h100_202412_torchtitan.md", "docs/performance.md"):
         # Ten bytes more of each logit.
         assert peak(source) - later == pytest.approx(10 * 2 * 8192 * 128256, rel=0.01)
+        assert told not in describe(read(tmp_path / "run.csv").rows[0]).assumed
 
 
 def test_ranks_that_share_a_sequence_share_states_too(tmp_path: Path) -> None:

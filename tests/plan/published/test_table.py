@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import UserError
 from paceline.plan.published.columns import SYNONYMS, resolve
+from paceline.plan.published.sets import PUBLISHED
 from paceline.plan.published.table import read
 
 
@@ -125,3 +126,12 @@ def test_a_comma_that_may_be_a_point_is_refused(tmp_path: Path, cell: str) -> No
     (row,) = read(write(tmp_path, f'gpu,step_time_s\nh100,"{cell}"\n')).rows
     with pytest.raises(UserError, match=f"expected a number, got '{cell}'"):
         row.number("seconds")
+
+
+@pytest.mark.parametrize("name", ["llm_foundry.csv", "vtrain_a100.csv", "zero_memory.csv", "megatron_golden_mem.csv"])
+def test_published_files_have_no_unknown_columns(name: str) -> None:
+    """Whoever prints measurements in the same columns is told of none of them."""
+    path = Path(__file__).parents[3] / PUBLISHED / name
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    assert not read(path).unknown
