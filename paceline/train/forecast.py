@@ -105,7 +105,10 @@ class Forecast:
 def in_lines(found: dict[str, Any], ranks: int) -> list[str]:
     """What was predicted beside what was measured, in lines that fit a terminal."""
     step, peak = found["step_seconds"], found["peak_bytes"]
-    memory = f"predicted: {_mib(peak['predicted'])} of memory, measured {_mib(peak['measured'])} ({_error(peak)})"
+    besides = found["bytes_beside_model"]
+    own = {name: size - besides for name, size in peak.items()}
+    memory = f"predicted: {_mib(own['predicted'])} of memory beside the {_mib(besides)} of a bare process, measured "
+    memory += f"{_mib(own['measured'])} ({_error(own)})"
     if step["predicted"] is None:
         return [
             f"{memory}; a step took {step['measured'] * 1e3:.1f} ms",
@@ -119,15 +122,17 @@ def in_lines(found: dict[str, Any], ranks: int) -> list[str]:
     return [memory, f"predicted: {told})"]
 
 
-def begin(world: World, recomputes: bool, before: int | None = None) -> Forecast:
+def begin(world: World, recomputes: bool, before: int | None = None, measured: Hardware | None = None) -> Forecast:
     """What a rank holds before the model is built, and its machine. Measures nothing.
 
     Args:
         world: The job.
         recomputes: Whether units will be checkpointed.
         before: What it held then, where it is there already.
+        measured: The machine as the run's plan was made for it, which may be kept nowhere.
     """
-    return Forecast(_held_now(world.device, recomputes) if before is None else before, lambda: known_hardware(world))
+    held = _held_now(world.device, recomputes) if before is None else before
+    return Forecast(held, lambda: measured or known_hardware(world))
 
 
 def known_hardware(world: World) -> Hardware | None:
@@ -141,8 +146,12 @@ def known_hardware(world: World) -> Hardware | None:
     return kept(world.world_size, torch.get_num_threads()) if world.local_world_size == world.world_size else None
 
 
-def planned(config: TrainConfig, shape: ModelConfig, world: World, say: Callable[[str], object]) -> TrainConfig:
-    """The configuration with the fastest strategy and micro-batch within memory. A collective call.
+def planned(
+    config: TrainConfig, shape: ModelConfig, world: World, say: Callable[[str], object]
+) -> tuple[TrainConfig, Hardware]:
+    """The configuration with the fastest strategy and micro-batch within memory, and on which machine it is that.
+
+    A collective call.
 
     Args:
         config: What was asked for; its batch and precision stay.
@@ -189,7 +198,7 @@ def planned(config: TrainConfig, shape: ModelConfig, world: World, say: Callable
             say(f"note: strategy.{name} {asked} does not count, as plan auto decides it: {getattr(strategy, name)}")
     if config.micro_batch not in (usual.micro_batch, samples):
         say(f"note: micro_batch {config.micro_batch} does not count, as plan auto decides it: {samples}")
-    return replace(config, strategy=strategy, micro_batch=samples, plan="")
+    return replace(config, strategy=strategy, micro_batch=samples, plan=""), hardware
 
 
 def _possible(strategy: Strategy, case: Case) -> list[Strategy]:
@@ -242,4 +251,4 @@ def _mib(size: float) -> str:
 
 
 def _error(pair: dict[str, float]) -> str:
-    return f"{pair['predicted'] / pair['measured'] - 1:+.1%}"
+    return f"{pair['predicted'] / pair['measured'] - 1:+.1%}" if pair["measured"] > 0 else "too little to compare"

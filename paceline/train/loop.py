@@ -89,6 +89,7 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
         corpus = prepare_text(config, world, is_known=goes_on)
     require_alike(text := text_marks(corpus), "texts", "Let data.path be the same text on every host.")
     did("text")
+    measured = None
     if config.plan == "auto":
         if resume is not None:
             config = as_planned(config, resume)
@@ -96,11 +97,12 @@ def train(config: TrainConfig, former: Former | None = None, seat: Seat | None =
                 show(f"plan: auto is for new runs: {resume.run} keeps the strategy and the micro-batch that it has")
         else:
             say = show if world.rank == 0 else _nothing
-            config = planned(config, config.model.shape(corpus.facts.vocabulary), world, say)
+            config, measured = planned(config, config.model.shape(corpus.facts.vocabulary), world, say)
         config = replace(config, plan="")
         if seat is not None:
             seat.has_planned({"zero": config.strategy.zero, "shard": config.strategy.shard})
-    forecast = begin(world, config.strategy.recompute != "none", None if former is None else former.before)
+    before = None if former is None else former.before
+    forecast = begin(world, config.strategy.recompute != "none", before, measured)
     if former is not None:
         former.settle_imports()
     kept = former.kept if former is not None else None

@@ -46,7 +46,7 @@ def test_auto_takes_what_the_planner_finds_and_keeps_what_it_does_not_decide(mon
     monkeypatch.setattr(forecast, "known_hardware", lambda _: QUICK)
     config = TrainConfig(plan="auto", batch=8, strategy=Strategy(gradients="sum", units=("blocks.*",)))
     said: list[str] = []
-    chosen = forecast.planned(config, PRESETS["tiny"], world(2), said.append)
+    chosen, _ = forecast.planned(config, PRESETS["tiny"], world(2), said.append)
     assert chosen.plan == "" and chosen.strategy.gradients == "sum" and chosen.strategy.units == ("blocks.*",)
     assert chosen.batch == 8 and 4 % chosen.micro_batch == 0
     assert "zero" in said[-1] and "ms a step predicted" in said[-1]
@@ -79,7 +79,7 @@ def test_what_the_planner_does_not_decide_goes_with_what_it_takes(
 
     monkeypatch.setattr(forecast, "search", searched)
     config = TrainConfig(plan="auto", strategy=Strategy(gradients="sum", **left))
-    chosen = forecast.planned(config, PRESETS["nano"], world(2), lambda _: None).strategy
+    chosen = forecast.planned(config, PRESETS["nano"], world(2), lambda _: None)[0].strategy
     assert {each.stage for each in looked_at} == stages
     kept = {name: value for name, value in left.items() if name not in forecast.DECIDED}
     assert all(getattr(each, name) == value for each in (*looked_at, chosen) for name, value in kept.items())
@@ -108,7 +108,7 @@ def test_less_memory_makes_ranks_share_more(monkeypatch: pytest.MonkeyPatch) -> 
     def chosen(memory: int) -> Strategy:
         small = replace(QUICK, device=replace(QUICK.device, memory=memory))
         monkeypatch.setattr(forecast, "known_hardware", lambda _: small)
-        return forecast.planned(PLAIN, PRESETS["small"], world(2), lambda _: None).strategy
+        return forecast.planned(PLAIN, PRESETS["small"], world(2), lambda _: None)[0].strategy
 
     roomy, tight = chosen(10**10), chosen(95 * 2**20)
     assert (tight.stage, tight.recompute) != (roomy.stage, roomy.recompute)
@@ -134,11 +134,21 @@ def test_without_a_measured_machine_memory_alone_is_predicted() -> None:
     assert compared["step_seconds"] == {"predicted": None, "measured": 0.03}
     assert compared["peak_bytes"]["predicted"] > 100 * 2**20
     told = forecast.in_lines(compared, 2)
-    assert "--here" in told[1] and max(map(len, told)) <= 110
+    assert told[0].startswith("predicted: 5 MiB of memory beside the 100 MiB of a bare process, measured 156 MiB (-9")
+    assert "--here" in told[1] and max(map(len, told)) <= 115
     known = forecast.Forecast(0, lambda: QUICK, [0.02], most=2**28).compared(PLAIN, PRESETS["nano"], world(2))
     assert known is not None and known["step_seconds"]["predicted"] > 0
     line = forecast.in_lines(known, 2)[1]
     assert "ms a step, measured 20.0" in line and "other work" not in line
+
+
+def test_a_run_ends_with_the_machine_that_its_plan_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is kept nowhere if other work had its cores while it was measured."""
+    monkeypatch.setattr(forecast, "known_hardware", lambda _: None)
+    found = forecast.begin(world(2), recomputes=False, measured=QUICK)
+    found.add(0.02, 0.0, torch.device("cpu"))
+    compared = found.compared(PLAIN, PRESETS["nano"], world(2))
+    assert compared is not None and compared["hardware"] == "quick" and compared["step_seconds"]["predicted"] > 0
 
 
 def test_a_run_beside_other_work_says_so_where_its_forecast_is_told() -> None:
