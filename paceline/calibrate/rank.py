@@ -178,7 +178,7 @@ def _beside_operators(repeats: int) -> float:
 def _ceiling(dtype: torch.dtype, repeats: int) -> float:
     """Floating-point operations a second of the best of some products, of the kinds that a layer's passes have.
 
-    Where one takes long no larger ones are tried.
+    Where one takes long on any rank no larger ones are tried. A collective call.
     """
     best, longest = 0.0, 0.0
     for rows, inner, columns in ((512, 512, 512), (1024, 1024, 1024), (512, 1024, 2048)):
@@ -187,7 +187,7 @@ def _ceiling(dtype: torch.dtype, repeats: int) -> float:
         for pair in ((left, turned_right), (left, right), (turned_left, right)):
             seconds = least(partial(torch.mm, *pair), repeats)
             best, longest = max(best, 2 * rows * inner * columns / seconds), max(longest, seconds)
-        if longest > _SLOW:
+        if max(pl.all_gather_json(longest, "how long products take")) > _SLOW:
             break
     return best
 
