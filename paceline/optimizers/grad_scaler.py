@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.control import all_gather_json
 from paceline.comm.world import current_world
+from paceline.core.errors import UserError
 from paceline.tensors.reduced_norm import scaling
 
 
@@ -20,9 +21,16 @@ class GradScaler(torch.amp.GradScaler):
     its own would skip other steps than the rest. Unscaling waits for the host.
     """
 
-    def __init__(self, **options: Any) -> None:
-        """Takes the options of `torch.amp.GradScaler`; the device is the job's."""
-        super().__init__(current_world().device.type, **options)
+    def __init__(self, device: str | None = None, **options: Any) -> None:
+        """Takes the arguments of `torch.amp.GradScaler`; the device need not be said, as it is the job's.
+
+        Raises:
+            UserError: It is another one.
+        """
+        computes = current_world().device.type
+        if device is not None and torch.device(device).type != computes:
+            raise UserError(f"pl.GradScaler: expected device={computes!r}, as ranks compute there, got {device!r}")
+        super().__init__(computes, **options)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides gradients by the scale, then agrees on whether any rank found one that is not finite."""
