@@ -39,7 +39,8 @@ class Run:
         overlap_sent: Whether what stages send each other does, once all of them have something to compute.
         reduces_whole: Whether every rank gets all reduced gradients, even where it updates a part.
         bucket: Parameters whose gradients are reduced at a time, of those that are reduced once a step; 0: all.
-        gathers_first: Whether updated parameters are all gathered before the next step begins.
+        copied_parts: Tensors of a block of which every rank's part is copied by itself, where updated parameters are
+            all gathered before the next step begins; 0: they are gathered as that goes on, and copied nowhere.
         added: Bytes that pass through memory for each parameter, in each micro-batch, to add its gradient to a sum.
         sequence_parallel: Whether tensor ranks share norms and residuals.
         sends_parts: Whether tensor ranks each send a part of what goes from stage to stage, and gather it there.
@@ -66,7 +67,7 @@ class Run:
     overlap_sent: bool = False
     reduces_whole: bool = False
     bucket: int = 0
-    gathers_first: bool = False
+    copied_parts: int = 0
     added: int = 0
     sequence_parallel: bool = False
     sends_parts: bool = False

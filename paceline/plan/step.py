@@ -285,5 +285,8 @@ def _replicated(run: Run, block: _Block, hardware: Hardware) -> tuple[float, flo
         beside = min(1.0, computing / hidden) if hidden else 0.0
         return transfer / layers + max(computing + lost * beside * passes * (1 - 1 / layers), hidden) - computing
 
-    gathered = gather if run.gathers_first else waited(gather, gather_passes, layers * block.forward)
+    if run.copied_parts and run.zero:
+        gathered = gather + layers * run.copied_parts * shards.ranks * hardware.kernels.launch
+    else:
+        gathered = waited(gather, gather_passes, layers * block.forward)
     return gathered, waited(reduce, reduce_passes, layers * block.backward)

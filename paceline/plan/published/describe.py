@@ -166,8 +166,9 @@ _OWN_WAYS: dict[str, dict[str, Any]] = {
     # Its option scatter_gather_tensors_in_pipeline, on by default (Narayanan et al. 2021, section 4.1).
     "megatron_2021": {"sends_parts": True},
     # nanotron's optim/gradient_accumulator.py and optim/zero.py: DDP's buckets of 25 MiB in bf16 are added to fp32
-    # sums, which are reduced whole, with ZeRO-1 too; that gathers what it updated before a step ends.
-    "nanotron": {"reduces_whole": True, "bucket": 25 * 2**20 // 2, "gathers_first": True, "added": 10},
+    # sums, which are reduced whole, with ZeRO-1 too; that gathers what it updated before a step ends, into memory of
+    # its own (distributed.py, all_gather_coalesced). Of a block: qkv, output, gate and up, down, two norms.
+    "nanotron": {"reduces_whole": True, "bucket": 25 * 2**20 // 2, "copied_parts": 6, "added": 10},
 }
 """What a program does in another way than others, as `Run` has it: read in its source."""
 
