@@ -16,6 +16,7 @@ from paceline.core.step_state import StepState
 from paceline.engine.full_parameters import FullParameters
 from paceline.engine.program import Program
 from paceline.executor.idle_ranks import IdleRanks
+from paceline.executor.units_under_way import UnitsUnderWay
 from paceline.hooks.modules import in_backward, in_forward_mode, in_transform
 
 _CONVERSIONS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})
@@ -37,6 +38,7 @@ class ForwardPass:
         self.order: list[str] = []
         self.whole = FullParameters(program, self.wait_for_updates, state.end_edit)
         self.idle_ranks = IdleRanks(program.collectives)
+        self._under_way = UnitsUnderWay()
         self._index = 0
         self._depth = 0
         self._thread: threading.Thread | None = None
@@ -92,6 +94,7 @@ class ForwardPass:
             self.unshard(unit)
             return
         self.enter()
+        self._under_way.begin(unit, self._program.schedule)
         if unit not in self.order:
             self.order.append(unit)
         self._begin_unit(unit)
@@ -115,6 +118,7 @@ class ForwardPass:
         if in_backward() or self.whole.is_full:
             return
         program.executor.end()
+        self._under_way.end(unit)
         if unit in program.schedule.slot and program.schedule.reshards_after_forward:
             program.parameters.reshard((unit,))
             self._mark(Key("reshard", unit, self._index, "forward"))
@@ -128,6 +132,7 @@ class ForwardPass:
         kind = self._state.begin_forward()
         if kind == "within":
             return
+        self._under_way.clear()
         self._thread = threading.current_thread()
         self.whole.close_states()
         self._program.module_buffers.adopt()
@@ -186,8 +191,7 @@ class ForwardPass:
         phase: Phase = "backward" if in_backward() else "forward"
         index = self._state.micro_batch if phase == "backward" else self._index
         key = Key("unshard", unit, index, phase)
-        if executor.knows(key):
-            executor.require(executor.after(key))
+        executor.require(executor.after(key) if executor.knows(key) else ())
         executor.require_arrived({bucket.name for bucket in schedule.gathered_buckets[unit]})
         if parameters.is_open(unit) and parameters.unsharded.holds(unit):
             return
@@ -258,12 +262,11 @@ class ForwardPass:
                 f"edit it inside `with pl.full_parameters(model):`, on every rank{converts}"
             )
 
-        self.idle_ranks.require_none(f"{slot.spec.name} is used outside of its unit")
-
         def gather(bucket: Bucket, memory: Tensor) -> None:
             op = schedule.gather_pinned(bucket, "backward" if in_backward() else "forward")
             self._program.executor.run([op], self._program.gather_into(op, bucket, memory))
 
+        self.idle_ranks.require_none(f"{slot.spec.name} is used outside of its unit")
         parameters.pin(index, gather)
 
     def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
