@@ -92,7 +92,8 @@ class BackwardPass:
             self._begun.add(unit)
             self._outstanding[unit] -= 1
             executor.end()
-            self._end_units_after(unit)
+            if unit not in self._forward.under_way.inner:
+                self._end_units_after(unit)
             self._forward.unshard(unit)
             self._begin_unit(unit)
 

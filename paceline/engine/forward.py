@@ -30,6 +30,7 @@ class ForwardPass:
         order: Units in the order in which the first forward runs them.
         whole: All parameters whole and as they are updated, on demand.
         idle_ranks: Those that have no micro-batch while others have one.
+        under_way: The units whose forward has begun and not ended.
     """
 
     def __init__(self, program: Program, state: StepState) -> None:
@@ -38,9 +39,8 @@ class ForwardPass:
         self.order: list[str] = []
         self.whole = FullParameters(program, self.wait_for_updates, state.end_edit)
         self.idle_ranks = IdleRanks(program.collectives)
-        self._under_way = UnitsUnderWay()
-        self._index = 0
-        self._depth = 0
+        self.under_way = UnitsUnderWay()
+        self._index = self._depth = 0
         self._thread: threading.Thread | None = None
         self.end_raised_update: Callable[[], None] = lambda: None
 
@@ -94,7 +94,7 @@ class ForwardPass:
             self.unshard(unit)
             return
         self.enter()
-        self._under_way.begin(unit, self._program.schedule)
+        self.under_way.begin(unit, self._program.schedule)
         if unit not in self.order:
             self.order.append(unit)
         self._begin_unit(unit)
@@ -118,7 +118,7 @@ class ForwardPass:
         if in_backward() or self.whole.is_full:
             return
         program.executor.end()
-        self._under_way.end(unit)
+        self.under_way.end(unit)
         if unit in program.schedule.slot and program.schedule.reshards_after_forward:
             program.parameters.reshard((unit,))
             self._mark(Key("reshard", unit, self._index, "forward"))
@@ -132,7 +132,7 @@ class ForwardPass:
         kind = self._state.begin_forward()
         if kind == "within":
             return
-        self._under_way.clear()
+        self.under_way.clear()
         self._thread = threading.current_thread()
         self.whole.close_states()
         self._program.module_buffers.adopt()

@@ -1,4 +1,4 @@
-"""Units whose forward calls other units: refused where each is resharded once another one begins."""
+"""Units whose forward runs other units: refused where each is resharded once another one begins."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from paceline.core.schedule import Schedule
 
 
 class UnitsUnderWay:
-    """The units in whose forward each thread is, the innermost last."""
+    """The units in whose forward each thread is, the innermost last.
+
+    Attributes:
+        inner: Those that have run inside another one's, as a part of that.
+    """
 
     def __init__(self) -> None:
         """Knows of none yet."""
         self._units: dict[int, list[str]] = {}
+        self.inner: set[str] = set()
 
     def begin(self, unit: str, schedule: Schedule) -> None:
         """A unit's forward begins.
@@ -23,6 +28,8 @@ class UnitsUnderWay:
         """
         units = self._units.setdefault(threading.get_ident(), [])
         outer = units[-1] if units else unit
+        if outer != unit:
+            self.inner.add(unit)
         if outer != unit and schedule.reshards_after_forward and {unit, outer} <= schedule.slot.keys():
             raise EngineError(
                 f"{outer} runs {unit}, a unit of its own, inside its forward: with zero=3 the parameters of a unit go "

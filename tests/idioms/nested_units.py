@@ -46,3 +46,23 @@ def blocks_call_a_layer_that_they_are_given(side: Side) -> Found:
 def blocks_call_a_network_that_they_are_given(side: Side) -> Found:
     torch.manual_seed(0)
     return trained(side, Model(network()))
+
+
+class Bias(nn.Module):
+    """So small that it stays for the whole step at zero 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, WIDTH)
+
+    def forward(self, x):
+        return x + self.table(torch.arange(len(x)) % 3 * 0)
+
+
+@idiom(refused=REFUSED)
+def blocks_share_a_small_part_that_is_theirs(side: Side) -> Found:
+    torch.manual_seed(0)
+    model = Model(Bias())
+    for block in model.blocks:
+        block.bias = model.shared
+    return trained(side, model)

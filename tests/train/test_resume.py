@@ -132,7 +132,7 @@ def test_the_same_command_goes_on_with_what_the_planner_chose(
 ) -> None:
     chosen = Strategy(zero=1, bucket_mb=3.0, gradients="sum")
     monkeypatch.setattr(
-        "paceline.train.loop.planned", lambda config, *_: replace(config, strategy=chosen, micro_batch=1)
+        "paceline.train.loop.planned", lambda config, *_: (replace(config, strategy=chosen, micro_batch=1), None)
     )
     command = ["train", *nano, *FLAGS, "--plan", "auto", "--folder", "mine", "--resume", "auto", "--steps"]
     assert called(tmp_path, *command, "2")[0] == 0

@@ -96,7 +96,9 @@ def test_the_page_is_what_the_published_files_give_and_its_targets_are_met() -> 
         (section,) = (part for part in told.split("\n\n## ") if f"## {part}".startswith(title))
         assert section in committed
     targets = [line for line in told.splitlines() if line.endswith(("| met |", "| missed |"))]
-    assert len(targets) == 10 and all(line in committed for line in targets)
+    assert len(targets) == 9 and all(line in committed for line in targets)
+    # Nobody published a run of these that ran out of memory.
+    assert "| runs that ran out of memory said to fit | 0 | 0 of 0 | no such row is published |" in committed
     # A forecast of every pair in order would have to know the noise of each run.
     assert all("order" in line for line in targets if "missed" in line)
     (fold,) = (
@@ -120,8 +122,11 @@ def test_traces_forecast_published_runs_about_as_well_as_formulas() -> None:
     # Few shapes, as each is traced; all of them are in the page.
     few = replace(whole, times=tuple(each for each in whole.times if each[1].described.run.config.context == 2048)[::6])
     lines, unfit = traced_lines(few)
-    assert sum(line.errors.rows for line in lines) == 2 * len(few.times) and unfit < len(few.times) / 2
+    assert (
+        sum(line.errors.rows for line in lines if line.rows != "all") == 2 * len(few.times)
+        and unfit < len(few.times) / 2
+    )
     # Recomputing as torch does now spares a twelfth of a step, which these runs did not.
-    for traced, formulas, more in zip(lines[::2], lines[1::2], (0.03, 0.03 + 1 / 12), strict=True):
+    for traced, formulas, more in zip(lines[::2], lines[1::2], (0.03, 0.03 + 1 / 12, 0.03 + 1 / 12), strict=True):
         assert traced.rows == formulas.rows
         assert traced.errors.mean < formulas.errors.mean + more
