@@ -29,12 +29,12 @@ class UnitsUnderWay:
         units = self._units.setdefault(threading.get_ident(), [])
         outer = units[-1] if units else unit
         if outer != unit:
+            if schedule.reshards_after_forward and {unit, outer} <= schedule.slot.keys():
+                raise EngineError(
+                    f"{outer} runs {unit}, a unit of its own, inside its forward: with zero=3 the parameters of a unit "
+                    "go once another one begins. Set strategy.accumulation to hold, or strategy.zero to 2 or less"
+                )
             self.inner.add(unit)
-        if outer != unit and schedule.reshards_after_forward and {unit, outer} <= schedule.slot.keys():
-            raise EngineError(
-                f"{outer} runs {unit}, a unit of its own, inside its forward: with zero=3 the parameters of a unit go "
-                "once another one begins. Set strategy.accumulation to hold, or strategy.zero to 2 or less"
-            )
         units.append(unit)
 
     def end(self, unit: str) -> None:
