@@ -67,7 +67,7 @@ def transformer(name: str, config: ModelConfig, context: int = 0, kernels: Kerne
         name: As the user calls it.
         config: Its shape.
         context: Tokens of a sample, which learned positions must be enough for; 0: the model's longest.
-        kernels: A key of `stacks.STACKS`, whose attention it computes with.
+        kernels: Of the device whose attention kernels it computes with.
     """
     context = context or config.context
     found = of_module(name, on_meta(lambda: Transformer(config)), None, context, kernels, is_even=True)
@@ -93,7 +93,7 @@ def of_module(
         model: The module, on any device.
         inputs: What it is called with, if it is no language model.
         context: Tokens of a sample; 0: the model's longest.
-        kernels: A key of `stacks.STACKS`, whose attention it computes with.
+        kernels: Of the device whose attention kernels it computes with.
         is_even: Whether it is known to take as much more for each sample; else traces of four and of many tell.
     """
     known: dict[tuple[int, str], Work] = {}
