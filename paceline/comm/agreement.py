@@ -70,12 +70,19 @@ def differing(tensors: Mapping[int, Tensor], what: str) -> list[int]:
     return [index for index in indices if len({each.get(str(index)) for each in told}) > 1]
 
 
-def agree_on_order(order: Sequence[str]) -> list[str]:
-    """One order of units for every rank: rank 0's, with what only others ran where they ran it. A collective call."""
+def agree_on_order(order: Sequence[str], inner: set[str]) -> list[str]:
+    """One order of units for every rank: rank 0's, with what only others ran where they ran it. A collective call.
+
+    Args:
+        order: In which this rank ran them.
+        inner: Those that ran inside others, which have no place in it: takes in other ranks'.
+    """
     agreed: list[str] = []
-    for seen in all_gather_json(list(order), "order of units"):
+    views = all_gather_json([list(order), sorted(inner)], "order of units")
+    inner.update(*(inside for _, inside in views))
+    for seen, _ in views:
         position = 0
-        for unit in seen:
+        for unit in (each for each in seen if each not in inner):
             if unit not in agreed:
                 agreed.insert(position, unit)
             position = agreed.index(unit) + 1

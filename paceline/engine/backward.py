@@ -17,7 +17,7 @@ from paceline.engine.give_up import gives_up
 from paceline.engine.gradients import Gradients
 from paceline.engine.program import Program
 from paceline.engine.unit_order import UnitOrder
-from paceline.hooks.modules import packs_saved_tensors
+from paceline.hooks.modules import in_backward, packs_saved_tensors
 from paceline.hooks.parameters import is_complete
 
 
@@ -58,12 +58,11 @@ class BackwardPass:
         self._outstanding[unit] += 1
 
     def wants(self, unit: str) -> bool:
-        """Whether the backward of a forward inside backward has yet to be followed.
-
-        Such as of a unit whose first forward ran inside a reentrant checkpoint.
-        """
-        if self.state.phase != "backward":
-            # Nothing has told of this pass yet: the checkpoint is around the whole model.
+        """Whether the backward of a forward is to be followed: of those inside backward too, of inner units none."""
+        if unit in self._forward.under_way.inner:
+            return False
+        if not in_backward() or self.state.phase != "backward":
+            # Or nothing has told of this pass yet: the checkpoint is around the whole model.
             return True
         if self.program.schedule.reshards_after_forward and not packs_saved_tensors():
             # It has a backward of its own, and the unit may be resharded until then.
@@ -92,8 +91,7 @@ class BackwardPass:
             self._begun.add(unit)
             self._outstanding[unit] -= 1
             executor.end()
-            if unit not in self._forward.under_way.inner:
-                self._end_units_after(unit)
+            self._end_units_after(unit)
             self._forward.unshard(unit)
             self._begin_unit(unit)
 

@@ -95,8 +95,9 @@ class Engine:
         self._gather_shards = GatherShards(collectives, self.schedule, world.device, self.state, self.settle)
         flat.gather_shards = ref(self._gather_shards)
         self.backward.when_over, self.forward.end_raised_update = self.update.resume, self.update.end_raised
-        self._outputs = UnitOutputs(self.program, self.units, self.forward.whole)
-        self._handles: list[Any] = [*install(module, self.units, self), *refuse_other_parameters(module)]
+        self._outputs = UnitOutputs(self.program, self.units, self.forward)
+        self._handles: list[Any] = [*install(module, self.units, self, self.forward.under_way)]
+        self._handles += refuse_other_parameters(module)
         if self.schedule.copies_gradients:
             trained = [p for p in self.program.parameters.all if p.requires_grad]
             before, all_of_them = self.schedule.replaces_earlier_gradients, self.backward.has_streams

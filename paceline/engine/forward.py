@@ -16,8 +16,9 @@ from paceline.core.step_state import StepState
 from paceline.engine.full_parameters import FullParameters
 from paceline.engine.program import Program
 from paceline.executor.idle_ranks import IdleRanks
-from paceline.executor.units_under_way import UnitsUnderWay
-from paceline.hooks.modules import in_backward, in_forward_mode, in_transform
+from paceline.hooks.modules import in_backward
+from paceline.hooks.transforms import refuse_graph, refuse_model, refuse_unit
+from paceline.hooks.units_under_way import UnitsUnderWay
 
 _CONVERSIONS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})
 """Methods of a parameter that modules call to convert their own to another dtype."""
@@ -30,7 +31,7 @@ class ForwardPass:
         order: Units in the order in which the first forward runs them.
         whole: All parameters whole and as they are updated, on demand.
         idle_ranks: Those that have no micro-batch while others have one.
-        under_way: The units whose forward has begun and not ended.
+        under_way: The units whose forward has begun and not ended, and those that are a part of others'.
     """
 
     def __init__(self, program: Program, state: StepState) -> None:
@@ -51,13 +52,10 @@ class ForwardPass:
         self._depth += 1
         self._adopt_buffers(records)
         if self.whole.is_full:
-            self._refuse_graph(records)
+            refuse_graph(records)
             return
-        if in_transform() and self._program.schedule.shards_parameters:
-            raise EngineError(
-                "the model runs inside a transform of torch.func, in which its parameters cannot be gathered: set "
-                "strategy.zero to 2 or less, or transform inside the model's forward, with strategy.accumulation hold"
-            )
+        if self._program.schedule.shards_parameters:
+            refuse_model()
         if records:
             self.enter()
             self._require_one_thread()
@@ -80,21 +78,18 @@ class ForwardPass:
 
     def pre_forward(self, unit: str, records: bool) -> None:
         """A unit's forward begins."""
-        if (in_transform() or (records and in_forward_mode())) and self._program.schedule.reshards_after_forward:
-            what = "a transform of torch.func" if in_transform() else "torch.autograd.forward_ad.dual_level"
-            raise EngineError(
-                f"{unit} runs inside {what}, which paceline cannot follow to reshard its parameters and gather them "
-                "again: set strategy.zero to 2 or less, or strategy.accumulation to hold"
-            )
+        if self._program.schedule.reshards_after_forward:
+            refuse_unit(unit, records)
+            self.under_way.require_no_circle()
         self._adopt_buffers(records)
         if self.whole.is_full:
-            self._refuse_graph(records)
+            refuse_graph(records)
             return
-        if not records:
-            self.unshard(unit)
+        if records:
+            self.enter()
+        if not records or self.under_way.is_inside:
+            self._unshard_to_compute(unit)
             return
-        self.enter()
-        self.under_way.begin(unit, self._program.schedule)
         if unit not in self.order:
             self.order.append(unit)
         self._begin_unit(unit)
@@ -109,7 +104,7 @@ class ForwardPass:
         executor.end()
         key = self._program.computing("forward", unit, self._index)
         executor.require(executor.after(key))
-        self.unshard(unit)
+        self._unshard_to_compute(unit)
         executor.begin(key)
 
     def post_forward(self, unit: str) -> None:
@@ -117,8 +112,9 @@ class ForwardPass:
         program = self._program
         if in_backward() or self.whole.is_full:
             return
+        if self.under_way.is_inside:
+            return
         program.executor.end()
-        self.under_way.end(unit)
         if unit in program.schedule.slot and program.schedule.reshards_after_forward:
             program.parameters.reshard((unit,))
             self._mark(Key("reshard", unit, self._index, "forward"))
@@ -132,7 +128,6 @@ class ForwardPass:
         kind = self._state.begin_forward()
         if kind == "within":
             return
-        self.under_way.clear()
         self._thread = threading.current_thread()
         self.whole.close_states()
         self._program.module_buffers.adopt()
@@ -172,6 +167,17 @@ class ForwardPass:
                     self.unshard(unit)
 
     # ---- unsharding
+
+    def _unshard_to_compute(self, unit: str) -> None:
+        """Unshards a unit for its forward: one that others run inside theirs in memory of its own, as they need it."""
+        parameters, schedule = self._program.parameters, self._program.schedule
+        if unit not in self.under_way.inner or unit not in schedule.slot or not schedule.reshards_after_forward:
+            self.unshard(unit)
+            return
+        self.idle_ranks.require_of_own_model(unit)
+        for index in parameters.flat.managed_of.get(unit, ()):
+            if index not in parameters.pinned.views:
+                self._pin(index, f"{unit} runs inside another unit")
 
     def unshard(self, unit: str) -> None:
         """Makes a unit's parameters usable: waits for their gather, or gathers out of turn."""
@@ -262,12 +268,17 @@ class ForwardPass:
                 f"edit it inside `with pl.full_parameters(model):`, on every rank{converts}"
             )
 
+        self._pin(index, f"{slot.spec.name} is used outside of its unit")
+
+    def _pin(self, index: int, why: str) -> None:
+        schedule = self._program.schedule
+
         def gather(bucket: Bucket, memory: Tensor) -> None:
             op = schedule.gather_pinned(bucket, "backward" if in_backward() else "forward")
             self._program.executor.run([op], self._program.gather_into(op, bucket, memory))
 
-        self.idle_ranks.require_none(f"{slot.spec.name} is used outside of its unit")
-        parameters.pin(index, gather)
+        self.idle_ranks.require_none(why)
+        self._program.parameters.pin(index, gather)
 
     def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
         """See `Owner`."""
@@ -285,16 +296,3 @@ class ForwardPass:
         self._depth = 0
         self.idle_ranks.there_are(False)
         self.whole.close_states()
-
-    def _refuse_graph(self, records: bool) -> None:
-        if records and in_transform():
-            raise EngineError(
-                "the model runs inside a transform of torch.func inside pl.full_parameters, where no gradient is "
-                "reduced: transform a plain copy, made by copy.deepcopy(model) on every rank, or with strategy.zero up "
-                "to 2 outside of pl.full_parameters"
-            )
-        if records:
-            raise EngineError(
-                "a forward with gradients inside pl.full_parameters: its backward would not be reduced. Train outside "
-                "of it; evaluate inside it under torch.no_grad()"
-            )

@@ -63,7 +63,7 @@ class UnitOrder:
     def _agree(self) -> bool:
         """Adopts the order that the first forward has shown; whether it is another one than before."""
         before = self._program.schedule.order
-        order = tuple(agree_on_order(self._forward.order))
+        order = tuple(agree_on_order(self._forward.order, self._forward.under_way.inner))
         # Empty where nothing that ran told of itself, as in a reentrant checkpoint around the whole model.
         if order:
             self._program.adopt(order)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.engine.full_parameters import FullParameters
+from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.hooks.held_views import HeldViews, within
 from paceline.hooks.outputs import Leftovers, own_copies, require_seen, tensors_in
@@ -16,9 +16,9 @@ from paceline.hooks.outputs import Leftovers, own_copies, require_seen, tensors_
 class UnitOutputs:
     """The outputs of one model's units, and what these keep."""
 
-    def __init__(self, program: Program, units: Mapping[str, nn.Module], whole: FullParameters) -> None:
-        """Of a model's units, by name; `whole` tells whether all parameters are whole, so that none goes."""
-        self._program, self._whole = program, whole
+    def __init__(self, program: Program, units: Mapping[str, nn.Module], forward: ForwardPass) -> None:
+        """Of a model's units, by name; `forward` tells whose parameters stay."""
+        self._program, self._forward = program, forward
         self._leftovers = {name: Leftovers(unit) for name, unit in units.items()}
         self._within: dict[str, tuple[Mapping[str, Tensor], Callable[[Tensor], bool]]] = {}
         """By unit, the views of its gathered parameters, and the function that tells whether a tensor lies in them."""
@@ -31,7 +31,9 @@ class UnitOutputs:
             EngineError: No tensor can be seen in it, and a backward is to follow; or a view of parameters is elsewhere.
         """
         schedule = self._program.schedule
-        if not schedule.reshards_after_forward or unit not in schedule.slot or self._whole.is_full:
+        if not schedule.reshards_after_forward or unit not in schedule.slot or self._forward.whole.is_full:
+            return output, ()
+        if unit in self._forward.under_way.inner:
             return output, ()
         flat = self._program.parameters.flat
         parameters = flat.views_of(unit)

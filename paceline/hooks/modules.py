@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.core.errors import EngineError, UserError
 from paceline.hooks.checkpointed import require_whole
 from paceline.hooks.outputs import tensors_in
+from paceline.hooks.units_under_way import UnitsUnderWay
 from paceline.tensors.untraced import untraced
 
 
@@ -56,7 +57,7 @@ class Listener(Protocol):
         ...
 
     def wants_backward(self, unit: str) -> bool:
-        """Whether a forward that recomputes activations inside backward must be listened to."""
+        """Whether the backward of a forward with a graph, in training or computed again, is to be told of."""
         ...
 
 
@@ -91,13 +92,15 @@ def _no_hook() -> Callable[..., None]:
     return no_hook
 
 
-def install(model: nn.Module, units: Mapping[str, nn.Module], listener: Listener) -> list[RemovableHandle]:
+def install(
+    model: nn.Module, units: Mapping[str, nn.Module], listener: Listener, under_way: UnitsUnderWay
+) -> list[RemovableHandle]:
     """Registers hooks on a model and its units; the handles remove them.
 
     A unit's backward begins when the gradients of all its outputs are there; the parameters of every unit that ran
-    after it then have theirs, unless they are used elsewhere too.
+    after it then have theirs, unless they are used elsewhere too. `under_way` is told which units run inside which.
     """
-    handles = [handle for name, module in units.items() for handle in _listen(model, module, name, listener)]
+    handles = [handle for name, module in units.items() for handle in _listen(model, module, name, listener, under_way)]
 
     def root_pre_forward(module: nn.Module, args: Any) -> None:
         listener.root_pre_forward(_records())
@@ -176,16 +179,6 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def in_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, ...) is running, whose tensors have neither graph nor memory."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def in_forward_mode() -> bool:
-    """Whether derivatives are computed in forward mode, whose tangents have a graph beside the one of values."""
-    return torch.autograd.forward_ad._current_level >= 0
-
-
 def packs_saved_tensors() -> bool:
     """Whether hooks take what autograd saves, as in a checkpoint that computes it again for a backward under way."""
     return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
@@ -195,7 +188,9 @@ def _records() -> bool:
     return torch.is_grad_enabled() and not in_backward()
 
 
-def _listen(model: nn.Module, unit: nn.Module, name: str, listener: Listener) -> list[RemovableHandle]:
+def _listen(
+    model: nn.Module, unit: nn.Module, name: str, listener: Listener, under_way: UnitsUnderWay
+) -> list[RemovableHandle]:
     given: set[Any] = set()
     began = 0
 
@@ -205,6 +200,7 @@ def _listen(model: nn.Module, unit: nn.Module, name: str, listener: Listener) ->
 
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal began
+        under_way.begin(name)
         began = torch._C._autograd._get_sequence_nr()
         given.clear()
         inputs = list(tensors_in((args, kwargs)))
@@ -214,7 +210,7 @@ def _listen(model: nn.Module, unit: nn.Module, name: str, listener: Listener) ->
 
     def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
         graph = torch.is_grad_enabled()
-        follows = graph and (not in_backward() or listener.wants_backward(name))
+        follows = graph and listener.wants_backward(name)
         kept, more = listener.own_outputs(name, output, follows)
         generation = listener.post_forward(name, records(), follows)
         if follows:
@@ -229,9 +225,14 @@ def _listen(model: nn.Module, unit: nn.Module, name: str, listener: Listener) ->
             )
         return None if kept is output else kept
 
+    def end_forward(module: nn.Module, args: Any, output: Any) -> None:
+        under_way.end(name)
+
     # First of all hooks: others, such as weight normalisation's, compute with the parameters.
     before = unit.register_forward_pre_hook(ModuleHook(untraced(pre_forward)), prepend=True, with_kwargs=True)
-    return [before, unit.register_forward_hook(ModuleHook(untraced(post_forward)))]
+    after = unit.register_forward_hook(ModuleHook(untraced(post_forward)))
+    # Where it fails, too.
+    return [before, after, unit.register_forward_hook(ModuleHook(untraced(end_forward)), always_call=True)]
 
 
 def _written_to(outputs: Iterable[Tensor], began: int) -> list[Tensor]:
