@@ -17,15 +17,19 @@ WIDTH = 4
 
 
 class Block(nn.Module):
-    """A normalised linear layer beside its input."""
+    """A normalised linear layer beside its input, between the two perhaps a module that is not its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.given: tuple[nn.Module, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
+        y = self.norm(x)
+        for module in self.given:
+            y = module(y)
+        return x + torch.tanh(self.linear(y))
 
     def use(self, x: Tensor, later: list[Tensor]) -> Tensor:
         """What a model computes with this block; `later` takes what it multiplies by after all blocks."""

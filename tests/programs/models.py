@@ -39,6 +39,8 @@ class ModelPlan:
     model itself."""
     frozen: int = -1
     """Index of a block without gradients."""
+    given: Literal["none", "layer", "network", "network called alone"] = "none"
+    """A module of the model's that every block is given and calls in the middle of its forward."""
     head: Literal["inside", "tied", "outside", "tied outside"] = "inside"
     outside: Literal["none", "temperature", "logit scale", "method", "loss weights"] = "none"
     """A parameter of the model itself that is used after its forward."""
@@ -91,6 +93,11 @@ class Drawn(nn.Module):
         blocks = [KINDS[kind]() for kind in plan.blocks]
         if plan.frozen >= 0:
             blocks[plan.frozen].requires_grad_(False)
+        if plan.given != "none":
+            network = (nn.Linear(WIDTH, 6), nn.GELU(), nn.Linear(6, WIDTH))
+            self.given = nn.Linear(WIDTH, WIDTH) if plan.given == "layer" else nn.Sequential(*network)
+            for block in blocks:
+                block.given = (self.given,)
         if plan.container == "list":
             self.blocks = nn.ModuleList(blocks)
         elif plan.container == "dict":
@@ -121,6 +128,8 @@ class Drawn(nn.Module):
             x = x + positions
         if plan.positions == "root":
             x = x + self.places
+        if plan.given == "network called alone":
+            x = x + self.given(x)
         if plan.container == "sequential":
             x = self._failing(self.blocks(x))
         else:

@@ -11,6 +11,7 @@ from paceline.buffers.earlier_gradients import EarlierGradients
 from paceline.core.step_state import StepState
 from paceline.engine.backward import BackwardPass
 from paceline.engine.gradients import Gradients
+from paceline.hooks.units_under_way import UnitsUnderWay
 from paceline.tensors import sharded_parameter
 from paceline.tensors.assigned_gradient import set_gradient
 from tests.engine.late_streams import LATEST, late_streams
@@ -54,12 +55,19 @@ def forward_over_an_update(stack: ExitStack) -> None:
     nothing_on_its_way(stack)
 
 
+def one_unit_after_another(stack: ExitStack) -> None:
+    """A unit that begins inside another one's forward is taken to come after it."""
+    stack.enter_context(patch.object(UnitsUnderWay, "begin", lambda self, unit: None))
+    stack.enter_context(patch.object(UnitsUnderWay, "require_no_circle", lambda self: None))
+
+
 MUTANTS: dict[str, Mutant] = {
     "none": lambda stack: None,
     "gradients that stay count twice": carried_twice,
     "completion by modules": complete_with_its_unit,
     "placeholders are read": placeholders_read,
     "a forward between backward and step": forward_over_an_update,
+    "units inside others": one_unit_after_another,
 }
 
 

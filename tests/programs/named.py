@@ -112,6 +112,14 @@ _CASES: dict[str, tuple[ModelPlan, LoopPlan, dict[str, pl.Strategy], str]] = {
     "plain teacher": (ORDINARY, LoopPlan(teacher="plain"), EVERYWHERE, "zero 3"),
     "parallel teacher": (ORDINARY, LoopPlan(teacher="parallel"), EVERYWHERE, "zero 2, shared parameters"),
     "weights clamped by hand": (ORDINARY, LoopPlan(clamps=True), EVERYWHERE, "zero 2"),
+    # Units inside others.
+    "a layer that blocks are given": (ModelPlan(given="layer"), LoopPlan(), EVERYWHERE, "zero 3"),
+    "a network that blocks are given": (
+        ModelPlan(given="network called alone", blocks=("checkpoint inside", "linear", "in a checkpoint")),
+        LoopPlan(logging="grad", micro_batches=(2,)),
+        UNLIKE,
+        "zero 3, defer",
+    ),
     # Answers that are no tensors.
     "auxiliary loss": (_blocks("experts"), LoopPlan(), EVERYWHERE, "zero 3"),
     **{

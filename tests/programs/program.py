@@ -81,6 +81,8 @@ def draw(seed: int, **fixed: Any) -> Program:
     loop = replace(loop, edits=_rarely(apart, "none", ("rows", "views", "noise", "centred", "decayed", "largest"), 0.3))
     if apart.random() < 0.1:
         loop = replace(loop, optimizer="adafactor")
+    given = ("layer", "network", "network called alone")
+    model = replace(model, given=_rarely(random.Random(f"given {seed}"), "none", given, 0 if model.whole else 0.1))
     if fixed.get("precision", "float32") != "float32":
         model = replace(model, outside="none", head="inside" if "outside" in model.head else model.head)
         loop = replace(loop, optimizer="sgd", optimizers="one", teacher="none", critic=False, edits="none")

@@ -18,6 +18,7 @@ FOUND_BY = {
     "completion by modules": (24, 4),
     "placeholders are read": (25, 8),
     "a forward between backward and step": (195, 207, 134),
+    "units inside others": (352, 3),
 }
 """Seeds of programs that are wrong by each, and by nothing else."""
 
