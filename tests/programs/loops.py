@@ -178,6 +178,9 @@ class Training:
         with torch.set_grad_enabled(grad):
             self.job.note(name, answer)
         self.model.train()
+        self._drop_aux()
+
+    def _drop_aux(self) -> None:
         if isinstance(self.model, Drawn):
             self.model.taken_aux()
 
@@ -238,7 +241,7 @@ class Training:
             job.note("state", lambda rank: _flat(state.values()))
         if loop.average and self.average is None:
             # What a block keeps for a loss has a graph, which torch does not copy.
-            self.model.taken_aux()
+            self._drop_aux()
             self.average = job.copied(self.model)
         elif self.average is not None:
             state = self.model.state_dict()
