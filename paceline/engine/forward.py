@@ -264,8 +264,9 @@ class ForwardPass:
             converts = ", or convert it after pl.release(model)" if function in _CONVERSIONS else ""
             raise EngineError(
                 f"{function} of {slot.spec.name} outside of forward and backward: with zero=3 this rank keeps only its "
-                "shard of it. Use it after the step's forward has begun and before its backward has ended, or read or "
-                f"edit it inside `with pl.full_parameters(model):`, on every rank{converts}"
+                "shard of it. Use it after the step's forward has begun (call the model or its layer, not their "
+                "forward()) and before its backward has ended, or read or edit it inside "
+                f"`with pl.full_parameters(model):`, on every rank{converts}"
             )
 
         self._pin(index, f"{slot.spec.name} is used outside of its unit")

@@ -89,11 +89,12 @@ def step_seconds(events: list[Event]) -> float:
 
 
 def elsewhere(events: list[Event]) -> float:
-    """Seconds of the third step that the compute stream neither computed nor waited for a collective.
+    """Seconds of the third step, and the next, that the compute stream neither computed nor waited for a collective.
 
-    Other work then had the core. It need not make the step longer: a bucket that arrives meanwhile is waited for less.
+    Other work then had the core. It need not make the step longer: a bucket that arrives meanwhile is waited for less,
+    what an update sends in the step after it.
     """
-    mine = [event for event in events if event.step == 2]
+    mine = [event for event in events if event.step in (2, 3)]
     computing = [event for event in mine if event.stream == "compute"]
     whole = max(event.end for event in computing) - min(event.start for event in computing)
     return whole - sum(event.seconds for event in computing) - sum(event.exposed for event in mine)
