@@ -68,19 +68,6 @@ class AutogradPass:
         own = [p for p in map(program.parameters.all.__getitem__, asked) if p.requires_grad]
         return bool(own) and not will_accumulate(own)
 
-    @staticmethod
-    def require_no_graph(unit: str) -> None:
-        """Refuses a pass that makes a graph of the gradients, where parameters are resharded.
-
-        Raises:
-            EngineError: It does.
-        """
-        if torch.is_grad_enabled():
-            raise EngineError(
-                f"backward with create_graph=True: the graph of the gradients uses {unit}'s parameters when they "
-                "may have been resharded. Set strategy.zero to 2 or less, or strategy.accumulation to hold"
-            )
-
     # ---- begin and end
 
     def adopt_orders(self) -> None:

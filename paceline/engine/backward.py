@@ -19,6 +19,7 @@ from paceline.engine.program import Program
 from paceline.engine.unit_order import UnitOrder
 from paceline.hooks.modules import in_backward, packs_saved_tensors
 from paceline.hooks.parameters import is_complete
+from paceline.hooks.refused_passes import refuse_graph_of_gradients
 
 
 class BackwardPass:
@@ -83,7 +84,7 @@ class BackwardPass:
             return
         schedule, executor = self.program.schedule, self.program.executor
         if schedule.reshards_after_forward:
-            self._autograd.require_no_graph(unit)
+            refuse_graph_of_gradients(unit)
             if not follows:
                 # torch.autograd.grad computes with the parameters too.
                 self._forward.unshard(unit)

@@ -25,7 +25,7 @@ from paceline.engine.forward import ForwardPass
 from paceline.engine.give_up import gives_up
 from paceline.engine.gradient_norm import GradientNorm
 from paceline.engine.program import Program
-from paceline.engine.unit_outputs import UnitOutputs
+from paceline.engine.unit_outputs import Own, UnitOutputs
 from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
 from paceline.executor.gather_shards import GatherShards
@@ -97,7 +97,7 @@ class Engine:
         self.backward.when_over, self.forward.end_raised_update = self.update.resume, self.update.end_raised
         self._outputs = UnitOutputs(self.program, self.units, self.forward)
         self._handles: list[Any] = [*install(module, self.units, self, self.forward.under_way)]
-        self._handles += refuse_other_parameters(module)
+        self._handles += [*refuse_other_parameters(module), self._outputs.hooked]
         if self.schedule.copies_gradients:
             trained = [p for p in self.program.parameters.all if p.requires_grad]
             before, all_of_them = self.schedule.replaces_earlier_gradients, self.backward.has_streams
@@ -218,8 +218,7 @@ class Engine:
         if self.update.under_way:
             self.update.suspend()
         self.forward.pre_forward(unit, records)
-        if self.schedule.reshards_after_forward and unit in self.schedule.slot and not self.forward.whole.is_full:
-            self._outputs.held_views.begin(unit)
+        self._outputs.begin(unit)
 
     def in_forward(self) -> bool:
         """See `Listener`."""
@@ -234,9 +233,9 @@ class Engine:
         return self.state.generation
 
     @gives_up
-    def own_outputs(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
+    def own_outputs(self, unit: str, output: Any, filled: Iterable[Tensor], backward_follows: bool) -> Own:
         """See `Listener`."""
-        return self._outputs.own(unit, output, backward_follows)
+        return self._outputs.own(unit, output, filled, backward_follows)
 
     def wants_backward(self, unit: str) -> bool:
         """See `Listener`."""

@@ -17,7 +17,7 @@ from paceline.engine.full_parameters import FullParameters
 from paceline.engine.program import Program
 from paceline.executor.idle_ranks import IdleRanks
 from paceline.hooks.modules import in_backward
-from paceline.hooks.transforms import refuse_graph, refuse_model, refuse_unit
+from paceline.hooks.refused_passes import refuse_graph, refuse_model, refuse_unit
 from paceline.hooks.units_under_way import UnitsUnderWay
 
 _CONVERSIONS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})

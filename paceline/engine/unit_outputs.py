@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.hooks.held_views import HeldViews, within
+from paceline.hooks.hooked_outputs import HookedOutputs
 from paceline.hooks.outputs import Leftovers, own_copies, require_seen, tensors_in
+
+Own = tuple[Any, Iterable[Tensor], Iterable[Tensor]]
+"""What a unit returns, and other tensors that it leaves: see `Listener.own_outputs`."""
 
 
 class UnitOutputs:
@@ -22,19 +26,27 @@ class UnitOutputs:
         self._leftovers = {name: Leftovers(unit) for name, unit in units.items()}
         self._within: dict[str, tuple[Mapping[str, Tensor], Callable[[Tensor], bool]]] = {}
         """By unit, the views of its gathered parameters, and the function that tells whether a tensor lies in them."""
-        self.held_views = HeldViews()
+        self._held_views = HeldViews()
+        self.hooked = HookedOutputs(program.module, units, forward.under_way)
 
-    def own(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
-        """Returns a unit's output without views of its parameters, and the other tensors that it leaves, likewise.
+    def begin(self, unit: str) -> None:
+        """A unit is about to run."""
+        schedule = self._program.schedule
+        if schedule.reshards_after_forward and not self._forward.whole.is_full:
+            self.hooked.begin(unit)
+            if unit in schedule.slot:
+                self._held_views.begin(unit)
+
+    def own(self, unit: str, output: Any, filled: Iterable[Tensor], backward_follows: bool) -> Own:
+        """See `Listener`.
 
         Raises:
             EngineError: No tensor can be seen in it, and a backward is to follow; or a view of parameters is elsewhere.
         """
-        schedule = self._program.schedule
-        if not schedule.reshards_after_forward or unit not in schedule.slot or self._forward.whole.is_full:
-            return output, ()
-        if unit in self._forward.under_way.inner:
-            return output, ()
+        schedule, hooked = self._program.schedule, self.hooked.take(unit)
+        stays = unit not in schedule.slot or unit in self._forward.under_way.inner or self._forward.whole.is_full
+        if stays or not schedule.reshards_after_forward:
+            return output, (), ()
         flat = self._program.parameters.flat
         parameters = flat.views_of(unit)
         if (known := self._within.get(unit)) is None or known[0] is not parameters:
@@ -42,7 +54,9 @@ class UnitOutputs:
         lies_within = known[1]
         kept = own_copies(output, lies_within)
         more = list(self._leftovers[unit].own(unit, parameters, lies_within))
-        self.held_views.require_none(unit, parameters, lambda: (*tensors_in(output), *self._program.parameters.made))
-        if backward_follows:
-            require_seen(unit, kept, more)
-        return kept, more if backward_follows else ()
+        self._held_views.require_none(unit, parameters, lambda: (*tensors_in(output), *self._program.parameters.made))
+        if not backward_follows:
+            return kept, (), ()
+        inside = [*hooked, *filled]
+        require_seen(unit, kept, (*more, *inside))
+        return kept, more, inside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +41,13 @@ class Listener(Protocol):
         """A unit's forward has ended, with or without a graph; returns the generation of the weights it used."""
         ...
 
-    def own_outputs(self, unit: str, output: Any, backward_follows: bool) -> tuple[Any, Iterable[Tensor]]:
-        """Returns a unit's output without views of its parameters, and the other tensors that it leaves."""
+    def own_outputs(
+        self, unit: str, output: Any, filled: Iterable[Tensor], backward_follows: bool
+    ) -> tuple[Any, Iterable[Tensor], Iterable[Tensor]]:
+        """Returns a unit's output without views of its parameters, and the other tensors that it leaves.
+
+        Those on its parts, then those of its inside that others may have, of which `filled` are in what it was given.
+        """
         ...
 
     def in_forward(self) -> bool:
@@ -49,7 +55,7 @@ class Listener(Protocol):
         ...
 
     def first_output_gradient(self, unit: str, generation: int) -> None:
-        """The first gradient of a unit with several outputs is there."""
+        """The first gradient of a unit with several outputs is there, or one of what others have of its inside."""
         ...
 
     def pre_backward(self, unit: str | None, generation: int) -> None:
@@ -208,21 +214,25 @@ def _listen(
         given.update(tensor.grad_fn for tensor in inputs)
         listener.pre_forward(name, records())
 
-    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    def post_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         graph = torch.is_grad_enabled()
         follows = graph and listener.wants_backward(name)
-        kept, more = listener.own_outputs(name, output, follows)
+        filled = (tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn not in given)
+        kept, more, inside = listener.own_outputs(name, output, filled, follows)
         generation = listener.post_forward(name, records(), follows)
         if follows:
             # What it only hands on is not its own: that tensor's gradient comes when earlier units have theirs.
-            own = [tensor for tensor in (*tensors_in(kept), *more) if tensor.grad_fn not in given]
+            own = [tensor for tensor in (*tensors_in(kept), *more) if tensor.grad_fn not in given] or list(inside)
             given.clear()
-            _on_gradients(
-                _written_to(own, began),
-                "all",
-                lambda: listener.pre_backward(name, generation),
-                lambda: listener.first_output_gradient(name, generation),
-            )
+
+            def first_gradient() -> None:
+                listener.first_output_gradient(name, generation)
+
+            for tensor in inside:
+                # Each by itself, as the unit's backward has begun by then.
+                _on_gradients([tensor], "all", first_gradient)
+            pre_backward = partial(listener.pre_backward, name, generation)
+            _on_gradients(_written_to(own, began), "all", pre_backward, first_gradient)
         return None if kept is output else kept
 
     def end_forward(module: nn.Module, args: Any, output: Any) -> None:
@@ -230,7 +240,7 @@ def _listen(
 
     # First of all hooks: others, such as weight normalisation's, compute with the parameters.
     before = unit.register_forward_pre_hook(ModuleHook(untraced(pre_forward)), prepend=True, with_kwargs=True)
-    after = unit.register_forward_hook(ModuleHook(untraced(post_forward)))
+    after = unit.register_forward_hook(ModuleHook(untraced(post_forward)), with_kwargs=True)
     # Where it fails, too.
     return [before, after, unit.register_forward_hook(ModuleHook(untraced(end_forward)), always_call=True)]
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.step_state import StepState
-from paceline.hooks.transforms import in_transform
+from paceline.hooks.refused_passes import in_transform
 from paceline.tensors.assigned_gradient import gradient_of
 
 

@@ -30,6 +30,11 @@ class UnitsUnderWay:
         """Whether the unit that runs does so inside the forward of a unit, be it its own."""
         return len(self._units) > 1
 
+    @property
+    def outermost(self) -> str | None:
+        """The unit that runs inside no other; None where none runs."""
+        return self._units[0] if self._units else None
+
     def begin(self, unit: str) -> None:
         """A unit's forward begins."""
         units = self._units

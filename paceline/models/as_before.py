@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes as _unseen
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import EngineError
+from paceline.models.growing import copied, may_grow
+from paceline.models.within_reach import modules_in
 
 Place = tuple[nn.Module, str]
 _Version = tuple[type, int]
@@ -35,29 +37,29 @@ class ChangedBuffers:
         self._idle: set[tuple[Place, bool]] = set()
         """Large ones that forwards leave alone, where their submodule is training, or is not."""
 
-    def before(self) -> dict[Place, Tensor]:
-        """Copies of what a forward may change."""
+    def before(self, modules: Iterable[nn.Module]) -> dict[Place, Tensor]:
+        """Copies of what a forward that may run these modules may change."""
         return _copies(
             {
                 place: each
-                for place, each in self._now().items()
+                for place, each in _buffers_of(modules).items()
                 if each.numel() <= _SMALL or (place, place[0].training) not in self._idle
             }
         )
 
-    def watch(self, forward: Callable[[], Any], before: dict[Place, Tensor]) -> Any:
+    def watch(self, forward: Callable[[], Any], before: dict[Place, Tensor], modules: Sequence[nn.Module]) -> Any:
         """Runs a forward that `before` was made for, and drops the large copies from it that were not needed.
 
         Raises:
             EngineError: It wrote to a large buffer that forwards had left alone, of which there is no copy.
         """
-        found = self._now()
+        found = _buffers_of(modules)
         if not found:
             return forward()
         versions = {place: each._version for place, each in found.items()}
         modes = {owner: owner.training for owner, _ in found}
         answer = forward()
-        now = self._now()
+        now = _buffers_of(modules)
         for place, each in found.items():
             is_written, is_there = each._version != versions[place], now.get(place) is each
             if place in before:
@@ -96,13 +98,9 @@ class ChangedBuffers:
                 "a copy (x = x + ...), or set strategy.recompute to none"
             )
 
-    def _now(self) -> dict[Place, Tensor]:
-        return {
-            (owner, name): buffer
-            for owner in self.module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        }
+
+def _buffers_of(modules: Iterable[nn.Module]) -> dict[Place, Tensor]:
+    return {(owner, name): each for owner in modules for name, each in owner._buffers.items() if each is not None}
 
 
 def _copies(tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
@@ -117,7 +115,7 @@ _HOOKS = frozenset(name for name in _MACHINERY if name.startswith(("_forward_", 
 
 
 class _Part:
-    """A submodule as a forward finds it: attributes, hooks, whether it trains, and parameters, of its own or lent.
+    """A module as a forward finds it: attributes, hooks, whether it trains, and parameters, of its own or lent.
 
     `torch.func.functional_call` lends some for one forward, for which others may have hooks, and who evaluates between
     forward and backward switches modes. Of lists, dictionaries, sets and small tensors there are copies; large tensors
@@ -170,6 +168,20 @@ def _is_small(value: Tensor) -> bool:
     return type(value) is Tensor and value.numel() <= _SMALL and value.grad_fn is None and not value.is_inference()
 
 
+def _parts(module: nn.Module, given: Iterable[Any]) -> list[_Part]:
+    """All that a module's forward may run, but for what the module is a part of."""
+    found = {each: _Part(each) for each in module.modules()}
+    held = [*given, *(value for part in found.values() for value in part.own.values())]
+    while held:
+        for other in modules_in(held.pop()):
+            if other in found or module in other.modules():
+                continue
+            more = {each: _Part(each) for each in other.modules() if each not in found}
+            held += (value for part in more.values() for value in part.own.values())
+            found.update(more)
+    return list(found.values())
+
+
 _COLLECTIONS = (list, dict, set, OrderedDict)
 
 
@@ -198,16 +210,18 @@ def _set_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
 class AsBefore:
     """One forward of a module: computed again, it finds what it reads as it was, and leaves it as it is.
 
-    Caches, lists and dictionaries that it is given, buffers, and attributes of its submodules.
+    Caches, lists and dictionaries that it is given; buffers and attributes of its submodules, and of other modules that
+    it is given or refers to.
     """
 
     def __init__(
         self, forward: Callable[..., Any], buffers: ChangedBuffers, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         self._forward, self._buffers = forward, buffers
-        self._given = [_copied(each) if _may_grow(each) else None for each in (*args, *kwargs.values())]
-        self._before = buffers.before()
-        self._parts = [_Part(part) for part in buffers.module.modules()]
+        self._given = [copied(each) if may_grow(each) else None for each in (*args, *kwargs.values())]
+        self._parts = _parts(buffers.module, (*args, *kwargs.values()))
+        self._modules = [part.module for part in self._parts]
+        self._before = buffers.before(self._modules)
         self._written: set[int] = set()
         """Places of those to which the first forward wrote."""
         self._is_first = True
@@ -223,7 +237,7 @@ class AsBefore:
             self._is_first = False
             tensors = _tensors((args, kwargs))
             versions = _versions(tensors)
-            answer = self._buffers.watch(lambda: self._forward(*args, **kwargs), self._before)
+            answer = self._buffers.watch(lambda: self._forward(*args, **kwargs), self._before, self._modules)
             self._buffers.require_unwritten(versions, tensors)
             self._versions = _versions(self._referred(args, kwargs))
             with _unseen():
@@ -231,7 +245,7 @@ class AsBefore:
             return answer
         self._buffers.require_unwritten(self._versions, self._referred(args, kwargs))
         given = [
-            each if before is None else _copied(before)
+            each if before is None else copied(before)
             for each, before in zip((*args, *kwargs.values()), self._given, strict=True)
         ]
         after = {(owner, name): owner._buffers.get(name) for owner, name in self._before}
@@ -265,28 +279,3 @@ def _versions(tensors: Sequence[Tensor]) -> list[_Version]:
 def _tensors(values: Any) -> list[Tensor]:
     """The tensors in nested values whose versions tell when they are written to."""
     return [each for each in tree_leaves(values) if isinstance(each, Tensor) and not each.is_inference()]
-
-
-def _may_grow(value: Any) -> bool:
-    """Whether a module may add to what it is given: a list, a dictionary or a cache."""
-    return type(value) in (list, dict) or is_cache(value)
-
-
-def is_cache(value: Any) -> bool:
-    """Whether it is what modules add their keys and values to, as those of `transformers` are."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
-def _copied(value: Any, in_cache: bool = False) -> Any:
-    """A copy of lists and dictionaries, and of a cache and the objects that it is made of, with the same tensors."""
-    if type(value) is dict:
-        return {key: _copied(each, in_cache) for key, each in value.items()}
-    if type(value) is list:
-        return [_copied(each, in_cache) for each in value]
-    if isinstance(value, (Tensor, nn.Module, type)) or not hasattr(value, "__dict__"):
-        return value
-    if not in_cache and not is_cache(value):
-        return value
-    twin = copy.copy(value)
-    twin.__dict__.update({name: _copied(each, True) for name, each in value.__dict__.items()})
-    return twin

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from paceline.models.as_before import AsBefore, ChangedBuffers, is_cache
+from paceline.models.as_before import AsBefore, ChangedBuffers
+from paceline.models.growing import is_cache
 
 _ATTENTION = [
     getattr(torch.ops.aten, name).default

@@ -208,3 +208,60 @@ def recomputed_blocks_are_given_parameters_of_others(side: Side) -> Found:
 def checkpoints_are_given_parameters_of_others(side: Side) -> Found:
     torch.manual_seed(0)
     return trained(side, Lending(lambda block, x, weight: checkpoint(block, x, weight, use_reentrant=False)))
+
+
+class Counting(nn.Module):
+    """Computes with how often it has run, and with statistics of a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.register_buffer("runs", torch.zeros(()))
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        self.calls += 1
+        self.runs += 0.5
+        noise = torch.rand((), generator=self.generator, dtype=torch.float64).to(x.dtype)
+        return self.linear(x / self.calls + self.runs * noise).tanh()
+
+
+class Given(Model):
+    def __init__(self, compute: Callable[..., Tensor], run: Callable[..., Tensor]) -> None:
+        super().__init__(compute, run)
+        self.counting = Counting()
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        for block in self.blocks:
+            x = self.run(block, x, self.counting)
+        return self.head(x)
+
+
+def given(side: Side, compute: Callable[..., Tensor], run: Callable[..., Tensor], held: bool = False) -> Found:
+    if isinstance(side, Paceline):
+        side.strategy = replace(side.strategy, recompute=how(side))
+    torch.manual_seed(0)
+    model = Given(compute, run)
+    if held:
+        for block in model.blocks:
+            block.others = (model.counting,)
+    found = trained(side, model)
+    return {**found, "calls": torch.tensor(float(model.counting.calls))}
+
+
+@idiom()
+def blocks_computed_again_call_a_counting_module_that_they_are_given(side: Side) -> Found:
+    return given(side, lambda block, x, other: block.linear(other(x)), lambda block, x, other: block(x, other))
+
+
+@idiom()
+def blocks_computed_again_call_a_counting_module_by_name(side: Side) -> Found:
+    return given(
+        side, lambda block, x, by: block.linear(by(x)), lambda block, x, other: block(x, by=lambda x: other(x))
+    )
+
+
+@idiom()
+def blocks_computed_again_call_a_counting_module_that_they_refer_to(side: Side) -> Found:
+    return given(side, lambda block, x: block.linear(block.others[0](x)), lambda block, x, other: block(x), held=True)

@@ -251,10 +251,10 @@ def test_large_buffers_that_forwards_leave_alone_are_copied_once() -> None:
     block = nn.Linear(2, 2)
     block.register_buffer("mask", torch.ones(300, 300))
     buffers = ChangedBuffers(block)
-    before = buffers.before()
+    before = buffers.before([block])
     assert len(before) == 1
-    buffers.watch(lambda: block(torch.ones(2)), before)
-    assert not before and not buffers.before()
+    buffers.watch(lambda: block(torch.ones(2)), before, [block])
+    assert not before and not buffers.before([block])
 
 
 def test_a_forward_that_the_loop_gave_a_block_meanwhile_stays() -> None:

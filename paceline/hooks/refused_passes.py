@@ -1,4 +1,4 @@
-"""Forwards that are not followed: in transforms of `torch.func`, in forward mode, with all parameters whole."""
+"""Passes that are refused, as they cannot be followed: in transforms of `torch.func`, or with graphs of gradients."""
 
 from __future__ import annotations
 
@@ -64,3 +64,16 @@ def refuse_graph(records: bool) -> None:
         "a forward with gradients inside pl.full_parameters: its backward would not be reduced. Train outside of it; "
         "evaluate inside it under torch.no_grad()"
     )
+
+
+def refuse_graph_of_gradients(unit: str) -> None:
+    """Refuses a backward that makes a graph of the gradients, where parameters are resharded.
+
+    Raises:
+        EngineError: It does.
+    """
+    if torch.is_grad_enabled():
+        raise EngineError(
+            f"backward with create_graph=True: the graph of the gradients uses {unit}'s parameters when they may have "
+            "been resharded. Set strategy.zero to 2 or less, or strategy.accumulation to hold"
+        )
