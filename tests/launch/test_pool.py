@@ -58,11 +58,8 @@ def test_ranks_form_one_job_and_are_kept(pool: RankPool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["a" * 90, "what? is#this\n%41", "b" * 90 + "?\n#%41"])
-def test_a_temporary_folder_with_any_name_is_as_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    folder = tmp_path / name
+def test_a_temporary_folder_with_any_name_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("b" * 90 + "?\n#%41")
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with RankPool(2, threads=1) as started:
@@ -131,9 +128,6 @@ if __name__ == "__main__":
     ("number", "fresh"),
     [
         full(signal.SIGINT, []),
-        full(signal.SIGTERM, []),
-        full(signal.SIGKILL, []),
-        full(signal.SIGINT, ["fresh"]),
         full(signal.SIGTERM, ["fresh"]),
         (signal.SIGKILL, ["fresh"]),
     ],

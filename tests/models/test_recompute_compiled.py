@@ -34,12 +34,12 @@ def replace_by_compiled(model: Transformer) -> None:
 
 
 COMPILED = {
-    "forward": (compile_forwards, [STAGES["zero 0"], replace(STAGES["zero 3"], recompute="unit")]),
+    "forward": (compile_forwards, [replace(STAGES["zero 3"], recompute="unit")]),
     "in place": (compile_in_place, [STAGES["zero 1"], STAGES["zero 3"]]),
     "replaced": (replace_by_compiled, [STAGES["zero 2"], STAGES["zero 3"]]),
 }
-"""Each way where parameters come and go and where they stay, and each stage: what is made of them is the same code. All
-ways at all stages, without such code, are in tests/engine/test_compiling.py."""
+"""Each way where parameters come and go, two where they stay: what is made of them is the same code. All ways at all
+stages, without such code, are in tests/engine/test_compiling.py."""
 
 
 def compiled(compile_blocks: Callable[[Transformer], None], strategies: list[Strategy]) -> list[tuple[dict, dict, int]]:
