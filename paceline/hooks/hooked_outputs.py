@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.hooks.modules import ModuleHook
+from paceline.hooks.modules import ModuleHook, in_backward
 from paceline.hooks.outputs import tensors_in
 from paceline.hooks.units_under_way import UnitsUnderWay
 from paceline.tensors.untraced import untraced
@@ -24,16 +24,19 @@ class HookedOutputs:
         self._around = [module for module in model.modules() if module is not model and id(module) not in inside]
         self._under_way = under_way
         self._noted: dict[int, RemovableHandle] = {}
-        self._found: dict[str, list[Tensor]] = {}
+        self._found: list[Tensor] = []
 
     def begin(self, unit: str) -> None:
         """A unit's forward begins."""
-        self._follow(self._parts[unit])
+        if in_backward():
+            # A checkpoint's, which ends it as soon as it has what it needs.
+            return
         if unit == self._under_way.outermost:
-            self._found.pop(unit, None)
+            self.remove()
         else:
             # It runs inside another one, and so may what it is a part of.
             self._follow(self._around)
+        self._follow(self._parts[unit])
 
     def _follow(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
@@ -42,16 +45,20 @@ class HookedOutputs:
                 self._noted[id(module)] = module.register_forward_hook(ModuleHook(untraced(self._note)))
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        outermost = self._under_way.outermost
-        if outermost is not None:
-            found = self._found.setdefault(outermost, [])
-            found += (tensor for tensor in tensors_in(output) if tensor.grad_fn is not None)
+        # The hooks of a unit that runs in no other come after `take`.
+        if self._noted:
+            self._found += (tensor for tensor in tensors_in(output) if tensor.grad_fn is not None)
 
     def take(self, unit: str) -> list[Tensor]:
         """What was noted in the forward of a unit, which has ended."""
-        return self._found.pop(unit, []) if unit == self._under_way.outermost else []
+        if unit != self._under_way.outermost:
+            return []
+        found = self._found
+        self.remove()
+        return found
 
     def remove(self) -> None:
-        """Notes nothing from now on."""
+        """Leaves modules as they are without it."""
         for handle in self._noted.values():
             handle.remove()
+        self._noted, self._found = {}, []
