@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes as _unseen
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import EngineError
 from paceline.models.growing import copied, may_grow
-from paceline.models.within_reach import modules_in
+from paceline.models.within_reach import reached
 
 Place = tuple[nn.Module, str]
 _Version = tuple[type, int]
@@ -109,13 +110,13 @@ def _copies(tensors: dict[Place, Tensor]) -> dict[Place, Tensor]:
     return {place: copies[id(each)] for place, each in tensors.items()}
 
 
-_MACHINERY = frozenset(vars(nn.Module())) - {"training", "_parameters"}
+_MACHINERY = frozenset(vars(nn.Module())) - {"training", "_parameters", "_modules"}
 """What torch keeps in a module, of which buffers have a way of their own, and hooks count where there are any."""
 _HOOKS = frozenset(name for name in _MACHINERY if name.startswith(("_forward_", "_backward_")))
 
 
 class _Part:
-    """A module as a forward finds it: attributes, hooks, whether it trains, and parameters, of its own or lent.
+    """A module as a forward finds it: attributes, hooks, parts, whether it trains, and parameters, its own or lent.
 
     `torch.func.functional_call` lends some for one forward, for which others may have hooks, and who evaluates between
     forward and backward switches modes. Of lists, dictionaries, sets and small tensors there are copies; large tensors
@@ -129,30 +130,30 @@ class _Part:
         self.own = {name: _shallow(value) for name, value in own.items() if name not in self.tensors}
         small = {name: value for name, value in self.own.items() if isinstance(value, Tensor)}
         self.copies = {name: (value._version, value.detach().clone()) for name, value in small.items()}
-        self.random = [(each, each.get_state()) for each in own.values() if isinstance(each, torch.Generator)]
 
     def is_so(self) -> bool:
         """Whether it is as it was."""
         now = {name: value for name, value in vars(self.module).items() if self._counts(name, value)}
         if now.keys() != self.own.keys() or not all(_same(now[name], value) for name, value in self.own.items()):
             return False
-        if any(now[name]._version != version for name, (version, _) in self.copies.items()):
-            return False
-        return all(torch.equal(generator.get_state(), state) for generator, state in self.random)
+        return all(now[name]._version == version for name, (version, _) in self.copies.items())
 
     def put(self) -> Callable[[], None]:
         """Makes it what it was; returns what undoes that."""
         now, was = vars(self.module), dict(vars(self.module))
-        states = [(generator, generator.get_state()) for generator, _ in self.random]
-        kept = {name: value for name, value in was.items() if not self._counts(name, value)}
+        kept = {name: each for name, each in was.items() if name in _HOOKS or not self._counts(name, each)}
         written = {name: c.clone() for name, (v, c) in self.copies.items() if self.own[name]._version != v}
-        without = {name: OrderedDict[int, Any]() for name in _HOOKS}
-        _replace(now, {**without, **kept, **{name: _shallow(value) for name, value in self.own.items()}, **written})
-        _set_states(self.random)
+        own = {name: _shallow(value) for name, value in self.own.items() if name not in _HOOKS}
+        _replace(now, {**kept, **own, **written})
+        # In the dictionaries that there are, as handles refer to these.
+        hooks = [(was[name], dict(was[name])) for name in _HOOKS if name in was]
+        for name in _HOOKS.intersection(was):
+            _replace(was[name], self.own.get(name, {}))
 
         def undo() -> None:
             _replace(now, was)
-            _set_states(states)
+            for places, contents in hooks:
+                _replace(places, contents)
 
         return undo
 
@@ -168,18 +169,20 @@ def _is_small(value: Tensor) -> bool:
     return type(value) is Tensor and value.numel() <= _SMALL and value.grad_fn is None and not value.is_inference()
 
 
-def _parts(module: nn.Module, given: Iterable[Any]) -> list[_Part]:
-    """All that a module's forward may run, but for what the module is a part of."""
+def _within_reach(module: nn.Module, given: Iterable[Any]) -> tuple[list[_Part], list[torch.Generator]]:
+    """All that a module's forward may run, but for what the module is a part of, and what it may draw from."""
     found = {each: _Part(each) for each in module.modules()}
+    generators = dict[torch.Generator, None]()
     held = [*given, *(value for part in found.values() for value in part.own.values())]
     while held:
-        for other in modules_in(held.pop()):
-            if other in found or module in other.modules():
-                continue
-            more = {each: _Part(each) for each in other.modules() if each not in found}
-            held += (value for part in more.values() for value in part.own.values())
-            found.update(more)
-    return list(found.values())
+        for other in reached(held.pop()):
+            if isinstance(other, torch.Generator):
+                generators[other] = None
+            elif other not in found and module not in other.modules():
+                more = {each: _Part(each) for each in other.modules() if each not in found}
+                held += (value for part in more.values() for value in part.own.values())
+                found.update(more)
+    return list(found.values()), list(generators)
 
 
 _COLLECTIONS = (list, dict, set, OrderedDict)
@@ -197,9 +200,14 @@ def _same(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
-def _replace(attributes: dict[str, Any], others: dict[str, Any]) -> None:
-    attributes.clear()
-    attributes.update(others)
+def _replace(members: dict[Any, Any], others: Mapping[Any, Any]) -> None:
+    others = dict(others)
+    members.clear()
+    members.update(others)
+
+
+def _states(generators: Iterable[torch.Generator]) -> list[tuple[torch.Generator, Tensor]]:
+    return [(each, each.get_state()) for each in generators]
 
 
 def _set_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
@@ -219,7 +227,8 @@ class AsBefore:
     ) -> None:
         self._forward, self._buffers = forward, buffers
         self._given = [copied(each) if may_grow(each) else None for each in (*args, *kwargs.values())]
-        self._parts = _parts(buffers.module, (*args, *kwargs.values()))
+        self._parts, generators = _within_reach(buffers.module, (*args, *kwargs.values()))
+        self._random = _states(generators)
         self._modules = [part.module for part in self._parts]
         self._before = buffers.before(self._modules)
         self._written: set[int] = set()
@@ -236,18 +245,21 @@ class AsBefore:
         if self._is_first:
             self._is_first = False
             tensors = _tensors((args, kwargs))
-            versions = _versions(tensors)
+            versions, hooks = _versions(tensors), RemovableHandle.next_id
             answer = self._buffers.watch(lambda: self._forward(*args, **kwargs), self._before, self._modules)
             self._buffers.require_unwritten(versions, tensors)
             self._versions = _versions(self._referred(args, kwargs))
             with _unseen():
-                self._written = {index for index, part in enumerate(self._parts) if not part.is_so()}
+                # A hook that it makes and takes away would stay: a checkpoint ends it as soon as it has all it needs.
+                makes_hooks = RemovableHandle.next_id != hooks
+                self._written = {i for i, part in enumerate(self._parts) if makes_hooks or not part.is_so()}
             return answer
         self._buffers.require_unwritten(self._versions, self._referred(args, kwargs))
         given = [
             each if before is None else copied(before)
             for each, before in zip((*args, *kwargs.values()), self._given, strict=True)
         ]
+        random = _states(generator for generator, _ in self._random)
         after = {(owner, name): owner._buffers.get(name) for owner, name in self._before}
         with _unseen():
             undo = [part.put() for index, part in enumerate(self._parts) if index in self._written or not part.is_so()]
@@ -255,11 +267,13 @@ class AsBefore:
         try:
             for (owner, name), buffer in copies.items():
                 owner._buffers[name] = buffer
+            _set_states(self._random)
             return self._forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         finally:
             # However it ends: checkpoint stops as soon as it has what it needs.
             for (owner, name), was in after.items():
                 owner._buffers[name] = was
+            _set_states(random)
             for put_back in undo:
                 put_back()
 

@@ -1,4 +1,4 @@
-"""The modules that a block may run beside its own: what it is given, or what its attributes refer to."""
+"""What a block may run and draw from beside its own modules: what it is given, or what its attributes refer to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _PLAIN = frozenset((int, float, bool, str, bytes, type(None), Tensor, nn.Parameter))
@@ -14,12 +15,12 @@ _DEPTH = 3
 """Depth to which collections and functions are searched."""
 
 
-def modules_in(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:
-    """The modules that a value is or holds: in collections, functions' closures, bound methods and partial calls."""
+def reached(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module | torch.Generator]:
+    """The modules and generators that a value is or holds: in collections, closures, bound methods, partial calls."""
     kind = type(value)
     if kind in _PLAIN or depth < 0:
         return
-    if isinstance(value, nn.Module):
+    if isinstance(value, (nn.Module, torch.Generator)):
         yield value
         return
     held: Iterable[Any] = ()
@@ -34,7 +35,7 @@ def modules_in(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:
     elif kind is functools.partial:
         held = (value.func, *value.args, *value.keywords.values())
     for each in held:
-        yield from modules_in(each, depth - 1)
+        yield from reached(each, depth - 1)
 
 
 def _contents(cells: Iterable[types.CellType]) -> Iterator[Any]:

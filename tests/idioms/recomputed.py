@@ -265,3 +265,36 @@ def blocks_computed_again_call_a_counting_module_by_name(side: Side) -> Found:
 @idiom()
 def blocks_computed_again_call_a_counting_module_that_they_refer_to(side: Side) -> Found:
     return given(side, lambda block, x: block.linear(block.others[0](x)), lambda block, x, other: block(x), held=True)
+
+
+@idiom()
+def blocks_computed_again_make_a_hook_and_take_it_away(side: Side) -> Found:
+    def compute(block: nn.Module, x: Tensor) -> Tensor:
+        hook = block.linear.register_forward_hook(lambda module, args, output: output / 2)
+        answer = block.linear(x).tanh() + x
+        hook.remove()
+        return block.linear(answer)
+
+    return recomputed(side, compute)
+
+
+@idiom()
+def blocks_computed_again_put_a_hook_in_the_place_of_their_last(side: Side) -> Found:
+    def compute(block: nn.Module, x: Tensor) -> Tensor:
+        if hasattr(block, "hook"):
+            block.hook.remove()
+        block.hook = block.linear.register_forward_hook(lambda module, args, output: output / 2)
+        return block.linear(x).tanh() + block.linear(x)
+
+    return recomputed(side, compute)
+
+
+@idiom()
+def blocks_computed_again_draw_from_a_generator_in_a_dictionary(side: Side) -> Found:
+    def compute(block: nn.Module, x: Tensor) -> Tensor:
+        if not hasattr(block, "state"):
+            block.state = {"random": torch.Generator().manual_seed(3)}
+        noise = torch.rand((), generator=block.state["random"], dtype=torch.float64).to(x.dtype)
+        return block.linear(x * noise).tanh() * noise
+
+    return recomputed(side, compute)
