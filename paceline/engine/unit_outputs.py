@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
 from paceline.hooks.held_views import HeldViews, within
-from paceline.hooks.hooked_outputs import HookedOutputs
+from paceline.hooks.hooked_tensors import HookedTensors
 from paceline.hooks.outputs import Leftovers, own_copies, require_seen, tensors_in
 
 Own = tuple[Any, Iterable[Tensor], Iterable[Tensor]]
@@ -27,7 +27,7 @@ class UnitOutputs:
         self._within: dict[str, tuple[Mapping[str, Tensor], Callable[[Tensor], bool]]] = {}
         """By unit, the views of its gathered parameters, and the function that tells whether a tensor lies in them."""
         self._held_views = HeldViews()
-        self.hooked = HookedOutputs(program.module, units, forward.under_way)
+        self.hooked = HookedTensors(program.module, units, forward.under_way)
 
     def begin(self, unit: str) -> None:
         """A unit is about to run."""

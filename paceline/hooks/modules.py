@@ -222,7 +222,9 @@ def _listen(
         generation = listener.post_forward(name, records(), follows)
         if follows:
             # What it only hands on is not its own: that tensor's gradient comes when earlier units have theirs.
-            own = [tensor for tensor in (*tensors_in(kept), *more) if tensor.grad_fn not in given] or list(inside)
+            own, inside = (
+                [t for t in found if t.grad_fn not in given] for found in ((*tensors_in(kept), *more), inside)
+            )
             given.clear()
 
             def first_gradient() -> None:
@@ -232,7 +234,7 @@ def _listen(
                 # Each by itself, as the unit's backward has begun by then.
                 _on_gradients([tensor], "all", first_gradient)
             pre_backward = partial(listener.pre_backward, name, generation)
-            _on_gradients(_written_to(own, began), "all", pre_backward, first_gradient)
+            _on_gradients(_written_to(own or inside, began), "all", pre_backward, first_gradient)
         return None if kept is output else kept
 
     def end_forward(module: nn.Module, args: Any, output: Any) -> None:

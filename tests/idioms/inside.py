@@ -90,6 +90,26 @@ def a_loss_of_features_and_in_turn_of_answers(side: Side) -> Found:
 
 
 @idiom(unused=True)
+def a_loss_of_features_that_other_hooks_change(side: Side) -> Found:
+    torch.manual_seed(0)
+    model, features = Model().to(side.dtype), list[Tensor]()
+    for block in model.blocks:
+        block.first.register_forward_hook(lambda module, args, output: features.append(output))
+        block.first.register_forward_hook(lambda module, args, output: output.detach() / 2)
+        block.second.register_forward_pre_hook(lambda module, args: features.append(args[0].tanh()))
+    return trained(side, model, of_features, features, lambda net, x: net(x))
+
+
+@idiom(unused=True)
+def a_loss_of_inputs_that_hooks_keep(side: Side) -> Found:
+    torch.manual_seed(0)
+    model, features = Model().to(side.dtype), list[Tensor]()
+    for block in model.blocks:
+        block.second.register_forward_pre_hook(lambda module, args: features.append(args[0]))
+    return trained(side, model, in_turn, features, lambda net, x: net(x))
+
+
+@idiom(unused=True)
 def a_loss_of_features_in_a_list_that_blocks_are_given(side: Side) -> Found:
     torch.manual_seed(0)
     features = list[Tensor]()

@@ -1,4 +1,4 @@
-"""Outputs of a unit's parts that forward hooks of others are given, and may keep for a loss, as of features do."""
+"""What a unit's parts are given and return that hooks of others see, and may keep, as for a loss of features."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from paceline.hooks.modules import ModuleHook, in_backward
@@ -14,8 +15,8 @@ from paceline.hooks.units_under_way import UnitsUnderWay
 from paceline.tensors.untraced import untraced
 
 
-class HookedOutputs:
-    """Notes them, as gradients may come to them that come to no output of the unit, or before."""
+class HookedTensors:
+    """Notes it, as gradients may come to it that come to no output of the unit, or before."""
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], under_way: UnitsUnderWay) -> None:
         """Of a model's units, by name; `under_way` tells inside which of them a part runs."""
@@ -23,7 +24,7 @@ class HookedOutputs:
         inside = {id(part) for parts in self._parts.values() for part in parts}
         self._around = [module for module in model.modules() if module is not model and id(module) not in inside]
         self._under_way = under_way
-        self._noted: dict[int, RemovableHandle] = {}
+        self._noted: dict[int, tuple[RemovableHandle, ...]] = {}
         self._found: list[Tensor] = []
 
     def begin(self, unit: str) -> None:
@@ -39,15 +40,24 @@ class HookedOutputs:
         self._follow(self._parts[unit])
 
     def _follow(self, modules: Iterable[nn.Module]) -> None:
+        of_all = bool(_global_forward_hooks or _global_forward_pre_hooks)
         for module in modules:
-            hooks = module._forward_hooks
-            if hooks and id(module) not in self._noted and not all(isinstance(h, ModuleHook) for h in hooks.values()):
-                self._noted[id(module)] = module.register_forward_hook(ModuleHook(untraced(self._note)))
+            before, after = module._forward_pre_hooks, module._forward_hooks
+            if not (before or after or of_all) or id(module) in self._noted:
+                continue
+            if of_all or not all(isinstance(hook, ModuleHook) for hook in (*before.values(), *after.values())):
+                note = ModuleHook(untraced(self._note))
+                # First and last, as hooks may put other outputs in the place of those that others have kept.
+                self._noted[id(module)] = (
+                    module.register_forward_pre_hook(note, with_kwargs=True),
+                    module.register_forward_hook(note, with_kwargs=True, prepend=True),
+                    module.register_forward_hook(note, with_kwargs=True),
+                )
 
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _note(self, module: nn.Module, *seen: Any) -> None:
         # The hooks of a unit that runs in no other come after `take`.
         if self._noted:
-            self._found += (tensor for tensor in tensors_in(output) if tensor.grad_fn is not None)
+            self._found += (tensor for tensor in tensors_in(seen) if tensor.grad_fn is not None)
 
     def take(self, unit: str) -> list[Tensor]:
         """What was noted in the forward of a unit, which has ended."""
@@ -59,6 +69,7 @@ class HookedOutputs:
 
     def remove(self) -> None:
         """Leaves modules as they are without it."""
-        for handle in self._noted.values():
-            handle.remove()
+        for handles in self._noted.values():
+            for handle in handles:
+                handle.remove()
         self._noted, self._found = {}, []
