@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import EngineError
 from paceline.models.growing import copied, may_grow
+from paceline.models.plain_values import Copies, is_alike
 from paceline.models.within_reach import reached
 
 Place = tuple[nn.Module, str]
@@ -119,31 +118,31 @@ class _Part:
     """A module as a forward finds it: attributes, hooks, parts, whether it trains, and parameters, its own or lent.
 
     `torch.func.functional_call` lends some for one forward, for which others may have hooks, and who evaluates between
-    forward and backward switches modes. Of lists, dictionaries, sets and small tensors there are copies; large tensors
-    are not kept alive.
+    forward and backward switches modes. Of plain values that can change and of small tensors there are copies; large
+    tensors are not kept alive.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, copies: Copies) -> None:
         self.module = module
         own = {n: value for n, value in vars(module).items() if n not in _MACHINERY or (n in _HOOKS and value)}
         self.tensors = {name for name, value in own.items() if isinstance(value, Tensor) and not _is_small(value)}
-        self.own = {name: _shallow(value) for name, value in own.items() if name not in self.tensors}
+        self.own = {name: copies.of(value) for name, value in own.items() if name not in self.tensors}
         small = {name: value for name, value in self.own.items() if isinstance(value, Tensor)}
         self.copies = {name: (value._version, value.detach().clone()) for name, value in small.items()}
 
     def is_so(self) -> bool:
         """Whether it is as it was."""
         now = {name: value for name, value in vars(self.module).items() if self._counts(name, value)}
-        if now.keys() != self.own.keys() or not all(_same(now[name], value) for name, value in self.own.items()):
+        if now.keys() != self.own.keys() or not all(is_alike(now[name], value) for name, value in self.own.items()):
             return False
         return all(now[name]._version == version for name, (version, _) in self.copies.items())
 
-    def put(self) -> Callable[[], None]:
+    def put(self, copies: Copies) -> Callable[[], None]:
         """Makes it what it was; returns what undoes that."""
         now, was = vars(self.module), dict(vars(self.module))
         kept = {name: each for name, each in was.items() if name in _HOOKS or not self._counts(name, each)}
         written = {name: c.clone() for name, (v, c) in self.copies.items() if self.own[name]._version != v}
-        own = {name: _shallow(value) for name, value in self.own.items() if name not in _HOOKS}
+        own = {name: copies.of(value) for name, value in self.own.items() if name not in _HOOKS}
         _replace(now, {**kept, **own, **written})
         # In the dictionaries that there are, as handles refer to these.
         hooks = [(was[name], dict(was[name])) for name in _HOOKS if name in was]
@@ -169,35 +168,24 @@ def _is_small(value: Tensor) -> bool:
     return type(value) is Tensor and value.numel() <= _SMALL and value.grad_fn is None and not value.is_inference()
 
 
-def _within_reach(module: nn.Module, given: Iterable[Any]) -> tuple[list[_Part], list[torch.Generator]]:
+def _within_reach(module: nn.Module, given: Iterable[Any], copies: Copies) -> tuple[list[_Part], list[torch.Generator]]:
     """All that a module's forward may run, but for what the module is a part of, and what it may draw from."""
-    found = {each: _Part(each) for each in module.modules()}
+    held = [*given]
+    for each in held:
+        # Objects among them keep what they are made of.
+        copies.of(each)
+    found = {each: _Part(each, copies) for each in module.modules()}
     generators = dict[torch.Generator, None]()
-    held = [*given, *(value for part in found.values() for value in part.own.values())]
+    held += (value for part in found.values() for value in part.own.values())
     while held:
         for other in reached(held.pop()):
             if isinstance(other, torch.Generator):
                 generators[other] = None
             elif other not in found and module not in other.modules():
-                more = {each: _Part(each) for each in other.modules() if each not in found}
+                more = {each: _Part(each, copies) for each in other.modules() if each not in found}
                 held += (value for part in more.values() for value in part.own.values())
                 found.update(more)
     return list(found.values()), list(generators)
-
-
-_COLLECTIONS = (list, dict, set, OrderedDict)
-
-
-def _shallow(value: Any) -> Any:
-    return copy.copy(value) if type(value) in _COLLECTIONS else value
-
-
-def _same(now: Any, before: Any) -> bool:
-    if type(now) is not type(before) or type(now) not in _COLLECTIONS:
-        return now is before
-    if isinstance(now, dict):
-        return now.keys() == before.keys() and all(now[key] is value for key, value in before.items())
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
 def _replace(members: dict[Any, Any], others: Mapping[Any, Any]) -> None:
@@ -227,7 +215,8 @@ class AsBefore:
     ) -> None:
         self._forward, self._buffers = forward, buffers
         self._given = [copied(each) if may_grow(each) else None for each in (*args, *kwargs.values())]
-        self._parts, generators = _within_reach(buffers.module, (*args, *kwargs.values()))
+        self._copies = Copies()
+        self._parts, generators = _within_reach(buffers.module, (*args, *kwargs.values()), self._copies)
         self._random = _states(generators)
         self._modules = [part.module for part in self._parts]
         self._before = buffers.before(self._modules)
@@ -262,7 +251,11 @@ class AsBefore:
         random = _states(generator for generator, _ in self._random)
         after = {(owner, name): owner._buffers.get(name) for owner, name in self._before}
         with _unseen():
-            undo = [part.put() for index, part in enumerate(self._parts) if index in self._written or not part.is_so()]
+            twins = Copies()
+            undo = [
+                part.put(twins) for index, part in enumerate(self._parts) if index in self._written or not part.is_so()
+            ]
+            undo.append(self._copies.put())
             copies = _copies(self._before)
         try:
             for (owner, name), buffer in copies.items():

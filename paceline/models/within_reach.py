@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,7 +18,7 @@ _DEPTH = 3
 
 
 def reached(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module | torch.Generator]:
-    """The modules and generators that a value is or holds: in collections, closures, bound methods, partial calls."""
+    """The modules and generators that a value is or holds: in collections, dataclasses, closures, partial calls."""
     kind = type(value)
     if kind in _PLAIN or depth < 0:
         return
@@ -28,6 +30,10 @@ def reached(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module | torch.Gener
         held = value.values()
     elif isinstance(value, (list, tuple, set)):
         held = value
+    elif dataclasses.is_dataclass(value) or kind is types.SimpleNamespace:
+        held = getattr(value, "__dict__", {}).values()
+    elif kind is weakref.ref:
+        held = (value(),)
     elif kind is types.MethodType:
         held = (value.__self__,)
     elif kind is types.FunctionType:
