@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.core.errors import EngineError
 from paceline.models.growing import copied, may_grow
 from paceline.models.plain_values import Copies, is_alike
-from paceline.models.within_reach import reached
+from paceline.models.within_reach import PLAIN, reached
 
 Place = tuple[nn.Module, str]
 _Version = tuple[type, int]
@@ -168,22 +168,29 @@ def _is_small(value: Tensor) -> bool:
     return type(value) is Tensor and value.numel() <= _SMALL and value.grad_fn is None and not value.is_inference()
 
 
-def _within_reach(module: nn.Module, given: Iterable[Any], copies: Copies) -> tuple[list[_Part], list[torch.Generator]]:
+def _referred_by(parts: Iterable[_Part]) -> Iterator[Any]:
+    """What their attributes refer to, but for what most hold and what is known."""
+    for part in parts:
+        for name, value in part.own.items():
+            if type(value) not in PLAIN and name not in ("_parameters", "_modules"):
+                yield value
+
+
+def _within_reach(module: nn.Module, given: Sequence[Any], copies: Copies) -> tuple[list[_Part], list[torch.Generator]]:
     """All that a module's forward may run, but for what the module is a part of, and what it may draw from."""
-    held = [*given]
-    for each in held:
+    for each in given:
         # Objects among them keep what they are made of.
         copies.of(each)
     found = {each: _Part(each, copies) for each in module.modules()}
     generators = dict[torch.Generator, None]()
-    held += (value for part in found.values() for value in part.own.values())
+    held = [*given, *_referred_by(found.values())]
     while held:
         for other in reached(held.pop()):
             if isinstance(other, torch.Generator):
                 generators[other] = None
             elif other not in found and module not in other.modules():
                 more = {each: _Part(each, copies) for each in other.modules() if each not in found}
-                held += (value for part in more.values() for value in part.own.values())
+                held += _referred_by(more.values())
                 found.update(more)
     return list(found.values()), list(generators)
 

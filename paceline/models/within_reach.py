@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PLAIN = frozenset((int, float, bool, str, bytes, type(None), Tensor, nn.Parameter))
+PLAIN = frozenset((int, float, bool, str, bytes, type(None), Tensor, nn.Parameter))
+"""Classes of what most modules hold, which holds nothing itself."""
 _DEPTH = 3
 """Depth to which collections and functions are searched."""
 
@@ -20,7 +21,7 @@ _DEPTH = 3
 def reached(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module | torch.Generator]:
     """The modules and generators that a value is or holds: in collections, dataclasses, closures, partial calls."""
     kind = type(value)
-    if kind in _PLAIN or depth < 0:
+    if kind in PLAIN or depth < 0:
         return
     if isinstance(value, (nn.Module, torch.Generator)):
         yield value
