@@ -61,7 +61,7 @@ class HookedTensors:
 
     def take(self, unit: str) -> list[Tensor]:
         """What was noted in the forward of a unit, which has ended."""
-        if unit != self._under_way.outermost:
+        if not self._noted or unit != self._under_way.outermost:
             return []
         found = self._found
         self.remove()

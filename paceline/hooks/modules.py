@@ -222,9 +222,8 @@ def _listen(
         generation = listener.post_forward(name, records(), follows)
         if follows:
             # What it only hands on is not its own: that tensor's gradient comes when earlier units have theirs.
-            own, inside = (
-                [t for t in found if t.grad_fn not in given] for found in ((*tensors_in(kept), *more), inside)
-            )
+            own = [tensor for tensor in (*tensors_in(kept), *more) if tensor.grad_fn not in given]
+            inside = [tensor for tensor in inside if tensor.grad_fn not in given]
             given.clear()
 
             def first_gradient() -> None:
