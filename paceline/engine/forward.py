@@ -110,9 +110,7 @@ class ForwardPass:
     def post_forward(self, unit: str) -> None:
         """A unit's forward has ended."""
         program = self._program
-        if in_backward() or self.whole.is_full:
-            return
-        if self.under_way.is_inside:
+        if in_backward() or self.whole.is_full or self.under_way.is_inside:
             return
         program.executor.end()
         if unit in program.schedule.slot and program.schedule.reshards_after_forward:

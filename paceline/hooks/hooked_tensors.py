@@ -16,7 +16,7 @@ from paceline.tensors.untraced import untraced
 
 
 class HookedTensors:
-    """Notes it, as gradients may come to it that come to no output of the unit, or before."""
+    """Notes what hooks of others see inside a unit: gradients may come to it that come to no output, or before."""
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], under_way: UnitsUnderWay) -> None:
         """Of a model's units, by name; `under_way` tells inside which of them a part runs."""

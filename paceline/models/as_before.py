@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import EngineError
 from paceline.models.growing import copied, may_grow
-from paceline.models.plain_values import Copies, is_alike
+from paceline.models.plain_values import SMALL, Copies, is_alike, replace
 from paceline.models.within_reach import PLAIN, reached
 
 Place = tuple[nn.Module, str]
 _Version = tuple[type, int]
 """A tensor's class and version."""
-_SMALL = 65_536
-"""Elements of a buffer whose copy costs nothing worth telling: all that statistics of norms are."""
 
 # `_unseen`: what is done in it is no part of the forward, whose ops a selective checkpoint counts in modes of its own,
 # and takes for others if there are more the second time.
@@ -43,7 +41,7 @@ class ChangedBuffers:
             {
                 place: each
                 for place, each in _buffers_of(modules).items()
-                if each.numel() <= _SMALL or (place, place[0].training) not in self._idle
+                if each.numel() <= SMALL or (place, place[0].training) not in self._idle
             }
         )
 
@@ -65,7 +63,7 @@ class ChangedBuffers:
             if place in before:
                 # Kernels of batch norm write to statistics without a new version.
                 with _unseen():
-                    is_kept = each.numel() <= _SMALL or is_written or not is_there or not each.equal(before[place])
+                    is_kept = each.numel() <= SMALL or is_written or not is_there or not each.equal(before[place])
                 if not is_kept:
                     del before[place]
                     self._idle.add((place, modes[place[0]]))
@@ -143,16 +141,16 @@ class _Part:
         kept = {name: each for name, each in was.items() if name in _HOOKS or not self._counts(name, each)}
         written = {name: c.clone() for name, (v, c) in self.copies.items() if self.own[name]._version != v}
         own = {name: copies.of(value) for name, value in self.own.items() if name not in _HOOKS}
-        _replace(now, {**kept, **own, **written})
+        replace(now, {**kept, **own, **written})
         # In the dictionaries that there are, as handles refer to these.
         hooks = [(was[name], dict(was[name])) for name in _HOOKS if name in was]
         for name in _HOOKS.intersection(was):
-            _replace(was[name], self.own.get(name, {}))
+            replace(was[name], self.own.get(name, {}))
 
         def undo() -> None:
-            _replace(now, was)
+            replace(now, was)
             for places, contents in hooks:
-                _replace(places, contents)
+                replace(places, contents)
 
         return undo
 
@@ -165,7 +163,7 @@ class _Part:
 
 def _is_small(value: Tensor) -> bool:
     """Whether a copy costs nothing, and keeps no graph alive either, as one of an auxiliary loss would."""
-    return type(value) is Tensor and value.numel() <= _SMALL and value.grad_fn is None and not value.is_inference()
+    return type(value) is Tensor and value.numel() <= SMALL and value.grad_fn is None and not value.is_inference()
 
 
 def _referred_by(parts: Iterable[_Part]) -> Iterator[Any]:
@@ -193,12 +191,6 @@ def _within_reach(module: nn.Module, given: Sequence[Any], copies: Copies) -> tu
                 held += _referred_by(more.values())
                 found.update(more)
     return list(found.values()), list(generators)
-
-
-def _replace(members: dict[Any, Any], others: Mapping[Any, Any]) -> None:
-    others = dict(others)
-    members.clear()
-    members.update(others)
 
 
 def _states(generators: Iterable[torch.Generator]) -> list[tuple[torch.Generator, Tensor]]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-_SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None)))
+SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None)))
+"""Classes of what holds nothing and never changes."""
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _SEQUENCES = frozenset((list, deque))
 _COLLECTIONS = _MAPPINGS | _SEQUENCES | {tuple, set}
-_MADE_OF = _SCALARS | _COLLECTIONS | {np.ndarray}
-_SMALL = 65_536
-"""Elements of an array whose copy costs nothing worth telling."""
+_MADE_OF = SCALARS | _COLLECTIONS | {np.ndarray}
+SMALL = 65_536
+"""Elements of an array or tensor whose copy costs nothing worth telling: all that statistics of norms are."""
 
 
 class Copies:
@@ -36,13 +37,13 @@ class Copies:
         An object of a user's own is not copied, but its attributes, if they all are plain: see `put`.
         """
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return value
         if id(value) in self._copied:
             return self._copied[id(value)][1]
         found = value
         if kind is np.ndarray:
-            found = value.copy() if value.size <= _SMALL and value.dtype != object else value
+            found = value.copy() if value.size <= SMALL and value.dtype != object else value
         elif kind is tuple:
             members = tuple(self.of(each) for each in value)
             found = members if any(a is not b for a, b in zip(members, value, strict=True)) else value
@@ -65,16 +66,18 @@ class Copies:
         fresh = Copies()
         were = [(attributes, dict(attributes)) for attributes, _ in self._objects]
         for attributes, before in self._objects:
-            _replace(attributes, {name: fresh.of(each) for name, each in before.items()})
+            replace(attributes, {name: fresh.of(each) for name, each in before.items()})
 
         def undo() -> None:
             for attributes, was in were:
-                _replace(attributes, was)
+                replace(attributes, was)
 
         return undo
 
 
-def _replace(members: dict[str, Any], others: dict[str, Any]) -> None:
+def replace(members: dict[Any, Any], others: Mapping[Any, Any]) -> None:
+    """Puts others in the place of all that a dictionary holds, which stays the same one."""
+    others = dict(others)
     members.clear()
     members.update(others)
 
@@ -84,7 +87,7 @@ def is_alike(now: Any, before: Any) -> bool:
     kind = type(now)
     if now is before or kind is not type(before):
         return now is before
-    if kind in _SCALARS or kind is set:
+    if kind in SCALARS or kind is set:
         return bool(now == before)
     if kind in _MAPPINGS:
         return now.keys() == before.keys() and all(is_alike(now[key], value) for key, value in before.items())

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLAIN = frozenset((int, float, bool, str, bytes, type(None), Tensor, nn.Parameter))
+from paceline.models.plain_values import SCALARS
+
+PLAIN = SCALARS | {Tensor, nn.Parameter}
 """Classes of what most modules hold, which holds nothing itself."""
 _DEPTH = 3
 """Depth to which collections and functions are searched."""

@@ -14,7 +14,7 @@ from tests.idioms.side import WIDTH, Found, Paceline, Side, idiom, trained
 
 
 class Counting(nn.Module):
-    """Computes with how often it has run, and with statistics of a batch of one."""
+    """Computes with how often it has run, by a number and a buffer, and with random numbers of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations
 import paceline as pl
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
-from paceline.models.as_before import _SMALL, ChangedBuffers
+from paceline.models.as_before import ChangedBuffers
+from paceline.models.plain_values import SMALL
 from paceline.models.recompute import recompute
 from tests.engine.models import snapshot
 
@@ -106,7 +107,7 @@ class Masked(nn.Module):
         super().__init__()
         self.map = nn.Linear(8, 8)
         self.register_buffer("scale", torch.linspace(0.5, 1, 8))
-        self.register_buffer("table", torch.ones(_SMALL // 8 + 1, 8))
+        self.register_buffer("table", torch.ones(SMALL // 8 + 1, 8))
         self.scale: Tensor
         self.table: Tensor
 
