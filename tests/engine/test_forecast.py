@@ -89,15 +89,21 @@ def step_seconds(events: list[Event]) -> float:
 
 
 def elsewhere(events: list[Event]) -> float:
-    """Seconds of the third step, and the next, that the compute stream neither computed nor waited for a collective.
+    """Seconds of the third step, and the next forward, in which the rank neither computed nor waited for a collective.
 
     Other work then had the core. It need not make the step longer: a bucket that arrives meanwhile is waited for less,
-    what an update sends in the step after it.
+    what an update sends in the forward after it.
     """
-    mine = [event for event in events if event.step in (2, 3)]
-    computing = [event for event in mine if event.stream == "compute"]
-    whole = max(event.end for event in computing) - min(event.start for event in computing)
-    return whole - sum(event.seconds for event in computing) - sum(event.exposed for event in mine)
+    computing = [event for event in events if event.stream == "compute"]
+    at = min(event.start for event in computing if event.step == 2)
+    stop = max(e.end for e in computing if (e.step, e.phase, e.micro_batch) == (3, "forward", 0))
+    # Who waits for a collective goes on when that ends.
+    busy = [(e.start if e in computing else e.end - e.exposed, e.end) for e in events]
+    found = 0.0
+    for start, end in sorted((start, min(end, stop)) for start, end in busy if start < stop):
+        found += max(0.0, start - at)
+        at = max(at, end)
+    return found
 
 
 def exposed(events: list[Event], above: float) -> set[tuple[str, str, int, str]]:
@@ -130,11 +136,12 @@ MORE = [
 )
 def test_what_is_simulated_is_what_runs(ranks, strategy, micro_batches) -> None:
     # Between ops a busy machine does other work: a run with much of it tells little of what is exposed.
-    for _ in range(4):
+    for _ in range(6):
         found = ranks(2, run_slowly, strategy, micro_batches)
         if is_undisturbed := all(
             step_seconds(executed) < step_seconds(simulated) + 0.2 * COMMUNICATION
-            and elsewhere(executed) < 0.2 * COMMUNICATION
+            # Less than lies between what clearly is exposed and what is not.
+            and elsewhere(executed) < 0.5 * COMMUNICATION
             for executed, simulated in found
         ):
             break
@@ -146,7 +153,7 @@ def test_what_is_simulated_is_what_runs(ranks, strategy, micro_batches) -> None:
             )
             assert ran == foretold
     if not is_undisturbed:
-        pytest.skip("other work had the cores in four runs: their ops are as foretold, and times were not compared")
+        pytest.skip("other work had the cores in six runs: their ops are as foretold, and times were not compared")
     for executed, simulated in found:
         # What clearly is exposed in one is so in the other.
         assert exposed(executed, 0.8) <= exposed(simulated, 0.2)
