@@ -88,7 +88,8 @@ class NcclTransport:
             _reduce_scatter(out, buffer, self._operation(scale, buffer), group=self._group)
             if shard is not None and not same:
                 shard.copy_(out)
-        elif collective == "all_reduce":
+        elif collective in ("all_reduce", "barrier"):
+            # NCCL has no barrier: none has the sum of a token before all ranks have come.
             dist.all_reduce(buffer, self._operation(scale, buffer), group=self._group)
         elif collective == "reduce":
             dist.reduce(buffer, op=self._operation(scale, buffer), group_dst=0, group=self._group)

@@ -77,6 +77,10 @@ class Transfers(Placement):
             return [self.gather(bucket, micro_batch, "update", after) for bucket in reversed(self.reduced_buckets)]
         return [self._barrier(WRITTEN, micro_batch, after)] if self.shares_memory else []
 
+    def meet(self, what: str, phase: Phase) -> Op:
+        """The op behind which the ranks of a shard group have all come to one place, where it was not planned."""
+        return replace(self._barrier(what, EXTRA, ()), phase=phase, planned=False)
+
     def _barrier(self, target: str, micro_batch: int, after: tuple[Key, ...]) -> Op:
         """The barrier around an update of parameters that ranks share."""
         return self._communicate("barrier", target, micro_batch, "update", after, (), (), 1, 8)
@@ -125,6 +129,13 @@ class Transfers(Placement):
         """The op that sends rank 0's buffers that forwards change, of so many bytes: after backward, and update."""
         op = self._communicate("broadcast", BUFFERS, micro_batch, phase, (), (), (), size, 1, stream="statistics")
         return replace(op, planned=False)
+
+    def sum_numbers(self, what: str, micro_batch: int, phase: Phase, count: int) -> Op:
+        """The op that sums a few fp64 numbers over all ranks, such as squares of gradients that were reduced again."""
+        return replace(
+            self._communicate("all_reduce", what, micro_batch, phase, (), (), (), count, 8, stream="statistics"),
+            planned=False,
+        )
 
     @property
     def scale(self) -> float:

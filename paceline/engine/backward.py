@@ -296,4 +296,5 @@ class BackwardPass:
                 program.reduce_again(bucket, mine, self.state.micro_batch)
         program.defer(program.parameters.flat.units_of(anyones))
         self.order.slots_changed = program.schedule.reuses_gradient_slots
-        program.statistics.sum_norms(gradients.own_norms(), program.collectives)
+        norms = program.statistics.fill_norms(gradients.own_norms())
+        program.sum(norms, "norms of gradients", self.state.micro_batch, "backward")

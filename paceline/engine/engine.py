@@ -90,7 +90,7 @@ class Engine:
         self.forward = ForwardPass(self.program, self.state)
         self.backward = BackwardPass(self.program, self.state, self.forward)
         self.update = Update(self.program, self.state, self.forward)
-        self.norm = GradientNorm(self.program, self.update, self.settle)
+        self.norm = GradientNorm(self.program, self.state, self.update, self.settle)
         collectives, flat = self.program.collectives, self.program.parameters.flat
         self._gather_shards = GatherShards(collectives, self.schedule, world.device, self.state, self.settle)
         flat.gather_shards = ref(self._gather_shards)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
+from paceline.core.ops import GRADIENT_NORM
+from paceline.core.step_state import StepState
 from paceline.engine.program import Program
 from paceline.engine.update import Update
 from paceline.tensors.gradient_shard import GradientShard
@@ -16,15 +18,9 @@ from paceline.tensors.reduced_norm import norms_of
 class GradientNorm:
     """The norm of gradients of which ranks have shards, or all of them."""
 
-    def __init__(self, program: Program, update: Update, settle: Callable[[], None]) -> None:
-        """Takes what is known of one model's gradients.
-
-        Args:
-            program: The model's.
-            update: Tells whether gradients are reduced.
-            settle: Waits for collectives under way.
-        """
-        self._program, self._update, self._settle = program, update, settle
+    def __init__(self, program: Program, state: StepState, update: Update, settle: Callable[[], None]) -> None:
+        """Takes what is known of one model's gradients; `settle` waits for collectives under way."""
+        self._program, self._state, self._update, self._settle = program, state, update, settle
 
     def now(self, among: Collection[nn.Parameter] | None = None) -> Tensor:
         """The 2-norm of parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
@@ -40,11 +36,11 @@ class GradientNorm:
         program, schedule, world = self._program, self._program.schedule, self._program.world
         self._update.require_reduced("the gradient norm")
         squares = norms_of(self._own_gradients(among), world.device).square().sum()
-        if program.collectives is not None and schedule.holders < world.world_size:
+        if schedule.holders < world.world_size:
             squares = squares if schedule.updated_buckets else torch.zeros_like(squares)
             self._settle()
             vector = squares.reshape(1)
-            program.collectives.sum(vector, "gradient norm", "pl.clip_grad_norm_")
+            program.sum(vector, GRADIENT_NORM, self._state.last_micro_batch, "update")
             squares = vector[0] / schedule.holders
         return self._as_norm(squares)
 

@@ -216,6 +216,12 @@ class Program:
         if self.collectives is not None:
             self.module_buffers.send(self.schedule, self.executor, self.collectives, micro_batch, phase)
 
+    def sum(self, numbers: Tensor, what: str, micro_batch: int, phase: Phase) -> None:
+        """Sums fp64 numbers over all ranks, in place. A collective call."""
+        if self.collectives is not None and len(numbers):
+            op = self.schedule.sum_numbers(what, micro_batch, phase, len(numbers))
+            self.executor.run([op], self.collectives.carry_out(op, numbers, None))
+
     def work(self, op: Op) -> Callable[[], Traffic]:
         """The function that performs one collective of the schedule."""
         if torch.is_inference_mode_enabled():

@@ -44,7 +44,7 @@ class UnitOrder:
             if program.schedule.shards_parameters and program.collectives is not None:
                 # A rank that ran its units in another order may still wait for one to be gathered: so both are told.
                 program.executor.settle_stream("gather")
-                program.collectives.meet("start of the first backward", "backward")
+                program.executor.run([program.schedule.meet("start of the first backward", "backward")])
             program.allocate_gradients()
             self.slots_changed = False
 

@@ -213,12 +213,11 @@ class Update:
 
     def mean_loss(self, loss: float | Tensor) -> Tensor:
         """The mean over ranks of what an optimizer's closure returned. A collective call."""
-        world, collectives = self._program.world, self._program.collectives
-        mean = torch.as_tensor(loss, dtype=torch.float64, device=world.device).detach().reshape(1).clone()
-        if collectives is not None:
+        mean = torch.as_tensor(loss, dtype=torch.float64, device=self._program.world.device).detach().reshape(1).clone()
+        if (ranks := self._program.world.world_size) > 1:
             self._forward.wait_for_updates()
-            collectives.sum(mean, "the loss that an optimizer's closure returned")
-        return mean[0] / world.world_size
+            self._program.sum(mean, "a closure's loss", self._state.last_micro_batch, "update")
+        return mean[0] / ranks
 
     def require_reduced(self, what: str) -> None:
         """Refuses to use gradients that are partial, this rank's own, or of a backward that the hooks did not see.

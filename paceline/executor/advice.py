@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.comm.transport import CommunicationError, is_of_another
+from paceline.core.ops import GRADIENT_NORM
 
 _UNITS = (
     "the same units of it as often, with strategy.zero=3 (where each may run a unit another number of times, as a cell "
@@ -23,7 +24,7 @@ ADVICE = {
     "copy.deepcopy(model)": "Every rank must call copy.deepcopy(model), or torch.save(model)",
     "pl.full_parameters": "Every rank must enter and leave `with pl.full_parameters(model):`; one of them may do the "
     "work inside",
-    "pl.clip_grad_norm_": "Every rank must call pl.clip_grad_norm_",
+    GRADIENT_NORM: "Every rank must call pl.clip_grad_norm_",
     "p.grad": "Each rank holds a shard of a gradient, and the whole is gathered where a loop looks at all of it (a "
     "sum, rows, arithmetic with a tensor of the parameter's shape): every rank must do so, and one may print that",
     "optimizer.state": "Each rank holds shards of an optimizer's states, and the whole is gathered where a loop looks "
@@ -31,7 +32,7 @@ ADVICE = {
     "pl.broadcast_buffers": "Every rank must call pl.broadcast_buffers",
     "pl.release": "Every rank must call pl.release",
 }
-"""By the phase of a step, or by the call outside of one, that a collective belongs to."""
+"""By an op's target or the phase that it is of, or by the call outside of a step that a collective belongs to."""
 
 
 def advised(error: CommunicationError, purpose: str, contents: str | None = None) -> CommunicationError:

@@ -21,7 +21,7 @@ from paceline.core.collectives.rounds import Traffic
 from paceline.core.errors import EngineError
 from paceline.core.ops import Op
 from paceline.core.placement import Placement
-from paceline.executor.advice import advised
+from paceline.executor.advice import ADVICE, advised
 
 
 class Collectives:
@@ -141,21 +141,13 @@ class Collectives:
             if data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data.view(tensor.shape))
 
-    def sum(self, value: Tensor, label: str, purpose: str = "") -> None:
-        """Sums a one-dimensional tensor over all ranks, in place. A collective call."""
-        self._meet("statistics", "all_reduce", value, f"{label} for {purpose}" if purpose else label, purpose)
-
     def barrier(self, label: str) -> Traffic:
         """Returns when all ranks of this shard group have called it. A collective call."""
         return self.transports["gather"].run("barrier", self._token, label)
 
-    def meet(self, label: str, purpose: str) -> None:
-        """Sees that all ranks of this shard group are about to do the same. A collective call.
-
-        Raises:
-            CommunicationError: One still waits for something else.
-        """
-        self._meet("gather", "all_reduce", self._token, label, purpose)
+    def sum(self, value: Tensor, what: str, purpose: str) -> None:
+        """Sums a one-dimensional tensor over all ranks, in place. A collective call."""
+        self._meet("statistics", "all_reduce", value, f"{what} for {purpose}", purpose)
 
     def gather(self, purpose: str, buffer: Tensor, shard: Tensor, label: str) -> None:
         """Fills a buffer that is used once from all shards; `shard` is from the gather transport's `allocate`.
@@ -236,7 +228,7 @@ class Collectives:
         except CommunicationError as error:
             # Who waits for this rank in another stream would do so until the time limit.
             self.give_up(error, besides=op.stream)
-            raise advised(error, op.phase, contents) from error
+            raise advised(error, op.target if op.target in ADVICE else op.phase, contents) from error
         except BaseException as error:
             # After any error the others would wait for what does not come.
             self.give_up(error)

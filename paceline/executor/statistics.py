@@ -10,7 +10,6 @@ from torch import Tensor
 from paceline.comm.read_later import ReadLater
 from paceline.core.buffers import CHECKS, USER_SUMS
 from paceline.core.errors import EngineError
-from paceline.executor.collectives import Collectives
 from paceline.tensors.reduced_norm import ReducedNorm
 
 
@@ -83,14 +82,14 @@ class Statistics:
             self._written = wanted
         first, own = 2 * self._parameters, 3 * self._parameters
         self.buffer[:first].copy_(self._flags)
-        self.buffer[first : first + len(norms)].copy_(norms.square())
+        self.fill_norms(norms)
         numbers: list[float | Tensor] = [0.0] * (USER_SUMS + 3 + 2 * CHECKS)
         numbers[: len(self._values)] = self._values
         numbers[USER_SUMS] = float(buffers)
         numbers[USER_SUMS + 1 : USER_SUMS + 3] = [float(len(self._values)), float(len(self._values)) ** 2]
         for place, check in enumerate(checks):
             numbers[USER_SUMS + 3 + 2 * place : USER_SUMS + 5 + 2 * place] = [float(check), float(check) ** 2]
-        self._buffers, self._norms = buffers, norms
+        self._buffers = buffers
         on_device = {
             own + place: number
             for place, number in enumerate(numbers)
@@ -140,16 +139,10 @@ class Statistics:
         first = 2 * self._parameters
         return self.buffer[first : first + len(self._norms)]
 
-    def sum_norms(self, norms: Tensor, collectives: Collectives | None) -> None:
-        """Sums `squares` anew, as gradients have been reduced once more. A collective call.
-
-        Args:
-            norms: See `fill`.
-            collectives: The job's; None with one rank.
-        """
+    def fill_norms(self, norms: Tensor) -> Tensor:
+        """Writes this rank's norms anew, as gradients have been reduced once more; returns `squares`, to be summed."""
         self._norms = norms
-        if len(norms) and collectives is not None:
-            collectives.sum(self.squares().copy_(norms.square()), "gradient norms")
+        return self.squares().copy_(norms.square())
 
     def norms(self, indices: Sequence[int], replicas: int) -> dict[int, ReducedNorm]:
         """Returns what is known of the gradients' norms, by index; nothing where this rank has all of them.

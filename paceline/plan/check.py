@@ -20,7 +20,7 @@ from paceline.models.units import find_units, parameter_specs
 def check(model: nn.Module, strategy: Strategy | None = None, *, devices: int, micro_batches: int = 1) -> Report:
     """Proves that a model's steps run on so many devices as the strategy says: without a process.
 
-    It takes milliseconds for some devices and half a minute for a thousand, as each rank's schedule is looked at.
+    It takes milliseconds for some devices and seconds for a thousand, as each rank's schedule is looked at.
 
     No deadlock, no op that reads what is not there or overwrites what another still uses, and the gradient of every
     rank and micro-batch in every update once; see `paceline.core.check.check`. The units are taken to run in the order

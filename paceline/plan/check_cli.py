@@ -63,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     print(
         f"right: {count(report.ops, 'op')} of each rank, {report.collectives:,} of them collectives; "
         f"{count(report.pairs, 'pair')} on the same memory in order\n"
+        f"right with all that data may ask for besides, such as evaluation: {count(report.unplanned, 'op')} more\n"
         f"a rank sends {report.sent / 2**20:,.2f} MiB a step and holds {report.memory.total / 2**20:,.2f} MiB"
     )
     return 0

@@ -22,12 +22,14 @@ def unplanned(rank: Schedule) -> Iterator[tuple[str, tuple[Op, ...]]]:
     for unit in rank.gathered_buckets:
         yield f"gather_again of {unit}", rank.gather_again(unit, 0, "backward")
     if rank.shards_parameters:
+        yield "meet", (rank.meet("some place", "backward"),)
         for bucket in rank.layout.buckets:
             yield f"gather_pinned of {bucket.name}", (rank.gather_pinned(bucket, "forward"),)
     if rank.world_size > 1:
         for bucket in rank.reduced_buckets:
             yield f"reduce_again of {bucket.name}", rank.reduce_again(bucket, 0)
         yield "send_buffers", (rank.send_buffers(0, "update", 40),)
+        yield "sum_numbers", (rank.sum_numbers("some", 0, "update", 3),)
     for unit in rank.computed_units:
         yield f"unforeseen of {unit}", (rank.unforeseen("forward", unit, 0), rank.unforeseen("backward", unit, 0))
     yield "lone_update", rank.lone_update(0)

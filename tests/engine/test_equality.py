@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.core.ops import COMPUTE, STREAMS
+from paceline.core.ops import COMPUTE, GRADIENT_NORM, STREAMS
 from paceline.core.strategy import SYSTEMS, Strategy
 from tests.quick import diagonal, some
 
@@ -192,7 +192,7 @@ def assert_executed_as_planned(result: dict[str, Any], rank: int) -> None:
     for step, events in enumerate(result["events"]):
         for stream in STREAMS:
             planned = [op for op in result["planned"] if op.stream == stream]
-            executed = [event for event in events if event.stream == stream]
+            executed = [event for event in events if event.stream == stream and event.planned]
             assert [(e.kind, e.target, e.micro_batch, e.phase) for e in executed] == [tuple(o.key) for o in planned]
             assert [(e.bytes, e.sent, e.received) for e in executed] == [(o.bytes, o.sent, o.received) for o in planned]
             assert [event.after for event in executed] == [op.after for op in planned]
@@ -200,6 +200,9 @@ def assert_executed_as_planned(result: dict[str, Any], rank: int) -> None:
             assert all(event.end >= event.start for event in executed)
             for earlier, later in itertools.pairwise(executed):
                 assert later.start >= earlier.end - 1e-9, "ops of one stream overlap"
+        # Besides, what the loop has asked for and what the first backward of all does.
+        first = {"start of the first backward"} if step == 0 else set()
+        assert {event.target for event in events if not event.planned} <= first | {GRADIENT_NORM}
     assert any(op.kind in COMPUTE for op in result["planned"])
 
 

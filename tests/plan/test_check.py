@@ -62,14 +62,15 @@ def test_the_command_reads_what_train_reads(tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "run.yaml"
     file.write_text("model: {preset: nano}\nbatch: 16\nmicro_batch: 2\nstrategy: {zero: 3}\n")
     assert main(["check", str(file), "--devices", "4", "--strategy.shard", "2"]) == 0
-    first, second, third = capsys.readouterr().out.splitlines()
+    first, second, third, fourth = capsys.readouterr().out.splitlines()
     assert first.endswith(" parameters, zero 3, 4 ranks, 2 micro-batches a step")
     assert second.startswith("right: ")
-    assert third.startswith("a rank sends ")
+    assert fourth.startswith("a rank sends ")
     assert main(["check", str(file), "--devices", "4", "--strategy.shard", "2", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["ranks"], report["micro_batches"], report["faults"]) == (4, 2, [])
     assert f"{report['ops']:,} ops of each rank, {report['collectives']:,} of them collectives" in second
+    assert third.endswith(f": {report['unplanned']:,} ops more")
     assert main(["check", str(file), "--devices", "17"]) == 2
     assert "17 ranks" in capsys.readouterr().err
 

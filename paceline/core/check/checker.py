@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from paceline.core.build_schedule import build_schedule
+from paceline.core.check.busy_step import busy_step
 from paceline.core.check.contents import contents_faults
 from paceline.core.check.facts import Facts
 from paceline.core.check.order import happens_before, races, shared_races
@@ -20,7 +22,7 @@ from paceline.core.strategy import Strategy
 
 
 def check(schedules: Sequence[Schedule], micro_batches: int = 1) -> Report:
-    """Proves two steps of all ranks, or says what would go wrong in them.
+    """Proves two steps of all ranks as they are planned, then two busy ones, or says what would go wrong in them.
 
     - Ranks of a group issue the same collectives in the same order, of the same size and scale, and get through them.
     - Of every two ops on one part of a buffer, one of which writes, one is over before the other starts, however long
@@ -30,7 +32,8 @@ def check(schedules: Sequence[Schedule], micro_batches: int = 1) -> Report:
       says; all ranks compute the next step with every parameter as it was updated.
     - Spans lie in their buffers, and collectives are of the size of what they move.
 
-    What ops do to memory is as they say. Ops that are added as a step's data asks for it are not looked at.
+    What ops do to memory is as they say. Busy steps have what is added as a step's data asks for it, too (see
+    `busy_step`), but for updates without a backward before them or with passes inside.
 
     Args:
         schedules: One of each rank, in the order of ranks.
@@ -39,7 +42,12 @@ def check(schedules: Sequence[Schedule], micro_batches: int = 1) -> Report:
     Returns:
         What was looked at, and the faults: none for a schedule that is right.
     """
-    return check_steps(schedules, [schedule.step(micro_batches) for schedule in schedules], micro_batches)
+    report = check_steps(schedules, [schedule.step(micro_batches) for schedule in schedules], micro_batches)
+    if report.faults:
+        return report
+    steps = [busy_step(schedule, micro_batches) for schedule in schedules]
+    faults = check_steps(schedules, steps, micro_batches).faults
+    return replace(report, unplanned=sum(not op.planned for op in steps[0]), faults=faults)
 
 
 def all_ranks(

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.core.buffers import Buffer
 from paceline.core.memory import Memory
-from paceline.core.ops import PREVIOUS, Key, Op
+from paceline.core.ops import EXTRA, PREVIOUS, Key, Op
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Report:
         pairs: Pairs of ops on one part of a buffer, of which one writes, that were found to be in order.
         sent: Bytes that the rank that sends most sends in a step.
         memory: What rank 0 holds with Adam.
+        unplanned: Ops of one rank that data may ask for besides, proved in a step with all of them.
         buffers: The buffers of rank 0, in the order in which they are allocated.
         faults: What would go wrong; none for a schedule that is right.
     """
@@ -81,6 +82,7 @@ class Report:
     pairs: int
     sent: int
     memory: Memory
+    unplanned: int = 0
     buffers: tuple[BufferUse, ...] = ()
     faults: tuple[Fault, ...] = ()
 
@@ -141,7 +143,8 @@ def uses(buffers: Iterable[Buffer], ops: Sequence[Op]) -> tuple[BufferUse, ...]:
 
 def words(op: Op | Key) -> str:
     """An op, such as "all_gather of blocks.3 (micro-batch 0, backward)"."""
-    when = "the step before" if op.micro_batch == PREVIOUS else f"micro-batch {op.micro_batch}"
+    numbered = f"micro-batch {op.micro_batch}" if op.micro_batch >= 0 else f"unplanned {EXTRA - op.micro_batch}"
+    when = "the step before" if op.micro_batch == PREVIOUS else numbered
     return f"{op.kind} of {op.target} ({when}, {op.phase})"
 
 
