@@ -46,8 +46,8 @@ STATISTICS = "statistics"
 BUFFERS = "the model's buffers"
 """Target of what sends rank 0's buffers that forwards change, as bytes."""
 
-GRADIENT_NORM = "the gradient norm"
-"""Target of the sum of squares that `pl.clip_grad_norm_` takes the root of."""
+GRADIENT_NORM = "pl.clip_grad_norm_"
+"""Target of the sum of squares whose root it is."""
 
 GRADIENTS = "gradients"
 """Target of the ops that make reduced gradients the parameters' `grad`."""
