@@ -42,13 +42,10 @@ class BackwardPass:
         self.program, self.state, self._forward = program, state, forward
         self.order = UnitOrder(program, forward)
         self.has_streams = program.world.backend != "gloo"
-        self._outstanding: Counter[str] = Counter()
-        self._uncopied: list[str] = []
-        self._over: set[str] = set()
+        self._outstanding, self._uncopied = Counter[str](), list[str]()
+        self._over, self._begun = set[str](), set[str]()
         self._over_from = 0
-        self._begun: set[str] = set()
-        self.fired: set[int] = set()
-        self._incomplete: set[int] = set()
+        self.fired, self._incomplete = set[int](), set[int]()
         self.when_over: Callable[[], None] = lambda: None
         self._autograd = AutogradPass(program, self.order, self._end)
 
@@ -147,6 +144,7 @@ class BackwardPass:
         program.parameters.conversions.require_none()
         reduced = state.gradients == "reduced"
         state.begin_backward()
+        self._forward.idle_ranks.begin_backward(state.synchronises)
         if state.micro_batch == 0:
             # Not in the middle of a step, whose gradients lie as the order so far has it.
             self._autograd.adopt_orders()

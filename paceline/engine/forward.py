@@ -39,7 +39,7 @@ class ForwardPass:
         self._program, self._state = program, state
         self.order: list[str] = []
         self.whole = FullParameters(program, self.wait_for_updates, state.end_edit)
-        self.idle_ranks = IdleRanks(program.collectives)
+        self.idle_ranks = IdleRanks(program.collectives, program.strategy, type(program.module).__name__)
         self.under_way = UnitsUnderWay()
         self._index = self._depth = 0
         self._thread: threading.Thread | None = None
@@ -65,7 +65,6 @@ class ForwardPass:
             if self._state.phase == "idle":
                 self._program.parameters.narrow()
             if self._program.schedule.shards_parameters:
-                # Another walk over the units, which gathers them all.
                 self._load_extra()
             self._unshard_idle()
 
@@ -150,8 +149,10 @@ class ForwardPass:
             )
 
     def _load_extra(self) -> None:
-        self._index = EXTRA
-        ops = self._program.schedule.extra_forward() if self._program.schedule.shards_parameters else ()
+        self._index, gathers = EXTRA, self._program.schedule.shards_parameters
+        if gathers:
+            self.idle_ranks.require_none("a forward beside the step's, which gathers all units,")
+        ops = self._program.schedule.extra_forward() if gathers else ()
         self._program.executor.load(self._program.executor.step, ops)
 
     def _unshard_idle(self) -> None:
@@ -293,5 +294,5 @@ class ForwardPass:
     def reset(self) -> None:
         """Forgets the pass under way."""
         self._depth = 0
-        self.idle_ranks.there_are(False)
+        self.idle_ranks.reset()
         self.whole.close_states()

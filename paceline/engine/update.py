@@ -61,6 +61,7 @@ class Update:
                 "this rank's shards of them: step before it or after it"
             )
         self.require_reduced("optimizer.step()")
+        self._forward.idle_ranks.meet()
         if program.gradients is not None:
             program.gradients.require_unedited()
         if parameters.flat.managed:

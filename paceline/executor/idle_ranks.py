@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 
+from paceline.comm.control import all_gather_json
 from paceline.core.errors import EngineError
+from paceline.core.strategy import Strategy
 from paceline.executor.collectives import Collectives
 
 _now: weakref.WeakSet[IdleRanks] = weakref.WeakSet()
@@ -14,13 +16,49 @@ _now: weakref.WeakSet[IdleRanks] = weakref.WeakSet()
 class IdleRanks:
     """Refuses what ranks without a micro-batch of a model would not take part in."""
 
-    def __init__(self, collectives: Collectives | None) -> None:
-        """There are none. With one rank, nor are there `collectives`."""
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives | None, strategy: Strategy, model: str) -> None:
+        """There are none. With one rank, nor are there `collectives`; `model` is the model's name."""
+        self._collectives, self._model = collectives, model
+        self._reduces_each = strategy.reduces_every_micro_batch
+        self._has_backward = self._is_to_meet = False
 
     def there_are(self, some: bool) -> None:
-        """Takes note whether some rank has no micro-batch of the model now."""
+        """A micro-batch of the model begins, or the last one is over: whether some rank has none."""
         (_now.add if some else _now.discard)(self)
+        self._has_backward = False
+        self._is_to_meet |= some
+
+    def reset(self) -> None:
+        """The step is given up, by all ranks."""
+        self.there_are(False)
+        self._is_to_meet = False
+
+    def begin_backward(self, synchronises: bool) -> None:
+        """A backward begins, which ranks without the micro-batch follow once.
+
+        Raises:
+            EngineError: They do not: it is the second one, or the micro-batch another model's.
+        """
+        if _now and self not in _now and (synchronises or self._reduces_each):
+            self._refuse(
+                f"gradients of {self._model} would be reduced in a micro-batch that pl.accumulate gives to another "
+                "model and not to every rank, so some will not take part: let its parameters require no gradient "
+                "meanwhile (requires_grad_(False)), or give every rank as many micro-batches"
+            )
+        if self in _now:
+            if self._has_backward:
+                self._refuse(
+                    f"a second backward of {self._model} in one micro-batch of pl.accumulate(..., uneven=True), which "
+                    "a rank that has none follows once: add the losses up and call backward on their sum, or give "
+                    "every rank as many micro-batches"
+                )
+            self._has_backward = True
+
+    def meet(self) -> None:
+        """Sees before an update that no rank has refused what others could not follow. A collective call then."""
+        if self._is_to_meet:
+            self._is_to_meet = False
+            all_gather_json(None, "optimizer.step() after micro-batches that not every rank had")
 
     def require_none(self, what: str) -> None:
         """Refuses what no schedule foresees.
@@ -46,11 +84,14 @@ class IdleRanks:
         if _now and self not in _now:
             self._refuse(
                 f"{unit} is gathered in a micro-batch that pl.accumulate gives to another model and not to every rank, "
-                "so some will not take part: set strategy.zero to 2 or less for this model, or give every rank as many"
+                "so some will not take part: set strategy.zero to 2 or less for this model and let its parameters "
+                "require no gradient meanwhile, or give every rank as many"
             )
 
     def _refuse(self, message: str) -> None:
         error = EngineError(message)
-        if self._collectives is not None:
-            self._collectives.give_up(error)
+        # Other ranks wait for this one in what it cannot go on with: of this model, or of the one whose turn it is.
+        for each in {self, *_now}:
+            if each._collectives is not None:
+                each._collectives.give_up(error)
         raise error

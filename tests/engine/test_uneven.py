@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import paceline as pl
+from paceline.comm.transport import CommunicationError
+from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from tests.engine.models import (
     assert_all_same,
@@ -19,6 +22,7 @@ from tests.engine.models import (
     several_ranks,
     snapshot,
 )
+from tests.quick import full
 
 # ---- unevenly many tokens
 
@@ -163,3 +167,123 @@ def test_a_parameter_server_compares_weights_once_they_are_here(ranks) -> None:
     for _ in range(3):
         first, second = ranks(2, with_a_rank_that_rests, strategy)
         assert first == second
+
+
+# ---- what ranks without a micro-batch could not follow
+
+
+def layers(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)).double()
+
+
+def twice(model: torch.nn.Module, other: torch.nn.Module, x: torch.Tensor) -> None:
+    model(x).square().sum().backward()
+    model(2 * x).sum().backward()
+
+
+def through_the_other(model: torch.nn.Module, other: torch.nn.Module, x: torch.Tensor) -> None:
+    other(model(x)).square().sum().backward()
+
+
+def through_the_other_frozen(model: torch.nn.Module, other: torch.nn.Module, x: torch.Tensor) -> None:
+    other.requires_grad_(False)
+    through_the_other(model, other, x)
+    other.requires_grad_(True)
+
+
+def evaluated(model: torch.nn.Module, other: torch.nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        target = model(x)
+    (model(x) * target).sum().backward()
+
+
+def alone_on_rank_0(inside, strategy: Strategy | None) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
+    """What this rank is told of what the other has no micro-batch for; weights then, and after an ordinary step."""
+    models = [layers(seed) for seed in range(2)]
+    if strategy is not None:
+        models = [pl.parallelize(model, strategy) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+    def weights() -> list[torch.Tensor]:
+        return [value.clone() for model in models for value in model.state_dict().values()]
+
+    def step() -> None:
+        other(model(torch.ones(3, 4, dtype=torch.float64))).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    told, (model, other), ones = "", models, torch.ones(3, 4, dtype=torch.float64)
+    step()
+    before = weights()
+    if strategy is None:
+        inside(*models, ones)
+        optimizers[0].step()
+    else:
+        batches = [ones] if pl.init().rank == 0 else []
+        try:
+            for x in pl.accumulate(model, batches, uneven=True):
+                inside(model, other, x)
+            optimizers[0].step()
+        except (EngineError, CommunicationError) as error:
+            told = str(error)
+            for each in models:
+                pl.reset(each)
+    changed = [after - value for after, value in zip(weights(), before, strict=True)]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    step()
+    found = weights()
+    if strategy is not None:
+        for each in models:
+            pl.release(each)
+    return told, changed, found
+
+
+REFUSED = [
+    (twice, (0, 1, 2), "a second backward of Sequential"),
+    (
+        through_the_other,
+        (0, 1, 2),
+        "gradients of Sequential would be reduced in a micro-batch that pl.accumulate gives",
+    ),
+    (through_the_other, (3,), "is gathered in a micro-batch that pl.accumulate gives to another"),
+    *((inside, (3,), "a forward beside the step's, which gathers all units") for inside in (twice, evaluated)),
+]
+
+
+@pytest.mark.parametrize(
+    ("inside", "zero", "words"),
+    [
+        pytest.param(
+            *(inside, zero, words),
+            marks=() if zero == 2 else pytest.mark.full,
+            id=f"{inside.__name__}, zero {zero}",
+        )
+        for inside, stages, words in REFUSED
+        for zero in stages
+    ],
+)
+def test_it_is_refused_before_a_weight_changes_on_any_rank(ranks, inside, zero: int, words: str) -> None:
+    (told, *first), (other, *second) = ranks(2, alone_on_rank_0, inside, Strategy(zero=zero, bucket_mb=1e-4))
+    assert words in told
+    assert other
+    for changed, _ in (first, second):
+        assert not any(each.any() for each in changed)
+    # And both go on.
+    for mine, theirs in zip(first[1], second[1], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("inside", "zero"),
+    [(through_the_other_frozen, 2), full(through_the_other_frozen, 0), full(evaluated, 1)],
+)
+def test_what_needs_no_other_rank_is_right(ranks, inside, zero: int) -> None:
+    _, changed, _ = alone_on_rank_0(inside, None)
+    for told, mine, _ in ranks(2, alone_on_rank_0, inside, Strategy(zero=zero, bucket_mb=1e-4)):
+        assert not told
+        for found, wanted in zip(mine, changed, strict=True):
+            # Of two ranks one gives nothing to the mean.
+            torch.testing.assert_close(found, wanted / 2)
