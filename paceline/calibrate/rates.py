@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -12,8 +12,8 @@ from paceline.calibrate.timed_pass import Timed
 from paceline.plan.hardware import Rates
 
 
-def rates(calls: Iterable[Timed]) -> dict[str, Rates]:
-    """The lines of each operator and precision, and of each kind for operators that were not among them.
+def rates(calls: Sequence[Timed]) -> dict[str, Rates]:
+    """The lines of each operator and precision that was called with several sizes, and of each kind for the others.
 
     Args:
         calls: Of models of several sizes, so that what a call takes can be told from what a byte does.
@@ -24,7 +24,10 @@ def rates(calls: Iterable[Timed]) -> dict[str, Rates]:
         samples[f"{operation.kind} {operation.dtype}"].append(row)
         if operation.name:
             samples[f"{operation.name} {operation.dtype}"].append(row)
-    return {name: line(*map(list, zip(*rows, strict=True))) for name, rows in samples.items()}
+    # Calls of one size tell nothing of another; where an operator has no line, its kind's is taken.
+    kinds = {f"{operation.kind} {operation.dtype}" for operation, _ in calls}
+    told = {name: rows for name, rows in samples.items() if name in kinds or len({(f, b) for f, b, *_ in rows}) > 1}
+    return {name: line(*map(list, zip(*rows, strict=True))) for name, rows in told.items()}
 
 
 def line(
@@ -51,7 +54,8 @@ def line(
     best, least = np.zeros(4), float("inf")
     for count in (3, 2, 1):
         for chosen in combinations(range(4), count):
-            if any(not columns[index].any() for index in chosen):
+            if np.linalg.matrix_rank(scaled[:, chosen]) < count:
+                # Too few sizes to tell these parts from each other.
                 continue
             found, *_ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
             error = float(np.square(scaled[:, chosen] @ found - wanted).sum())

@@ -48,7 +48,8 @@ def show_head(request: Request) -> None:
     case = request.case
     hardware, subject = case.hardware, case.subject
     hosts = math.ceil(case.devices / hardware.devices_per_host)
-    where = f", {hosts:,} hosts of {hardware.devices_per_host}" if hosts > 1 else ""
+    each = "of" if case.devices % hardware.devices_per_host == 0 else "of up to"
+    where = f", {hosts:,} hosts {each} {hardware.devices_per_host}" if hosts > 1 else ""
     samples = count(request.batch, "sample") + (f" of {subject.context:,}" if subject.context > 1 else "")
     print(
         f"{subject.name}, {subject.shapes.numel:,} parameters, on {case.devices:,} x {hardware.device.name}{where}\n"
@@ -178,8 +179,8 @@ def show_scaling(points: Sequence[Point]) -> None:
     print_table(scaling.HEADS, [scaling.cells(point) for point in points], left=2)
     print(
         fill(
-            "left: as many samples on each device; right: the same batch, as long as each device has a sample of it; "
-            "comm.: waiting, and computing slower beside it"
+            "left: as many samples on each device; right: the same batch, where devices share it equally; comm.: "
+            "waiting, and computing slower beside it"
         )
     )
     print(fill(scaling.in_words(points)[:1].upper() + scaling.in_words(points)[1:] + "."))

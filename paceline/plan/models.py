@@ -86,6 +86,10 @@ def _hugging_face(path: Path) -> nn.Module:
     try:
         # Code that comes with a model is not run: the path says nothing of who wrote it.
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        if isinstance(layers := getattr(config, "num_hidden_layers", None), int) and layers < 1:
+            raise ValueError(f"num_hidden_layers: expected 1 or more, got {layers}")
+        if getattr(config, "quantization_config", None):
+            raise ValueError("quantization_config: weights are planned as they are trained, whole: leave it out")
         # The class that the file names; where it names none, a language model.
         given: Any = config.architectures or ()
         names = (given,) if isinstance(given, str) else given

@@ -62,6 +62,8 @@ class Request:
         subject, precision = self.case.subject, self.precisions[0]
         least, samples = subject.least(precision), self.samples if self.own is None else self.own.samples
         told = subject.work(min(least, samples), precision).warnings
+        if (many := subject.work(samples, precision)).source == "rough":
+            told = tuple(dict.fromkeys((*told, *many.warnings)))
         if least == 1 or samples == 1:
             return told
         reason = subject.work(1, precision).warnings[0].partition(". ")[0]

@@ -52,9 +52,9 @@ def rough_work(
 ) -> Work:
     """Each matrix times `rows` rows, twice that backward (Kaplan et al. 2020), inputs and results kept.
 
-    Tables that are looked up do not count. Matrices that lie in one parameter, as those of a mixture's experts do,
-    share the rows out. A convolution's places, attention and what lies between matrices are not known, so it is too
-    little of all.
+    Tables that are only looked up do not count, and of frozen matrices no gradients are computed. Matrices that lie in
+    one parameter, as those of a mixture's experts do, share the rows out. A convolution's places, attention and what
+    lies between matrices are not known, so it is too little of all.
 
     Args:
         model: Any module.
@@ -65,31 +65,40 @@ def rough_work(
     """
     dtype = precision if precision != "float32" else _dtype(model)
     itemsize = getattr(torch, dtype).itemsize
-    tables, kernels = (
-        {id(each) for part in model.modules() if isinstance(part, kind) for each in part.parameters(recurse=False)}
-        for kind in ((nn.Embedding, nn.EmbeddingBag), nn.modules.conv._ConvNd)
-    )
+    kernels = {
+        id(each)
+        for part in model.modules()
+        if isinstance(part, nn.modules.conv._ConvNd)
+        for each in part.parameters(recurse=False)
+    }
     parts = {name: list(unit.parameters()) for name, unit in find_units(model, units).items()}
     inside = {id(each) for own in parts.values() for each in own}
+    multiplied = {name: _multiplied(unit) for name, unit in find_units(model, units).items()}
     # Parameters of the model itself, such as those of a model that is one layer.
-    parts[""] = [each for each in model.parameters() if id(each) not in inside]
+    parts[""], multiplied[""] = [each for each in model.parameters() if id(each) not in inside], _multiplied(model)
     found = []
     for name, own in parts.items():
         forward, backward, kept, first = list[Operation](), list[Operation](), 0, 0
         for each in own:
-            if each.dim() < 2 or id(each) in tables:
+            if each.dim() < 2 or id(each) not in multiplied[name]:
                 continue
             stacked = 1 if each.dim() == 3 and id(each) not in kernels else 0
             columns, inner = each.shape[stacked], math.prod(each.shape[stacked + 1 :])
             shape = (1, rows, inner, columns)
             moved = float((rows * inner + each.numel() + rows * columns) * itemsize)
             forward.append(Operation("matmul", 2.0 * math.prod(shape), moved, dtype, shape))
-            backward.append(Operation("matmul", 2.0 * math.prod(shape), moved, dtype, shape, 2))
+            backward.append(Operation("matmul", 2.0 * math.prod(shape), moved, dtype, shape, 1 + each.requires_grad))
             kept += rows * (inner + columns) * itemsize
             first = first or rows * inner * itemsize
         if own:
             found.append(UnitWork(name, tuple(forward), tuple(backward[::-1]), kept, first, first))
     return Work(tuple(found), samples, rows, "rough")
+
+
+def _multiplied(unit: nn.Module) -> set[int]:
+    """`id`s of the parameters of a unit that are not only looked up in it."""
+    parts = (part for part in unit.modules() if not isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+    return {id(each) for part in parts for each in part.parameters(recurse=False)}
 
 
 def _dtype(model: nn.Module) -> str:

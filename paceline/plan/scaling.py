@@ -9,11 +9,10 @@ from typing import Any
 
 from paceline.command_line.quantities import digits
 from paceline.core.errors import UserError
-from paceline.core.strategy import Strategy
 from paceline.plan.case import Case
 from paceline.plan.estimate import Estimate
 from paceline.plan.quantities import short
-from paceline.plan.search import groups, search
+from paceline.plan.search import search
 
 DEVICES = (*(2**power for power in range(17)), 100_000)
 """Numbers of devices that are looked at."""
@@ -26,7 +25,7 @@ class Point:
     Attributes:
         devices: The number.
         weak: The best with as many samples on each device as were asked for; None if nothing fits.
-        strong: The best with the batch that was asked for; None if nothing fits, or samples are fewer than devices.
+        strong: The best with the batch that was asked for; None if nothing fits, or devices cannot share it equally.
     """
 
     devices: int
@@ -46,17 +45,9 @@ def curve(case: Case, samples: int, precision: str, devices: Sequence[int] = DEV
     batch = samples * case.devices
     for count in devices:
         there = replace(case, devices=count)
-        strong = _best(there, batch // count, precision) if batch % count == 0 else None
-        yield Point(count, _best(there, samples, precision), strong)
-
-
-def _best(case: Case, samples: int, precision: str) -> Estimate | None:
-    """The best of all ranks' stages, and of copies within a host or 16 of them."""
-    chosen: dict[str, Any] = {"precision": precision}
-    stages: list[Any] = [2, 3] if case.devices > 1 else []
-    strategies = [Strategy(zero=0, **chosen), *(Strategy(zero=stage, **chosen) for stage in stages)]
-    strategies += [Strategy(zero=3, shard=group, **chosen) for group in groups(case, (1, 16))]
-    return search(case, samples, strategies=strategies).recommended
+        strong = search(there, batch // count, precisions=(precision,)) if batch % count == 0 else None
+        weak = search(there, samples, precisions=(precision,))
+        yield Point(count, weak.recommended, strong.recommended if strong else None)
 
 
 def takes_over(points: Sequence[Point], strong: bool) -> int | None:

@@ -25,7 +25,7 @@ from paceline.plan.example_inputs import Inputs, example_inputs
 from paceline.plan.fused import FusedKernels
 from paceline.plan.observed_pass import ObservedPass
 from paceline.plan.packed import unpacked
-from paceline.plan.roots import roots_of, without_gradient
+from paceline.plan.roots import results_left, roots_of, without_gradient
 from paceline.plan.slow_work import told_while_slow
 from paceline.plan.stand_in import Result, result_of, stand_in
 from paceline.plan.untraceable import failures_told
@@ -109,6 +109,7 @@ class _Trace:
         self.results: dict[Hashable, Result] = {}
         self.skipped: dict[str, Hashable] = {}
         self.guessed: set[str] = set()
+        self.results_left = ""
         self.passed_back: set[str] = set()
         """Of the blocks that were skipped those that gradients came to."""
 
@@ -145,6 +146,7 @@ class _Trace:
                     roots = roots_of(output)
                 if not roots:
                     raise UserError(without_gradient(self.model))
+                self.results_left = results_left(self.model, roots, self.given.samples)
                 seen.turn()
                 torch.autograd.backward(roots, [torch.empty_like(each) for each in roots])
             del output, roots
@@ -233,7 +235,7 @@ class _Trace:
         for name, key in self.skipped.items():
             found[name] = replace(found[self.ran[key][1]], unit=name)
         order = [*seen.order, *([""] if seen.forward[""] or seen.backward[""] or kept.get("", 0) else [])]
-        doubts = [self.given.doubt] if self.given.doubt else []
+        doubts = [told for told in (self.given.doubt, self.results_left) if told]
         if seen.guessed:
             conditions = "to hold" if self.holds else "not to hold, as it could not run with them"
             doubts.append(

@@ -43,6 +43,17 @@ def test_each_operator_has_its_line_and_each_kind_one_for_the_rest() -> None:
     assert found["add float32"].per_byte < found["memory float32"].per_byte < found["gelu float32"].per_byte
 
 
+def test_calls_of_one_size_take_their_time_and_tell_nothing_of_a_byte() -> None:
+    """Such as those that fill a scalar: what a byte of theirs would take is not read back as a rate."""
+    assert line([0.0] * 2, [4.0] * 2, [12e-6, 12e-6]) == Rates(pytest.approx(12e-6), 0.0, 0.0)
+    # Two sizes are two parts.
+    found = line([0.0, 0.0], [1e4, 1e6], [2e-6, 101e-6])
+    assert found.per_byte == pytest.approx(1e-10) and found.fixed == pytest.approx(1e-6)
+    scalar = Timed(Operation("memory", 0.0, 4.0, "float32", name="scalar_tensor"), 12e-6)
+    others = [Timed(Operation("memory", 0.0, size, "float32", name="add"), size * 1e-10) for size in (1e5, 1e6)]
+    assert set(rates([scalar, *others])) == {"add float32", "memory float32"}
+
+
 def test_blocks_of_attention_take_a_time_of_their_own() -> None:
     shapes = [(6, 96, 96, 32), (16, 128, 128, 64), (16, 192, 192, 64), (6, 48, 48, 64), (24, 128, 128, 32)]
     calls = []

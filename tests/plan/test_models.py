@@ -93,6 +93,8 @@ def test_a_file_may_name_a_class_that_is_no_causal_language_model(
         (json.dumps({"model_type": "gpt2", "architectures": ["MyOwnModel"]}), "names MyOwnModel, which transformers"),
         (json.dumps({"model_type": "gpt2", "architectures": "MyOwnModel"}), "MyOwnModel"),
         (json.dumps({"model_type": "gpt2", "n_embd": "wide"}), "n_embd"),
+        (json.dumps({"model_type": "llama", "num_hidden_layers": -1}), "num_hidden_layers: expected 1 or more, got -1"),
+        (json.dumps({"model_type": "llama", "quantization_config": {"bits": 4}}), "quantization_config"),
     ],
 )
 def test_a_file_that_describes_no_model_says_why(tmp_path: Path, text: str, words: str) -> None:

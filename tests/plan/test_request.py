@@ -87,6 +87,61 @@ def pooled():
     assert sizes == [1] and "rough" in " ".join(one.warnings)
 
 
+def test_what_many_samples_cannot_be_traced_with_is_told_to_be_rough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_of_fixed_pairs.py").write_text(
+        MODELS
+        + """
+class Pairs(nn.Linear):
+    def forward(self, x):
+        if len(x) > 2:
+            raise ValueError("pairs alone")
+        return super().forward(x).mean()
+def pairs():
+    return Pairs(64, 64), torch.empty(1, 64)
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    few, many = (
+        request(PlanArguments(model="models_of_fixed_pairs:pairs", hardware="h100", batch_tokens=str(samples)), 1)
+        for samples in (2, 16)
+    )
+    assert few.warnings == ()
+    assert "pairs alone" in many.warnings[0] and "times and activations are rough" in many.warnings[0]
+
+
+def test_large_results_without_a_loss_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models_of_words.py").write_text(
+        MODELS
+        + """
+class Words(nn.Linear):
+    def __init__(self, loss):
+        super().__init__(64, 50_000)
+        self.loss = loss
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits.float().logsumexp(-1).mean() if self.loss else logits
+def without():
+    return Words(False), torch.empty(1, 32, 64)
+def inside():
+    return Words(True), torch.empty(1, 32, 64)
+def few():
+    return nn.Linear(64, 10), torch.empty(1, 64)
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def told(name: str) -> tuple[str, ...]:
+        return request(PlanArguments(model=f"models_of_words:{name}", hardware="h100", batch_tokens="16"), 1).warnings
+
+    assert told("inside") == told("few") == ()
+    (warning,) = told("without")
+    assert (
+        warning.startswith("Words returns 1 x 32 x 50000 numbers and no loss") and "forward returns the loss" in warning
+    )
+
+
 def test_what_no_low_precision_computes_is_planned_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models_of_waves.py").write_text(
         MODELS

@@ -34,6 +34,12 @@ def test_with_the_same_batch_communication_takes_over_and_with_more_samples_it_w
     assert (tmp_path / "curve.png").stat().st_size > 10_000
 
 
+def test_at_the_devices_that_are_planned_it_is_the_plans_own_best() -> None:
+    case = replace(CASE, devices=256)
+    (point,) = curve(case, 8, "bfloat16", (256,))
+    assert point.strong == point.weak == search(case, 8).recommended
+
+
 @pytest.mark.full
 def test_a_hundred_thousand_devices_take_no_longer_to_plan_than_a_hundred() -> None:
     def took(devices: int) -> float:

@@ -56,3 +56,11 @@ def test_a_mixture_of_transformers_is_traced_in_float32_as_in_bfloat16() -> None
 def test_what_matrices_alone_tell_of_experts_is_one_expert_for_each_row() -> None:
     work = rough_work(nn.Sequential(Experts(), nn.Conv1d(3, 5, 7), nn.EmbeddingBag(50, 4)), ROWS, ROWS)
     assert work.flops == 3 * 2 * ROWS * (2 * WIDTH * INNER + 3 * 5 * 7)
+
+
+def test_a_table_that_is_the_output_layer_too_is_a_matrix_and_a_frozen_one_has_no_gradient() -> None:
+    tied = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 50, bias=False))
+    tied[1].weight = tied[0].weight
+    assert rough_work(tied, ROWS, ROWS).flops == 3 * 2 * ROWS * 50 * 4
+    frozen = nn.Linear(4, 50).requires_grad_(False)
+    assert rough_work(nn.Sequential(frozen, nn.Linear(50, 6)), ROWS, ROWS).flops == 2 * ROWS * 50 * (2 * 4 + 3 * 6)
