@@ -14,7 +14,7 @@ from paceline.core.schedule import Schedule
 def busy_step(schedule: Schedule, micro_batches: int) -> tuple[Op, ...]:
     """A step of so many micro-batches with everything between and in its passes that data may ask for.
 
-    Forwards for evaluation or logging come before and after every backward and after the update, the units of every
+    Forwards for evaluation or logging come before every micro-batch, before the update and after it, the units of every
     forward run in the reverse of the order that is planned and then once more, parameters are used outside of their
     units, gradients come after their buckets were reduced, buffers are sent, and what was updated is gathered again.
 
@@ -108,11 +108,12 @@ class _Busy:
             # Whichever is the first waits for what the first was to wait for.
             self._waits += next(op.after for op in rest if op.kind == "forward")
             rest = [op for unit in order for op in rest if op.target == unit]
-        done, dropped = set[Key](), set[Key]()
+        queued, done, dropped = {op.key for op in gathers}, set[Key](), set[Key]()
 
         def launch() -> None:
             # One that is waited for earlier than planned does not wait for what has yet to run.
             gather = gathers.popleft()
+            queued.remove(gather.key)
             if not done.issuperset(gather.after):
                 gather = replace(gather, after=self._over())
             self._add(_also(gather, before))
@@ -121,10 +122,11 @@ class _Busy:
         for op in rest:
             while gathers and done.issuperset(gathers[0].after):
                 launch()
-            while not done.issuperset(set(op.after) & {gather.key for gather in gathers}):
+            while not queued.isdisjoint(op.after):
                 launch()
             if op.kind == "unshard" and self._held.get(self._schedule.slot[op.target]) != op.target:
-                dropped.update(gather.key for gather in gathers)
+                dropped |= queued
+                queued.clear()
                 gathers.clear()
                 self._run(self._schedule.gather_again(op.target, op.micro_batch, op.phase))
             if op.kind in ("widen", "publish") and self._schedule.world_size > 1 and self.ops[-1].kind != "widen":
