@@ -43,8 +43,7 @@ class BackwardPass:
         self.order = UnitOrder(program, forward)
         self.has_streams = program.world.backend != "gloo"
         self._outstanding, self._uncopied = Counter[str](), list[str]()
-        self._over, self._begun = set[str](), set[str]()
-        self._over_from = 0
+        self._over, self._begun, self._over_from = set[str](), set[str](), 0
         self.fired, self._incomplete = set[int](), set[int]()
         self.when_over: Callable[[], None] = lambda: None
         self._autograd = AutogradPass(program, self.order, self._end)

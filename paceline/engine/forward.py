@@ -65,6 +65,7 @@ class ForwardPass:
             if self._state.phase == "idle":
                 self._program.parameters.narrow()
             if self._program.schedule.shards_parameters:
+                self.idle_ranks.require_none("a forward without gradients, which gathers all units,")
                 self._load_extra()
             self._unshard_idle()
 
@@ -151,7 +152,7 @@ class ForwardPass:
     def _load_extra(self) -> None:
         self._index, gathers = EXTRA, self._program.schedule.shards_parameters
         if gathers:
-            self.idle_ranks.require_none("a forward beside the step's, which gathers all units,")
+            self.idle_ranks.begin_extra_forward()
         ops = self._program.schedule.extra_forward() if gathers else ()
         self._program.executor.load(self._program.executor.step, ops)
 

@@ -45,14 +45,24 @@ class IdleRanks:
                 "model and not to every rank, so some will not take part: let its parameters require no gradient "
                 "meanwhile (requires_grad_(False)), or give every rank as many micro-batches"
             )
-        if self in _now:
-            if self._has_backward:
-                self._refuse(
-                    f"a second backward of {self._model} in one micro-batch of pl.accumulate(..., uneven=True), which "
-                    "a rank that has none follows once: add the losses up and call backward on their sum, or give "
-                    "every rank as many micro-batches"
-                )
-            self._has_backward = True
+        self._require_first("backward")
+        self._has_backward = True
+
+    def begin_extra_forward(self) -> None:
+        """A forward begins that gathers all units: the first one after a step without an update, or one too many.
+
+        Raises:
+            EngineError: It comes after the micro-batch's backward, where ranks without the micro-batch do not follow.
+        """
+        self._require_first("forward")
+
+    def _require_first(self, what: str) -> None:
+        if self in _now and self._has_backward:
+            self._refuse(
+                f"a second {what} of {self._model} in one micro-batch of pl.accumulate(..., uneven=True), which a rank "
+                "that has none follows once: add the losses up and call backward on their sum, or give every rank as "
+                "many micro-batches"
+            )
 
     def meet(self) -> None:
         """Sees before an update that no rank has refused what others could not follow. A collective call then."""

@@ -84,7 +84,8 @@ MICRO_BATCHES = [
 """Each rank's number in step after step, as in `TOKENS`. In one of them rank 0 has nothing in the first."""
 
 
-def uneven(strategy: Strategy, counts: list[tuple[int, ...]]) -> dict:
+def uneven(strategy: Strategy, counts: list[tuple[int, ...]], every: int) -> dict:
+    """Weights after steps, each `every`-th of which is an update: others are left out, as by a scaler."""
     world = pl.init()
     model = pl.parallelize(make(), replace(strategy, gradients="sum"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -94,7 +95,8 @@ def uneven(strategy: Strategy, counts: list[tuple[int, ...]]) -> dict:
         mine = [(x[i : i + 1], y[i : i + 1]) for i in range(first, first + numbers[world.rank])]
         for xs, ys in pl.accumulate(model, mine, uneven=True):
             ((model(xs) - ys).square().sum() / sum(numbers)).backward()
-        optimizer.step()
+        if step % every == 0:
+            optimizer.step()
         optimizer.zero_grad()
     state = snapshot(model)
     pl.release(model)
@@ -120,17 +122,18 @@ def test_a_rank_without_micro_batches_has_the_sums_of_the_others(ranks, strategy
     assert ranks(n, counted, strategy) == [[micro_batches, 10 * micro_batches]] * n
 
 
-def uneven_twice(strategy: Strategy, counts: list[list[tuple[int, ...]]]) -> list[dict]:
-    return [uneven(strategy, each) for each in counts]
+def uneven_often(strategy: Strategy, cases: list[tuple[list[tuple[int, ...]], int]]) -> list[dict]:
+    return [uneven(strategy, *case) for case in cases]
 
 
-def uneven_alone(counts: list[tuple[int, ...]]) -> dict:
+def uneven_alone(counts: list[tuple[int, ...]], every: int) -> dict:
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, numbers in enumerate(counts):
         x, y = data(step, sum(numbers))
         ((model(x) - y).square().sum() / sum(numbers)).backward()
-        optimizer.step()
+        if step % every == 0:
+            optimizer.step()
         optimizer.zero_grad()
     return snapshot(model)
 
@@ -138,8 +141,9 @@ def uneven_alone(counts: list[tuple[int, ...]]) -> dict:
 @several_ranks
 def test_ranks_with_more_or_fewer_micro_batches_or_none_wait_for_nobody(ranks, strategy, n) -> None:
     counts = [[numbers[:n] for numbers in steps] for steps in MICRO_BATCHES]
-    expected = [uneven_alone(steps) for steps in counts]
-    for states in ranks(n, uneven_twice, strategy, counts):
+    cases = [*((steps, 1) for steps in counts), *((steps, 2) for steps in counts)]
+    expected = [uneven_alone(*case) for case in cases]
+    for states in ranks(n, uneven_often, strategy, cases):
         for state, wanted in zip(states, expected, strict=True):
             assert_same(state, wanted)
 
@@ -249,7 +253,8 @@ REFUSED = [
         "gradients of Sequential would be reduced in a micro-batch that pl.accumulate gives",
     ),
     (through_the_other, (3,), "is gathered in a micro-batch that pl.accumulate gives to another"),
-    *((inside, (3,), "a forward beside the step's, which gathers all units") for inside in (twice, evaluated)),
+    (twice, (3,), "a second forward of Sequential"),
+    (evaluated, (3,), "a forward without gradients, which gathers all units, while a rank has no micro-batch"),
 ]
 
 
