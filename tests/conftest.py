@@ -4,11 +4,13 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from tests.ranks import RankPool
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
 
 # A busy machine makes single examples slow without anything being wrong. CI draws the same examples for the same code.
 settings.register_profile("full", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -41,6 +43,8 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
+    from tests.ranks import RankPool
+
     pool = RankPool()
     yield pool
     pool.close()

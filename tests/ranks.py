@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.pool import FORKS, PRELOADED
+from tests.by_value import receive, send
 
 # A rank that a test has ended is made anew without importing again what most tests' files import.
 FORKS.set_forkserver_preload([*PRELOADED, "pytest", "hypothesis", "paceline.checkpoint.save", "paceline.train.loop"])
@@ -43,7 +44,7 @@ def _serve_on(pipe: Connection, device: str) -> None:
     gc.freeze()  # what was imported stays: to look at it whenever memory is collected takes longer than most jobs
     while True:
         try:
-            job = pipe.recv()
+            job = receive(pipe)
         except EOFError:
             return
         joins, environment, timeout, stacks, function, args = job
@@ -65,7 +66,7 @@ def _serve_on(pipe: Connection, device: str) -> None:
             finally:
                 watch.cancel()
                 faulthandler.disable()
-        pipe.send((*outcome, torch.distributed.is_initialized()))
+        send(pipe, (*outcome, torch.distributed.is_initialized()))
 
 
 class RankPool:
@@ -109,7 +110,7 @@ class RankPool:
                 "PACELINE_RENDEZVOUS": f"file://{self._folder.name}/store{self._jobs}",
                 "PACELINE_TRANSPORT": transport,
             }
-            self._workers[rank][1].send((joins, environment, timeout, str(stacks[rank]), function, args))
+            send(self._workers[rank][1], (joins, environment, timeout, str(stacks[rank]), function, args))
         outcomes = self._outcomes(n, timeout + 5)
         if not all(stays for _, _, stays in outcomes):
             self._joined = None
@@ -130,7 +131,7 @@ class RankPool:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    outcomes[rank] = pipe.recv()
+                    outcomes[rank] = receive(pipe)
                 except EOFError:
                     process = self._workers[rank][0]
                     process.join(1)

@@ -107,13 +107,8 @@ def expected(name: str, micro: int, pool: RankPool) -> list[Found]:
     key = (name, micro, torch.float64)
     if key not in _by_ddp:
         told = pool(2, on_rank, name, None, torch.float64, micro, timeout=LIMIT)
-        _by_ddp[key] = [_own(found) for *_, found in told]
+        _by_ddp[key] = [found for *_, found in told]
     return _by_ddp[key]
-
-
-def _own(found: Found) -> Found:
-    """A copy in this process's memory: each tensor that a rank sends keeps a file open."""
-    return {name: value.clone() for name, value in found.items()}
 
 
 def is_for(name: str, place: str) -> bool:
@@ -167,7 +162,7 @@ def held(name: str, place: str, pool: RankPool) -> tuple[str, str]:
     if low and strategy.zero:
         if name not in _low:
             zero = pool(2, on_rank, name, PLACES["zero 0, low"][0], dtype, micro, timeout=LIMIT)
-            _low[name] = [_own(found) for *_, found in zero]
+            _low[name] = [found for *_, found in zero]
         for rank, (_, _, found) in enumerate(told):
             if _low[name][rank] and (why := difference(_low[name][rank], found, 4e-3)):
                 return "WRONG", f"rank {rank}, against zero 0: {why}"
