@@ -23,13 +23,27 @@ def parts(name: str, place: str) -> tuple[str, str, str]:
     return name, stage, beside
 
 
+RARE = [place for place in PLACES if place.endswith(("parameter server", "hold", "defer"))]
+"""With what may be beside an idiom at one stage alone: each idiom is at one of these, in turn."""
+
 CASES = pairwise(
-    (parts(name, place) for name, near in NEAR.items() for place in near),
+    # What is beside comes in another order for each, so that all of it is beside somewhat every stage.
+    (
+        parts(name, near[(place + index) % len(near)])
+        for index, (name, near) in enumerate(NEAR.items())
+        for place in range(len(near))
+        if near[(place + index) % len(near)] not in RARE
+    ),
     # Where parameters come and go within each pass.
-    first=dict.fromkeys(parts(name, place) for name in NEAR for place in (ONCE[name], "zero 3")),
+    first=dict.fromkeys(
+        parts(name, place)
+        for index, (name, near) in enumerate(NEAR.items())
+        for place in (ONCE[name], "zero 3", RARE[index % len(RARE)])
+        if place in near
+    ),
 )
-"""Every idiom at every stage and with whatever is beside one, and these with each other. All three at once are for the
-programs in tests/programs, which are drawn, and for `python -m tests.idioms`."""
+"""Every idiom at every stage, with all that may be beside it at several and with one that may be at one; and these with
+each other. All at once are for the programs in tests/programs, which are drawn, and for `python -m tests.idioms`."""
 
 
 def case(name: str, stage: str, beside: str) -> pytest.param:
