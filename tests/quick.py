@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from heapq import heapify, heappop, heapreplace
 from itertools import combinations, product
 from typing import Any
@@ -16,24 +16,25 @@ def named_values(axis: Mapping[str, object] | Iterable[object]) -> dict[str, obj
     return dict(axis) if isinstance(axis, Mapping) else {str(value): value for value in axis}
 
 
-def pairwise(
-    cases: Iterable[tuple[Hashable, ...]], first: Iterable[tuple[Hashable, ...]] = ()
+def fewest(
+    cases: Iterable[tuple[Hashable, ...]],
+    met_in: Callable[[tuple[Any, ...]], Iterable[Hashable]],
+    first: Iterable[tuple[Hashable, ...]] = (),
 ) -> list[tuple[Any, ...]]:
-    """Few of the cases, in which all pairs of values of two axes are met that are met in any case.
+    """Few of the cases, in which all is met that is met in any case.
 
-    For settings of which each may disturb another one, where all together are checked by other means. After those that
-    are to be there at any rate, each time the case is taken that has most pairs which no other had, of several the
-    first.
+    After those that are to be there at any rate, each time the case is taken in which most is met that no other had, of
+    several the first.
     """
     taken = list(first)
-    met = {pair for case in taken for pair in combinations(enumerate(case), 2)}
-    pairs = [(case, frozenset(combinations(enumerate(case), 2))) for case in cases]
-    # How many pairs a case adds only becomes less: what comes first with a number that still holds has most.
-    left = [(-len(new - met), index) for index, (_, new) in enumerate(pairs)]
+    met = {each for case in taken for each in met_in(case)}
+    every = [(case, frozenset(met_in(case))) for case in cases]
+    # How much a case adds only becomes less: what comes first with a number that still holds has most.
+    left = [(-len(new - met), index) for index, (_, new) in enumerate(every)]
     heapify(left)
     while left and left[0][0] < 0:
         adds, index = left[0]
-        case, new = pairs[index]
+        case, new = every[index]
         if (now := -len(new - met)) > adds:
             heapreplace(left, (now, index))
         else:
@@ -41,6 +42,16 @@ def pairwise(
             taken.append(case)
             met |= new
     return taken
+
+
+def pairwise(
+    cases: Iterable[tuple[Hashable, ...]], first: Iterable[tuple[Hashable, ...]] = ()
+) -> list[tuple[Any, ...]]:
+    """The fewest cases in which all pairs of values of two axes are met.
+
+    For settings of which each may disturb another one, where all together are checked by other means.
+    """
+    return fewest(cases, lambda case: combinations(enumerate(case), 2), first)
 
 
 def diagonal(
@@ -65,6 +76,36 @@ def diagonal(
         )
         for names in every
         if names in chosen
+    ]
+
+
+def in_turn(
+    values: Mapping[str, object] | Iterable[object],
+    others: Mapping[str, object] | Iterable[object],
+    times: int,
+    quick: Container[tuple[str, str]],
+) -> list[Any]:
+    """Each value with so many of the others, the next with those that follow, for `pytest.mark.parametrize`.
+
+    Those that `quick` names are there at any rate, and are what the quick run takes.
+    """
+    values, others = named_values(values), named_values(others)
+    order = list(others)
+    turns = {
+        (value, order[(index * times + turn) % len(order)])
+        for index, value in enumerate(values)
+        for turn in range(times)
+    }
+    return [
+        pytest.param(
+            values[value],
+            others[other],
+            marks=() if (value, other) in quick else pytest.mark.full,
+            id=f"{value}-{other}",
+        )
+        for value in values
+        for other in others
+        if (value, other) in turns or (value, other) in quick
     ]
 
 

@@ -284,7 +284,7 @@ def steps_compiled(strategy: Strategy | None) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.full
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [0, 3])
 def test_a_compiled_step_is_that_of_one_process(ranks: RankPool, zero: int) -> None:
     for found in ranks(2, steps_compiled, Strategy(zero=zero)):
         assert_same(found, steps_compiled(None), atol=1e-12)

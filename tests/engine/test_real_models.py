@@ -19,7 +19,7 @@ from paceline.core.strategy import Strategy
 from paceline.models.units import find_units, parameter_specs
 from tests.engine.models import assert_same, snapshot
 from tests.engine.real_models import FAMILIES, SHAPES, Batch, Family, loss_of
-from tests.quick import diagonal, full
+from tests.quick import full, in_turn
 from tests.ranks import RankPool
 
 STEPS = 2
@@ -163,7 +163,7 @@ QUICK = {
 """Each kind of model, in which ranks of three import nothing that takes long."""
 
 
-@pytest.mark.parametrize(("name", "mix"), diagonal(FAMILIES.keys(), MIXES, quick=QUICK))
+@pytest.mark.parametrize(("name", "mix"), in_turn(FAMILIES.keys(), MIXES, times=3, quick=QUICK))
 def test_training_equals_one_process(ranks: RankPool, name: str, mix: tuple[str, int, int, str]) -> None:
     assert_equal_to_one_process(ranks, name, "as it is", *mix)
 

@@ -16,7 +16,7 @@ import paceline as pl
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from tests.engine.models import HYBRID, STAGES, assert_same, shares
-from tests.quick import diagonal
+from tests.quick import in_turn
 
 Parameters = Sequence[nn.Parameter]
 Edit = Callable[[Parameters, dict[str, Any], int], Any]
@@ -206,9 +206,10 @@ def flat(seen: Any) -> list[float]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("place", "micro"),
-    diagonal(
+    in_turn(
         PLACES,
         {"1 micro-batch": 1, "2 micro-batches": 2},
+        times=1,
         quick={("zero 2, N=3", "2 micro-batches")},
     ),
 )

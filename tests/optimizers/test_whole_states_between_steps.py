@@ -18,7 +18,7 @@ from paceline.comm.transport import CommunicationError
 from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from tests.engine.models import HYBRID, STAGES, assert_same, shares
-from tests.quick import diagonal
+from tests.quick import in_turn
 
 Edit = Callable[[torch.optim.Optimizer, nn.Module, dict[str, Any], int], Any]
 """(optimizer, model, what it has kept, step): what it has seen, numbers."""
@@ -217,7 +217,8 @@ def flat(seen: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), diagonal(PLACES, [*EDITS, *OPTIMIZERS], quick={("zero 2, N=3", name) for name in EDITS})
+    ("name", "place"),
+    in_turn([*EDITS, *OPTIMIZERS], PLACES, times=3, quick={(name, "zero 2, N=3") for name in EDITS}),
 )
 def test_what_is_done_to_states_is_what_one_process_does(ranks, place, name) -> None:
     strategy, count = place
