@@ -34,7 +34,7 @@ WITH_DDP = {
 }
 
 
-def in_turn(programs: dict[str, Program], quick: Collection[str] = QUICK) -> pytest.MarkDecorator:
+def by_ranks(programs: dict[str, Program], quick: Collection[str] = QUICK) -> pytest.MarkDecorator:
     """Those of as many ranks follow each other, as ranks then stay in their job."""
     chosen = sorted(programs.items(), key=lambda named: named[1].ranks)
     return pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def assert_fine(program: Program, ranks, peer: str = "paceline") -> None:
     assert found.fine, f"{found.kind}\n{program.describe()}\n{found.why}"
 
 
-@in_turn(HOLES)
+@by_ranks(HOLES)
 def test_what_users_write_is_right_or_refused(ranks, program) -> None:
     assert_fine(program, ranks)
 
 
 @pytest.mark.filterwarnings("ignore")
-@in_turn(DRAWN)
+@by_ranks(DRAWN)
 def test_drawn_programs_are_right_or_refused(ranks, program) -> None:
     assert_fine(program, ranks)
 
@@ -65,12 +65,12 @@ def test_ranks_that_gather_what_others_do_not_are_told(ranks) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@in_turn(LOW, ("seed 74", "seed 104", "seed 156"))
+@by_ranks(LOW, ("seed 74", "seed 104", "seed 156"))
 def test_drawn_programs_in_low_precision_are_right_or_refused(ranks, program) -> None:
     assert_fine(program, ranks)
 
 
-@in_turn({name: program for name, program in WITH_DDP.items() if name not in BEYOND_DDP}, list(WITH_DDP)[::4])
+@by_ranks({name: program for name, program in WITH_DDP.items() if name not in BEYOND_DDP}, list(WITH_DDP)[::4])
 def test_the_reference_computes_what_ddp_does(ranks, program) -> None:
     assert_fine(program, ranks, peer="ddp")
 
