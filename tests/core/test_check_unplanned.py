@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 
 from paceline.core.build_layout import build_layout
 from paceline.core.check import all_ranks, check
-from paceline.core.check.busy_step import busy_step
+from paceline.core.check.busy_step import busy_step, lone_step
 from paceline.core.check.checker import check_steps
 from paceline.core.check.sequences import Sequences
-from paceline.core.ops import EXTRA, Op
+from paceline.core.ops import EXTRA, READ, Op
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
 from tests.core.broken import RIGHT, UNITS, found, job, several
@@ -47,7 +47,7 @@ def test_a_busy_step_has_all_that_is_planned_but_gathers_and_more(name: str) -> 
     assert [op.target for op in ops if op.kind == "forward" and op.planned] == [*UNITS[::-1], *UNITS[::-1]]
     assert {op.micro_batch for op in ops if not op.planned} <= set(range(EXTRA - 1, -200, -1))
     report = check(ranks, 2).require()
-    assert report.unplanned == sum(not op.planned for op in ops)
+    assert report.unplanned == sum(not op.planned for op in (*ops, *lone_step(rank)))
 
 
 def with_kept() -> list[Schedule]:
@@ -105,6 +105,20 @@ MUTANTS: dict[str, tuple[Any, ...]] = {
     "numbers are summed on the stream of gradients": (
         *(job(RIGHT["hybrid"]), "sum_numbers", lambda _, op: replace(op, stream="reduce")),
         *("sequence", "connects those of 'shard'"),
+    ),
+    "parameters that ranks share are updated alone while others evaluate": (
+        *(job(RIGHT["shared"]), "lone_update"),
+        lambda _, ops: tuple(replace(op, after=()) for op in ops if op.target != READ),
+        *("race", "no barrier keeps them apart"),
+    ),
+    "the server sends nothing after an update alone": (
+        *(job(RIGHT["parameter server"]), "lone_update", lambda _, ops: ops[:1]),
+        *("deadlock", "which no op before it is"),
+    ),
+    "an update alone is of others' shards, too": (
+        *(job(RIGHT["zero 2"]), "lone_update"),
+        lambda rank, ops: (replace(ops[0], writes=rank.update(0)[0].writes * 2), *ops[1:]),
+        *("contents", "does not update this rank's share of every bucket once"),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""A step in which a loop asks for all that no step plans, for the checker to prove it as it proves those that are."""
+"""Steps in which a loop asks for what no step plans, for the checker to prove as it proves those that are planned."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ def busy_step(schedule: Schedule, micro_batches: int) -> tuple[Op, ...]:
         step.follow(schedule.backward(index, index == micro_batches - 1))
     step.extra_forward()
     step.follow(schedule.update(micro_batches - 1))
+    return tuple(step.ops)
+
+
+def lone_step(schedule: Schedule) -> tuple[Op, ...]:
+    """A step of an optimizer that no backward came before, but an evaluation: of weights that a loop gave gradients."""
+    step = _Busy(schedule)
+    step.gather_update()
+    step.extra_forward()
+    step.follow(schedule.lone_update(0))
     return tuple(step.ops)
 
 

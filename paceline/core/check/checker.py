@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from paceline.core.build_schedule import build_schedule
-from paceline.core.check.busy_step import busy_step
+from paceline.core.check.busy_step import busy_step, lone_step
 from paceline.core.check.contents import contents_faults
 from paceline.core.check.facts import Facts
 from paceline.core.check.order import happens_before, races, shared_races
@@ -22,7 +22,7 @@ from paceline.core.strategy import Strategy
 
 
 def check(schedules: Sequence[Schedule], micro_batches: int = 1) -> Report:
-    """Proves two steps of all ranks as they are planned, then two busy ones, or says what would go wrong in them.
+    """Proves two steps of all ranks as planned, then two with what is not planned, or says what would go wrong in them.
 
     - Ranks of a group issue the same collectives in the same order, of the same size and scale, and get through them.
     - Of every two ops on one part of a buffer, one of which writes, one is over before the other starts, however long
@@ -32,8 +32,8 @@ def check(schedules: Sequence[Schedule], micro_batches: int = 1) -> Report:
       says; all ranks compute the next step with every parameter as it was updated.
     - Spans lie in their buffers, and collectives are of the size of what they move.
 
-    What ops do to memory is as they say. Busy steps have what is added as a step's data asks for it, too (see
-    `busy_step`), but for updates without a backward before them or with passes inside.
+    What ops do to memory is as they say. Besides the planned step there are one with all that a step's data may ask for
+    (see `busy_step`), but for an update with passes inside, and one without a backward.
 
     Args:
         schedules: One of each rank, in the order of ranks.
@@ -45,9 +45,13 @@ def check(schedules: Sequence[Schedule], micro_batches: int = 1) -> Report:
     report = check_steps(schedules, [schedule.step(micro_batches) for schedule in schedules], micro_batches)
     if report.faults:
         return report
-    steps = [busy_step(schedule, micro_batches) for schedule in schedules]
-    faults = check_steps(schedules, steps, micro_batches).faults
-    return replace(report, unplanned=sum(not op.planned for op in steps[0]), faults=faults)
+    busy = [busy_step(schedule, micro_batches) for schedule in schedules]
+    lone = [lone_step(schedule) for schedule in schedules]
+    return replace(
+        report,
+        unplanned=sum(not op.planned for op in (*busy[0], *lone[0])),
+        faults=check_steps(schedules, busy, micro_batches).faults or check_steps(schedules, lone, 0).faults,
+    )
 
 
 def all_ranks(
@@ -73,7 +77,7 @@ def all_ranks(
 
 
 def check_steps(schedules: Sequence[Schedule], steps: Sequence[tuple[Op, ...]], micro_batches: int) -> Report:
-    """`check` of steps that may be others than the schedules'."""
+    """`check` of steps that may be others than the schedules', or without a backward: of no micro-batch."""
     sequences = Sequences(schedules, steps, micro_batches)
     faults, pairs, kinds = list(_check_layout(schedules[0])), 0, _same_spans(steps)
     sequences.check_names()

@@ -198,7 +198,7 @@ class Gradients:
 
     def consume(self, rank: int, op: Op, step: int) -> bool:
         """Whether an update finds all gradients that it is to find: published, complete, and for the first time."""
-        if not self._state.facts[rank].schedule.copies_gradients:
+        if not self._state.facts[rank].schedule.copies_gradients or not self._micro_batches:
             return True
         if not self._published[rank]:
             self._state.add(rank, op, f"{words(op)} comes before gradients are published", "gradients")

@@ -69,7 +69,7 @@ class Report:
         pairs: Pairs of ops on one part of a buffer, of which one writes, that were found to be in order.
         sent: Bytes that the rank that sends most sends in a step.
         memory: What rank 0 holds with Adam.
-        unplanned: Ops of one rank that data may ask for besides, proved in a step with all of them.
+        unplanned: Ops of one rank that data may ask for besides, proved in steps that have them.
         buffers: The buffers of rank 0, in the order in which they are allocated.
         faults: What would go wrong; none for a schedule that is right.
     """

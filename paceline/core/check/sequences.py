@@ -31,7 +31,7 @@ class Sequences:
 
     def __init__(self, schedules: Sequence[Schedule], steps: Sequence[tuple[Op, ...]], micro_batches: int) -> None:
         """Takes one schedule and its step's ops from each rank."""
-        self._schedules, self._steps, self._last = schedules, steps, micro_batches - 1
+        self._schedules, self._steps, self._micro_batches = schedules, steps, micro_batches
         self.faults: list[Fault] = []
         seen: dict[tuple[object, ...], int] = {}
         self.kind_of = [seen.setdefault(self._signature(rank), rank) for rank in range(len(schedules))]
@@ -45,7 +45,7 @@ class Sequences:
     def before(self, key: Key, step: int) -> tuple[int, Key]:
         """The step and the name of an op that another one of `step` comes after."""
         if key.micro_batch == PREVIOUS:
-            return step - 1, key._replace(micro_batch=self._last)
+            return step - 1, key._replace(micro_batch=max(self._micro_batches - 1, 0))
         return step, key
 
     # ---- each rank alone
@@ -56,7 +56,7 @@ class Sequences:
             ops, groups = self._steps[rank], self._schedules[rank].groups
             every, seen = {op.key for op in ops}, set[Key]()
             for unit in self._schedules[rank].computed_units:
-                for index in range(self._last + 1):
+                for index in range(self._micro_batches):
                     for phase in ("forward", "backward"):
                         if (key := Key(phase, unit, index, phase)) not in every:
                             self.faults.append(Fault("sequence", rank, key, f"there is no {words(key)}"))

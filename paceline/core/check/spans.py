@@ -94,8 +94,11 @@ def check_sizes(rank: int, schedule: Schedule, ops: Sequence[Op], micro_batches:
 
 
 def has_own_memory(op: Op) -> bool:
-    """Whether a collective that data asked for fills memory that is in no table, as it is needed for the moment."""
-    return not (op.planned or op.writes or op.kind in COMPUTE)
+    """Whether a collective that data asked for fills memory that is in no table, as it is needed for the moment.
+
+    One that sends what lies in the table, and fills nothing here, fills other ranks' memory.
+    """
+    return not (op.planned or op.writes or op.kind in COMPUTE or (op.kind == "broadcast" and op.reads))
 
 
 def _lies_within(span: Span, buffer: Buffer | None) -> bool:
