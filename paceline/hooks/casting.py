@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from paceline.hooks.modules import ModuleHook
+from paceline.models.plain_values import MAPPINGS, SEQUENCES, places_of
 
 
 def cast_inputs(
@@ -42,14 +45,16 @@ def cast_inputs(
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if under_way and under_way[-1][0] is module:
-            for copy in under_way.pop()[1]:
-                copy.write_back()
+            for each in under_way.pop()[1]:
+                each.write_back()
 
     def in_low(value: Any, copies: list[_Copy]) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if _is_wide(value) else value
         if type(value) is tuple:
             return tuple(in_low(each, copies) for each in value)
-        if type(value) in (list, dict):
-            cast, places = value.copy(), list(value) if isinstance(value, dict) else range(len(value))
+        if type(value) in MAPPINGS or type(value) in SEQUENCES:
+            cast, places = copy(value), list(places_of(value))
             for place in places:
                 cast[place] = in_low(value[place], copies)
             if all(cast[place] is value[place] for place in places):
@@ -57,6 +62,9 @@ def cast_inputs(
                 return value
             copies.append(_Copy(value, cast))
             return cast
+        if not any(map(_is_wide, tree_leaves(value))):
+            # Not made anew by pytree, as the unit may change it, too.
+            return value
         return tree_map(lambda each: each.to(dtype) if _is_wide(each) else each, value)
 
     def widen(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -97,7 +105,7 @@ def cast_singular_vectors(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Copy:
-    """A list or dictionary that a unit is given in place of the caller's, with some tensors in it cast.
+    """A mapping or sequence that a unit is given in place of the caller's, with some tensors in it cast.
 
     Attributes:
         given: What the unit gets.
@@ -106,21 +114,22 @@ class _Copy:
     def __init__(self, own: Any, given: Any) -> None:
         """Takes the caller's and the unit's, item by item the same but for casts."""
         self._own, self.given = own, given
-        self._before = given.copy()
+        self._before = copy(given)
 
     def write_back(self) -> None:
         """Changes the caller's as the unit has changed the one that it got; what it left alone stays uncast."""
-        if isinstance(self._own, dict):
-            for key in self._own.keys() - self.given.keys():
-                del self._own[key]
-            for key, value in self.given.items():
-                if key not in self._before or value is not self._before[key]:
-                    self._own[key] = value
-        elif len(self.given) != len(self._before) or any(
-            now is not then for now, then in zip(self.given, self._before, strict=True)
-        ):
-            uncast = {id(then): own for then, own in zip(self._before, self._own, strict=True)}
-            self._own[:] = [uncast.get(id(value), value) for value in self.given]
+        own, given, before = self._own, self.given, self._before
+        if list(places_of(given)) == list(places_of(before)) and all(given[p] is before[p] for p in places_of(given)):
+            return
+        if type(given) in MAPPINGS:
+            left = {key: own[key] for key in given if key in before and given[key] is before[key]}
+            own.clear()
+            for key, value in given.items():
+                own[key] = left.get(key, value)
+        else:
+            uncast = {id(then): value for then, value in zip(before, own, strict=True)}
+            own.clear()
+            own.extend([uncast.get(id(value), value) for value in given])
 
 
 def _is_wide(value: Any) -> bool:
@@ -130,7 +139,7 @@ def _is_wide(value: Any) -> bool:
 def _may_hold_wide(value: Any) -> bool:
     if isinstance(value, Tensor):
         return _is_wide(value)
-    return isinstance(value, (tuple, list, dict)) or hasattr(value, "__dict__")
+    return isinstance(value, (tuple, list, dict, deque)) or hasattr(value, "__dict__")
 
 
 def _beside_buffers(units: Sequence[nn.Module]) -> Iterable[nn.Module]:

@@ -1,4 +1,4 @@
-"""What a block may add to where it is given it: lists, dictionaries, and caches of keys and values."""
+"""What a block may add to where it is given it: collections, and caches of keys and values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.models.plain_values import MAPPINGS, SEQUENCES, places_of
+
+COLLECTIONS = MAPPINGS | SEQUENCES | {set}
+
 
 def may_grow(value: Any) -> bool:
-    """Whether a module may add to what it is given: a list, a dictionary or a cache."""
-    return type(value) in (list, dict) or is_cache(value)
+    """Whether a module may add to what it is given: a list, a dictionary, a set or a cache."""
+    return type(value) in COLLECTIONS or is_cache(value)
 
 
 def is_cache(value: Any) -> bool:
@@ -19,11 +23,12 @@ def is_cache(value: Any) -> bool:
 
 
 def copied(value: Any, in_cache: bool = False) -> Any:
-    """A copy of lists and dictionaries, and of a cache and the objects that it is made of, with the same tensors."""
-    if type(value) is dict:
-        return {key: copied(each, in_cache) for key, each in value.items()}
-    if type(value) is list:
-        return [copied(each, in_cache) for each in value]
+    """A copy of collections, and of a cache and the objects that it is made of, with the same tensors."""
+    if type(value) in COLLECTIONS:
+        twin = copy.copy(value)
+        for place in places_of(twin):
+            twin[place] = copied(twin[place], in_cache)
+        return twin
     if isinstance(value, (Tensor, nn.Module, type)) or not hasattr(value, "__dict__"):
         return value
     if not in_cache and not is_cache(value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import nn
 
 SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None)))
 """Classes of what holds nothing and never changes."""
-_MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
-_SEQUENCES = frozenset((list, deque))
-_COLLECTIONS = _MAPPINGS | _SEQUENCES | {tuple, set}
+MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
+SEQUENCES = frozenset((list, deque))
+"""Classes of what holds values in places, which can be replaced."""
+_COLLECTIONS = MAPPINGS | SEQUENCES | {tuple, set}
 _MADE_OF = SCALARS | _COLLECTIONS | {np.ndarray}
 SMALL = 65_536
 """Elements of an array or tensor whose copy costs nothing worth telling: all that statistics of norms are."""
@@ -50,7 +51,7 @@ class Copies:
         elif kind in _COLLECTIONS:
             found = copy.copy(value)
             self._copied[id(value)] = value, found
-            for place in value if kind in _MAPPINGS else range(len(value)) if kind in _SEQUENCES else ():
+            for place in places_of(value):
                 if (other := self.of(value[place])) is not value[place]:
                     found[place] = other
         elif _is_plain(value):
@@ -75,6 +76,11 @@ class Copies:
         return undo
 
 
+def places_of(value: Any) -> Iterable[Any]:
+    """The places of a mapping or sequence that hold its values; none of anything else."""
+    return value if type(value) in MAPPINGS else range(len(value)) if type(value) in SEQUENCES else ()
+
+
 def replace(members: dict[Any, Any], others: Mapping[Any, Any]) -> None:
     """Puts others in the place of all that a dictionary holds, which stays the same one."""
     others = dict(others)
@@ -89,9 +95,9 @@ def is_alike(now: Any, before: Any) -> bool:
         return now is before
     if kind in SCALARS or kind is set:
         return bool(now == before)
-    if kind in _MAPPINGS:
+    if kind in MAPPINGS:
         return now.keys() == before.keys() and all(is_alike(now[key], value) for key, value in before.items())
-    if kind in _SEQUENCES or kind is tuple:
+    if kind in SEQUENCES or kind is tuple:
         return len(now) == len(before) and all(is_alike(a, b) for a, b in zip(now, before, strict=True))
     return kind is np.ndarray and np.array_equal(now, before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,28 @@ class InList(nn.Module):
         return found
 
 
+class InOrderedDictionary(InDictionary):
+    pass
+
+
+class InDefaultDictionary(InDictionary):
+    pass
+
+
+class InDeque(InList):
+    pass
+
+
+GIVEN: dict[type[nn.Module], Callable[[Tensor], Any]] = {
+    InDictionary: lambda x: {"x": x},
+    InOrderedDictionary: lambda x: OrderedDict(x=x),
+    InDefaultDictionary: lambda x: defaultdict(int, x=x),
+    InList: lambda x: [x],
+    InDeque: lambda x: deque([x], maxlen=3),
+}
+"""What a block is given that adds to it."""
+
+
 class Chain(nn.Module):
     """Blocks one after the other, or each given what all before have found."""
 
@@ -76,13 +99,12 @@ class Chain(nn.Module):
         self.blocks = nn.ModuleList(block() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = type(self.blocks[0])
-        given: Any = {"x": x} if kind is InDictionary else [x] if kind is InList else x
+        given: Any = GIVEN.get(type(self.blocks[0]), lambda x: x)(x)
         for block in self.blocks:
             given = block(given)
         if isinstance(given, dict):
             return given["x"] * given["times"]
-        return given[-1] if isinstance(given, list) else given
+        return given[-1] if isinstance(given, (list, deque)) else given
 
 
 class Remembers(nn.Module):
@@ -116,7 +138,7 @@ class Masked(nn.Module):
         return nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None])[0, 0]
 
 
-BLOCKS = [Normed, Spectral, Averages, InDictionary, InList, Remembers, Masked]
+BLOCKS = [Normed, Spectral, Averages, *GIVEN, Remembers, Masked]
 
 
 def trained(model: nn.Module, rank: int = 0) -> dict[str, Tensor]:
