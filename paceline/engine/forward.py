@@ -215,17 +215,14 @@ class ForwardPass:
             self._program.executor.mark(key)
 
     def _wait_for_update(self, unit: str) -> None:
-        parameters, executor = self._program.parameters, self._program.executor
-        if not parameters.waiting:
-            return
-        if self._program.schedule.shares_memory:
-            executor.require_arrived({WRITTEN})
-            parameters.arrived(tuple(parameters.waiting))
-            return
-        buckets = {bucket.name for bucket in self._program.schedule.buckets_of.get(unit, ())} & parameters.waiting
-        if buckets:
-            executor.require_arrived(buckets)
-            parameters.arrived(buckets)
+        if buckets := self._under_way_of(unit):
+            self._program.executor.require_arrived(buckets)
+            self._program.parameters.arrived(buckets)
+
+    def _under_way_of(self, unit: str) -> set[str]:
+        schedule, waiting = self._program.schedule, self._program.parameters.waiting
+        names = {WRITTEN} if schedule.shares_memory else {b.name for b in schedule.buckets_of.get(unit, ())}
+        return names & waiting
 
     def wait_for_updates(self) -> None:
         """Waits until every rank's update is here."""
@@ -254,7 +251,10 @@ class ForwardPass:
             parameters.are_touched = True
             if edits and parameters.loses_edits:
                 refuse_edit(index, parameters.flat)
-            self.unshard(slot.spec.unit)
+            if self._thread in (None, threading.current_thread()) or in_backward():
+                self.unshard(slot.spec.unit)
+            else:
+                self._program.executor.wait_beside(self._under_way_of(slot.spec.unit))
             return
         if edits:
             refuse_edit(index, parameters.flat)

@@ -14,6 +14,9 @@ from paceline.core.progress import Progress
 from paceline.executor.launch_hash import LaunchHash
 from paceline.executor.records import KEPT, Record, Records
 
+_ARRIVE = ("all_gather", "broadcast", "barrier")
+"""Kinds of op by which parameters come."""
+
 
 class Executor:
     """Runs the ops of a schedule, and no others, in two kinds of places.
@@ -168,12 +171,14 @@ class Executor:
     def require_arrived(self, targets: Collection[str]) -> None:
         """Waits for gathers, broadcasts and barriers under way for some targets."""
         self.require(
-            [
-                key
-                for key, record in self._outstanding.items()
-                if key.target in targets and record.op.kind in ("all_gather", "broadcast", "barrier")
-            ]
+            [key for key, record in self._outstanding.items() if key.target in targets and record.op.kind in _ARRIVE]
         )
+
+    def wait_beside(self, targets: Collection[str]) -> None:
+        """Waits as `require_arrived` does, but in a thread beside the one that computes, and takes note of nothing."""
+        for record in list(self._outstanding.values()):
+            if record.op.target in targets and record.op.kind in _ARRIVE and record.pending is not None:
+                self._streams[record.op.stream].wait(record.pending)
 
     def require_reduced(self, target: str) -> None:
         """Waits for reductions of a bucket that are under way."""
