@@ -40,6 +40,7 @@ class WholeParameters:
         self._flat, self._is_state = flat, is_state
         on_host = is_state and not edits and flat.is_sharded
         self._buckets: dict[str, Tensor] = {}
+        self._rounded: dict[int, Tensor] = {}
         self._widened: dict[int, Tensor] = {}
         self._own_uses = 0
         with torch.no_grad():
@@ -57,7 +58,9 @@ class WholeParameters:
                     self._buckets[bucket.name] = whole.clone() if lent is None else lent.copy_(whole)
             for index, slot in enumerate(() if is_state else flat.layout.slots):
                 if not slot.spec.trainable and slot.spec.dtype != flat.layout.flats[slot.flat].dtype:
-                    self._widened[index] = self._view(index).to(getattr(torch, slot.spec.dtype))
+                    # That of one that nobody moves may be the loop's own by now.
+                    self._rounded[index] = self._view(index) if index in flat.local else flat.all[index].data
+                    self._widened[index] = self._rounded[index].to(getattr(torch, slot.spec.dtype))
 
     def _view(self, index: int) -> Tensor:
         flat, bucket = self._flat, self._flat.bucket_of.get(index)
@@ -88,9 +91,9 @@ class WholeParameters:
 
     def narrow(self, edits: bool) -> None:
         """Rounds frozen parameters again, to what they have become where that is kept."""
-        for index in self._widened:
-            data, view = self._flat.all[index].data, self._view(index)
-            self._flat.all[index].data = view.copy_(data) if edits else view
+        for index, rounded in self._rounded.items():
+            data = self._flat.all[index].data
+            self._flat.all[index].data = rounded.copy_(data) if edits else rounded
 
     def lend(self, shown: Mapping[int, Tensor]) -> None:
         """Parameters are elsewhere again: notes what a loop keeps of the memory that they were in.

@@ -98,6 +98,10 @@ class AutogradPass:
         """The pass is over, or given up."""
         self._task = -1
 
+    def remove(self) -> None:
+        """The model is a plain one again, and is in no pass."""
+        _PASSES.pop(self, None)
+
 
 _PASSES: weakref.WeakKeyDictionary[AutogradPass, None] = weakref.WeakKeyDictionary()
 """In the order in which models were made parallel, the same on every rank."""

@@ -46,7 +46,7 @@ class BackwardPass:
         self._over, self._begun, self._over_from = set[str](), set[str](), 0
         self.fired, self._incomplete = set[int](), set[int]()
         self.when_over: Callable[[], None] = lambda: None
-        self._autograd = AutogradPass(program, self.order, self._end)
+        self.autograd = AutogradPass(program, self.order, self._end)
 
     # ---- what the hooks tell
 
@@ -110,7 +110,7 @@ class BackwardPass:
 
     def _follows(self, unit: str | None, generation: int) -> bool:
         """Whether the backward under way is this model's; begins it where it is new."""
-        if self._autograd.hands_out(unit) if self.state.phase == "backward" else not self._autograd.is_ours(unit):
+        if self.autograd.hands_out(unit) if self.state.phase == "backward" else not self.autograd.is_ours(unit):
             return False
         self.state.require_current(generation)
         if self.state.phase != "backward":
@@ -130,12 +130,12 @@ class BackwardPass:
         """Forgets the pass under way. A collective call."""
         self._outstanding.clear()
         self._uncopied.clear()
-        self._autograd.forget()
+        self.autograd.forget()
         self.order.reset()
 
     def _begin_in_autograd(self) -> None:
         self._begin()
-        self._autograd.begin()
+        self.autograd.begin()
 
     def _begin(self) -> None:
         program, state = self.program, self.state
@@ -146,7 +146,7 @@ class BackwardPass:
         self._forward.idle_ranks.begin_backward(state.synchronises)
         if state.micro_batch == 0:
             # Not in the middle of a step, whose gradients lie as the order so far has it.
-            self._autograd.adopt_orders()
+            self.autograd.adopt_orders()
         self._begun.clear()
         self.fired.clear()
         self._over.clear()

@@ -97,7 +97,7 @@ class Engine:
         self.backward.when_over, self.forward.end_raised_update = self.update.resume, self.update.end_raised
         self._outputs = UnitOutputs(self.program, self.units, self.forward)
         self._handles: list[Any] = [*install(module, self.units, self, self.forward.under_way)]
-        self._handles += [*refuse_other_parameters(module), self._outputs.hooked]
+        self._handles += [*refuse_other_parameters(module), self._outputs.hooked, self.backward.autograd]
         if self.schedule.copies_gradients:
             trained = [p for p in self.program.parameters.all if p.requires_grad]
             before, all_of_them = self.schedule.replaces_earlier_gradients, self.backward.has_streams

@@ -115,7 +115,7 @@ class ForwardPass:
         program.executor.end()
         if unit in program.schedule.slot and program.schedule.reshards_after_forward:
             program.parameters.reshard((unit,))
-            self._mark(Key("reshard", unit, self._index, "forward"))
+            program.executor.mark_known(Key("reshard", unit, self._index, "forward"))
 
     def enter(self) -> None:
         """A training forward goes on, or begins.
@@ -208,11 +208,7 @@ class ForwardPass:
             executor.settle_stream("gather")
             executor.run(schedule.gather_again(unit, index, phase))
         parameters.unshard((unit,))
-        self._mark(key)
-
-    def _mark(self, key: Key) -> None:
-        if self._program.executor.knows(key):
-            self._program.executor.mark(key)
+        executor.mark_known(key)
 
     def _wait_for_update(self, unit: str) -> None:
         if buckets := self._under_way_of(unit):

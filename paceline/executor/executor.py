@@ -138,6 +138,11 @@ class Executor:
         record.end = record.start
         self.done(key)
 
+    def mark_known(self, key: Key) -> None:
+        """`mark`, if the op was loaded in this step."""
+        if self.knows(key):
+            self.mark(key)
+
     def done(self, *keys: Key) -> None:
         """These compute ops are complete, their results in place: launches the collectives that waited for them."""
         self._progress.done(*keys)

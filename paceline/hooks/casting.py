@@ -32,12 +32,12 @@ def cast_inputs(
         dtype: What it computes in.
         applies: Whether it does so now.
     """
-    under_way: list[tuple[nn.Module, list[_Copy]]] = []
+    under_way: list[tuple[nn.Module, list[_Copy | _CastTensor]]] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not applies() or not any(map(_may_hold_wide, (*args, *kwargs.values()))):
             return None
-        copies: list[_Copy] = []
+        copies: list[_Copy | _CastTensor] = []
         given = tuple(in_low(each, copies) for each in args), {n: in_low(each, copies) for n, each in kwargs.items()}
         if copies:
             under_way.append((module, copies))
@@ -48,9 +48,12 @@ def cast_inputs(
             for each in under_way.pop()[1]:
                 each.write_back()
 
-    def in_low(value: Any, copies: list[_Copy]) -> Any:
+    def in_low(value: Any, copies: list[_Copy | _CastTensor]) -> Any:
         if isinstance(value, Tensor):
-            return value.to(dtype) if _is_wide(value) else value
+            if not _is_wide(value):
+                return value
+            copies.append(_CastTensor(value, value.to(dtype)))
+            return copies[-1].given
         if type(value) is tuple:
             return tuple(in_low(each, copies) for each in value)
         if type(value) in MAPPINGS or type(value) in SEQUENCES:
@@ -102,6 +105,24 @@ def cast_singular_vectors(model: nn.Module, dtype: torch.dtype) -> None:
         for name in names:
             if isinstance(buffer := getattr(module, name, None), Tensor):
                 setattr(module, name, buffer.to(dtype))
+
+
+class _CastTensor:
+    """A tensor that a unit is given in place of the caller's.
+
+    Attributes:
+        given: What the unit gets.
+    """
+
+    def __init__(self, own: Tensor, given: Tensor) -> None:
+        """Takes the caller's and the unit's."""
+        self._own, self.given = own, given
+        self._version = None if given.is_inference() else given._version
+
+    def write_back(self) -> None:
+        """Writes to the caller's what the unit has written to the one that it got."""
+        if self._version is not None and self.given._version != self._version:
+            self._own.copy_(self.given)
 
 
 class _Copy:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from typing import Any
 
 import torch
@@ -35,9 +36,16 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif depth and (attributes := _attributes(leaf)) is not None:
-            for member in attributes.values():
+        elif depth:
+            for member in _members(leaf):
                 yield from tensors_in(member, depth - 1)
+
+
+def _members(leaf: Any) -> Iterator[Any]:
+    """What an object holds that pytree does not look into: attributes, and items where its class is a collection's."""
+    if isinstance(leaf, (dict, list, tuple, set, frozenset, deque, ValuesView)):
+        yield from leaf.values() if isinstance(leaf, dict) else leaf
+    yield from (_attributes(leaf) or {}).values()
 
 
 def _attributes(leaf: Any) -> Mapping[str, Any] | None:
@@ -46,7 +54,15 @@ def _attributes(leaf: Any) -> Mapping[str, Any] | None:
         return None
     if dataclasses.is_dataclass(leaf):
         return {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
-    return getattr(leaf, "__dict__", None)
+    slots = [name for kind in type(leaf).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
+    if not slots:
+        return getattr(leaf, "__dict__", None)
+    return {**{name: getattr(leaf, name) for name in slots if hasattr(leaf, name)}, **getattr(leaf, "__dict__", {})}
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    names = (slots,) if isinstance(slots, str) else slots
+    return (name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def own_copies(output: Any, lies_within: Callable[[Tensor], bool]) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -70,3 +73,32 @@ def test_what_was_kept_is_not_written_over(ranks, place) -> None:
     for message, before, after in ranks(2, trained_on_others, PARALLEL[place]):
         assert "head.weight was given other data" in message and "keep p.data.clone()" in message
         assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def frozen_given_data(strategy: Strategy, wide: bool) -> list[float]:
+    """What a frozen parameter is everywhere, after a loop has given it other data, as a momentum encoder's does."""
+
+    def mean(value: torch.Tensor) -> float:
+        return value.detach().float().mean().item()
+
+    model = make()
+    frozen = model.head.bias.requires_grad_(False)
+    model = pl.parallelize(model, strategy)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with torch.no_grad():
+        frozen.data = torch.full_like(frozen.data, 2.0, dtype=torch.float32 if wide else None)
+    if not wide:
+        step(model, optimizer, 0)
+    found = [mean(frozen), mean(model.state_dict()["head.bias"]), mean(copy.deepcopy(model).head.bias)]
+    with pl.full_parameters(model):
+        found.append(mean(frozen))
+        with torch.no_grad():
+            frozen.add_(1)
+    return [*found, mean(frozen), mean(pl.release(model).head.bias)]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@WHOLE
+def test_a_frozen_one_in_low_precision_is_what_it_was_given(ranks, stage, wide) -> None:
+    strategy = replace(STAGES[stage], precision="bfloat16")
+    assert ranks(2, frozen_given_data, strategy, wide) == [[2.0] * 4 + [3.0] * 2] * 2

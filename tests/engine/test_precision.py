@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -182,87 +180,6 @@ def test_states_of_one_process_are_taken_over_in_fp32(ranks, strategy) -> None:
     assert kinds["dtypes"] == {torch.float32}
     assert_same(state, other, atol=0)
     assert_same(state, ranks(1, restarted, low(STAGES["zero 0"]))[0][2], atol=2e-4)
-
-
-class Adds(nn.Module):
-    """Adds to a list and a dictionary that it is given, as blocks do with losses of their routers, in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(
-        self, x: torch.Tensor, losses: list[torch.Tensor], more: tuple[dict[str, torch.Tensor]]
-    ) -> torch.Tensor:
-        # What is computed from tensors in them is so in low precision.
-        x = self.linear(x) + sum(self.linear(each.expand(8)).sum() for each in losses) * 0
-        losses.append(x.float().square().mean())
-        more[0][f"mean {len(losses)}"] = x.float().mean()
-        more[0].pop("first", None)
-        return x
-
-
-class FillsList(nn.Module):
-    """Sums up what its blocks have added."""
-
-    def __init__(self, mapping: Callable[..., dict[str, torch.Tensor]]) -> None:
-        super().__init__()
-        self.mapping = mapping
-        self.blocks = nn.ModuleList(Adds() for _ in range(3))
-
-    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> tuple[torch.Tensor, list[str]]:
-        more = self.mapping(first=torch.ones(()))
-        for block in self.blocks:
-            x = block(x, losses, (more,))
-        return torch.stack(list(losses)).sum() + sum(more.values()), sorted(more)
-
-
-def added(
-    zero: int, sequence: Callable[..., Any], mapping: Callable[..., Any]
-) -> tuple[list[str], list[torch.dtype], bool]:
-    model = pl.parallelize(FillsList(mapping), Strategy(zero=zero, precision="bfloat16"))
-    first = torch.zeros(())
-    losses = sequence([first])
-    loss, names = model(torch.ones(2, 8), losses)
-    loss.backward()
-    pl.release(model)
-    return names, [each.dtype for each in losses], losses[0] is first
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize(
-    ("sequence", "mapping"), [(list, dict), (deque, OrderedDict), (list, functools.partial(defaultdict, float))]
-)
-def test_what_units_add_to_collections_is_there_for_who_gave_them(ranks, zero, sequence, mapping) -> None:
-    names = [f"mean {number}" for number in (2, 3, 4)]
-    for found in ranks(2, added, zero, sequence, mapping):
-        assert found == (names, [torch.float32] * 4, True)
-
-
-class CountsIn(nn.Module):
-    """Adds its loss to what it is given, in which there is nothing before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, losses: dict[str, torch.Tensor]) -> torch.Tensor:
-        losses["square"] += self.linear(x).square().mean()
-        return x
-
-
-def counted_in(zero: int) -> bool:
-    model, losses = pl.parallelize(CountsIn(), Strategy(zero=zero, precision="bfloat16")), defaultdict(float)
-    model(torch.ones(2, 8), losses)
-    losses["square"].backward()
-    trained = all(parameter.grad is not None for parameter in model.parameters())
-    pl.release(model)
-    return trained
-
-
-@pytest.mark.parametrize("zero", [0, 2])
-def test_an_empty_one_of_the_loops_own_is_filled(ranks, zero) -> None:
-    assert ranks(2, counted_in, zero) == [True] * 2
 
 
 def normalised(zero: int) -> tuple[list[float], float]:

@@ -59,3 +59,23 @@ def released_between(strategy: Strategy) -> str:
 def test_a_backward_after_a_release_is_refused_and_a_new_forward_is_the_ranks_own(ranks, strategy) -> None:
     for told in ranks(2, released_between, strategy):
         assert told.startswith("pl.release ended this model's engine between this forward and its backward")
+
+
+def released_before_a_backward(strategy: Strategy) -> dict:
+    model = pl.parallelize(make(), strategy)
+    pl.release(model)
+    pl.parallelize(model, strategy)
+    x, y = (shares(part) for part in data(0, 8))
+    F.mse_loss(model(x), y).backward()
+    reduced = gradients(model)
+    pl.release(model)
+    return reduced
+
+
+@stages
+def test_one_that_was_released_before_a_backward_takes_no_part_in_one(ranks, strategy) -> None:
+    model = make()
+    x, y = data(0, 8)
+    F.mse_loss(model(x), y).backward()
+    for found in ranks(2, released_before_a_backward, strategy):
+        assert_same(found, gradients(model))

@@ -198,3 +198,53 @@ def answers_that_are_dataclasses(side: Side) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return state(model)
+
+
+class Trace(list):
+    pass
+
+
+class Told:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Telling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Trace, Told]:
+        hidden = torch.tanh(self.aside(x))
+        return x + torch.tanh(self.map(x)), Trace([hidden]), Told(hidden.square())
+
+
+@idiom()
+def blocks_that_return_collections_of_their_own(side: Side) -> Found:
+    """Beside a tensor, what they found on the way, in a list of a class of its own and in an object with slots."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Telling() for _ in range(3))
+            self.head = nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            found = x.new_zeros(())
+            for block in self.blocks:
+                x, trace, told = block(x)
+                found = found + trace[0].mean() + told.hidden.mean()
+            return self.head(x), found
+
+    torch.manual_seed(0)
+    model = Model().to(side.dtype)
+    net = side.parallel(model)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        answer, found = net(x)
+        return (answer - y).square().mean() + 0.1 * found
+
+    fit(side, net, torch.optim.SGD(model.parameters(), 0.1), loss_of=loss_of)
+    return state(model)
