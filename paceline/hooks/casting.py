@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def cast_inputs(
         dtype: What it computes in.
         applies: Whether it does so now.
     """
-    under_way: list[tuple[nn.Module, list[_Copy | _CastTensor]]] = []
+    # Of each thread, as branches of a forward may run in several.
+    under_way: dict[int, list[tuple[nn.Module, list[_Copy | _CastTensor]]]] = defaultdict(list)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not applies() or not any(map(_may_hold_wide, (*args, *kwargs.values()))):
@@ -40,12 +42,12 @@ def cast_inputs(
         copies: list[_Copy | _CastTensor] = []
         given = tuple(in_low(each, copies) for each in args), {n: in_low(each, copies) for n, each in kwargs.items()}
         if copies:
-            under_way.append((module, copies))
+            under_way[get_ident()].append((module, copies))
         return given
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if under_way and under_way[-1][0] is module:
-            for each in under_way.pop()[1]:
+        if (mine := under_way[get_ident()]) and mine[-1][0] is module:
+            for each in mine.pop()[1]:
                 each.write_back()
 
     def in_low(value: Any, copies: list[_Copy | _CastTensor]) -> Any:

@@ -36,7 +36,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif depth:
+        elif depth and type(leaf) not in _PLAIN:
             for member in _members(leaf):
                 yield from tensors_in(member, depth - 1)
 
