@@ -78,6 +78,16 @@ def own_copies(output: Any, lies_within: Callable[[Tensor], bool]) -> Any:
                 replacement = own_copies(member, lies_within)
                 if replacement is not member:
                     object.__setattr__(value, name, replacement)
+        if isinstance(value, (dict, list, deque)):
+            for place in list(value) if isinstance(value, dict) else range(len(value)):
+                if (replacement := own_copies(value[place], lies_within)) is not value[place]:
+                    value[place] = replacement
+        elif any(lies_within(tensor) for tensor in tensors_in(value)):
+            raise EngineError(
+                f"a unit returns a view of one of its parameters in a {type(value).__name__}, where it cannot be "
+                "replaced by a copy. With zero=3 the parameter is not there afterwards: return a .clone() of it, or "
+                "set strategy.zero to 2 or less, or strategy.accumulation to hold"
+            )
         return value
 
     return tree_map(copied, output)

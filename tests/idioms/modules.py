@@ -215,15 +215,16 @@ class Telling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.map, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1, WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Trace, Told]:
         hidden = torch.tanh(self.aside(x))
-        return x + torch.tanh(self.map(x)), Trace([hidden]), Told(hidden.square())
+        return x + torch.tanh(self.map(x)), Trace([hidden, self.gain[:]]), Told(hidden.square())
 
 
 @idiom()
 def blocks_that_return_collections_of_their_own(side: Side) -> Found:
-    """Beside a tensor, what they found on the way, in a list of a class of its own and in an object with slots."""
+    """Beside a tensor, what they found on the way and a view of a parameter, in a list and an object of own classes."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -235,7 +236,7 @@ def blocks_that_return_collections_of_their_own(side: Side) -> Found:
             found = x.new_zeros(())
             for block in self.blocks:
                 x, trace, told = block(x)
-                found = found + trace[0].mean() + told.hidden.mean()
+                found = found + (trace[0] * trace[1]).mean() + told.hidden.mean()
             return self.head(x), found
 
     torch.manual_seed(0)
