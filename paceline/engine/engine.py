@@ -24,6 +24,7 @@ from paceline.engine.backward import BackwardPass
 from paceline.engine.forward import ForwardPass
 from paceline.engine.give_up import gives_up
 from paceline.engine.gradient_norm import GradientNorm
+from paceline.engine.outside_use import OutsideUse
 from paceline.engine.program import Program
 from paceline.engine.unit_outputs import Own, UnitOutputs
 from paceline.engine.update import Update
@@ -76,10 +77,9 @@ class Engine:
             UserError: Ranks built different models, or it cannot be made with `init` and `weights`.
         """
         strategy = strategy_on(strategy, world.device)
-        shards = strategy.shards(world.world_size)
         require_hooks(module)
         require_unwrapped(module)
-        require_own_parameters(module, strategy.gathers and shards > 1)
+        require_own_parameters(module, strategy.gathers and strategy.shards(world.world_size) > 1)
         self.module, self.strategy, self.world = module, strategy, world
         self.units = find_units(module, strategy.units)
         made_by = materialiser(module, self.units.values(), world, init, weights)
@@ -95,6 +95,7 @@ class Engine:
         self._gather_shards = GatherShards(collectives, self.schedule, world.device, self.state, self.settle)
         flat.gather_shards = ref(self._gather_shards)
         self.backward.when_over, self.forward.end_raised_update = self.update.resume, self.update.end_raised
+        self._outside = OutsideUse(self.program, self.forward)
         self._outputs = UnitOutputs(self.program, self.units, self.forward)
         self._handles: list[Any] = [*install(module, self.units, self, self.forward.under_way)]
         self._handles += [*refuse_other_parameters(module), self._outputs.hooked, self.backward.autograd]
@@ -256,11 +257,11 @@ class Engine:
 
     def parameter_used(self, index: int, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
         """See `Owner`."""
-        self.forward.parameter_used(index, function, edits, shape)
+        self._outside.parameter_used(index, function, edits, shape)
 
     def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
         """See `Owner`."""
-        return self.forward.dtype_seen(index, computed)
+        return self._outside.dtype_seen(index, computed)
 
     # ---- what the optimizer's hooks tell (Watcher)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from paceline.buffers.edits import refuse_edit
 from paceline.core.errors import EngineError
 from paceline.core.layout import ROOT, Bucket
 from paceline.core.ops import EXTRA, WRITTEN, Key, Phase
@@ -19,9 +17,6 @@ from paceline.executor.idle_ranks import IdleRanks
 from paceline.hooks.modules import in_backward
 from paceline.hooks.refused_passes import refuse_graph, refuse_model, refuse_unit
 from paceline.hooks.units_under_way import UnitsUnderWay
-
-_CONVERSIONS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})
-"""Methods of a parameter that modules call to convert their own to another dtype."""
 
 
 class ForwardPass:
@@ -38,12 +33,23 @@ class ForwardPass:
         """Follows nothing yet."""
         self._program, self._state = program, state
         self.order: list[str] = []
-        self.whole = FullParameters(program, self.wait_for_updates, state.end_edit)
+        self.whole = FullParameters(program, state, self)
         self.idle_ranks = IdleRanks(program.collectives, program.strategy, type(program.module).__name__)
         self.under_way = UnitsUnderWay()
         self._index = self._depth = 0
         self._thread: threading.Thread | None = None
         self.end_raised_update: Callable[[], None] = lambda: None
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward or backward is under way, in whichever thread."""
+        return bool(self._depth) or self._state.phase != "idle" or in_backward()
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether this thread is beside the one that trains."""
+        trains = self._thread
+        return trains not in (None, threading.current_thread()) and trains.is_alive() and not in_backward()
 
     # ---- a pass
 
@@ -177,7 +183,7 @@ class ForwardPass:
         self.idle_ranks.require_of_own_model(unit)
         for index in parameters.flat.managed_of.get(unit, ()):
             if index not in parameters.pinned.views:
-                self._pin(index, f"{unit} runs inside another unit")
+                self.pin(index, f"{unit} runs inside another unit")
 
     def unshard(self, unit: str) -> None:
         """Makes a unit's parameters usable: waits for their gather, or gathers out of turn."""
@@ -211,11 +217,12 @@ class ForwardPass:
         executor.mark_known(key)
 
     def _wait_for_update(self, unit: str) -> None:
-        if buckets := self._under_way_of(unit):
+        if buckets := self.updates_of(unit):
             self._program.executor.require_arrived(buckets)
             self._program.parameters.arrived(buckets)
 
-    def _under_way_of(self, unit: str) -> set[str]:
+    def updates_of(self, unit: str) -> set[str]:
+        """The buckets of a unit whose updates are under way."""
         schedule, waiting = self._program.schedule, self._program.parameters.waiting
         names = {WRITTEN} if schedule.shares_memory else {b.name for b in schedule.buckets_of.get(unit, ())}
         return names & waiting
@@ -233,41 +240,8 @@ class ForwardPass:
             executor.run(schedule.gather_kept_again())
         parameters.unshard({unit: None for bucket in schedule.kept_buckets for unit in bucket.units})
 
-    def parameter_used(self, index: int, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
-        """A parameter that is not usable as it is, is about to be used outside of its unit's forward.
-
-        Raises:
-            EngineError: It cannot be made usable here.
-        """
-        parameters, schedule = self._program.parameters, self._program.schedule
-        slot = self._program.layout.slots[index]
-        if shape is not None:
-            slot.spec.require_shape(shape)
-        if not schedule.shards_parameters:
-            parameters.are_touched = True
-            if edits and parameters.loses_edits:
-                refuse_edit(index, parameters.flat)
-            if self._thread in (None, threading.current_thread()) or in_backward():
-                self.unshard(slot.spec.unit)
-            else:
-                self._program.executor.wait_beside(self._under_way_of(slot.spec.unit))
-            return
-        if edits:
-            refuse_edit(index, parameters.flat)
-        bucket = parameters.flat.bucket_of.get(index)
-        under_way = self._depth or self._state.phase != "idle" or in_backward()
-        if bucket is None or not under_way:
-            converts = ", or convert it after pl.release(model)" if function in _CONVERSIONS else ""
-            raise EngineError(
-                f"{function} of {slot.spec.name} outside of forward and backward: with zero=3 this rank keeps only its "
-                "shard of it. Use it after the step's forward has begun (call the model or its layer, not their "
-                "forward()) and before its backward has ended, or read or edit it inside "
-                f"`with pl.full_parameters(model):`, on every rank{converts}"
-            )
-
-        self._pin(index, f"{slot.spec.name} is used outside of its unit")
-
-    def _pin(self, index: int, why: str) -> None:
+    def pin(self, index: int, why: str) -> None:
+        """A sharded parameter is gathered by itself, for `why`, and stays until the next forward or update."""
         schedule = self._program.schedule
 
         def gather(bucket: Bucket, memory: Tensor) -> None:
@@ -276,12 +250,6 @@ class ForwardPass:
 
         self.idle_ranks.require_none(why)
         self._program.parameters.pin(index, gather)
-
-    def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
-        """See `Owner`."""
-        local = self._program.parameters.flat.local.get(index)
-        computing = self._depth or self._state.phase != "idle" or in_backward()
-        return computed if computing or local is None else local.dtype
 
     def gather_update(self) -> None:
         """Gathers whole parameters, as after an update, and waits for them."""

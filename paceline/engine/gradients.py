@@ -11,9 +11,9 @@ from torch import Tensor
 from paceline.buffers.earlier_gradients import EarlierGradients
 from paceline.buffers.flat_gradients import FlatGradients
 from paceline.buffers.memory import Tensors, parameter_in
+from paceline.buffers.parameters import Parameters
 from paceline.core.layout import Bucket
 from paceline.core.schedule import Schedule
-from paceline.engine.parameters import Parameters
 from paceline.executor.gradient_norms import NormRecords
 from paceline.tensors.assigned_gradient import assign_gradient, give_gradient, gradient_of, set_gradient
 from paceline.tensors.division import WHOLE

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buffers.memory import Tensors
+from paceline.buffers.parameters import Parameters
 from paceline.comm.agreement import check_same_model
 from paceline.comm.connect import open_clock
 from paceline.comm.transport import Transport
@@ -24,7 +25,6 @@ from paceline.core.ops import STATISTICS, Key, Op, Phase
 from paceline.core.schedule import Schedule
 from paceline.core.strategy import Strategy
 from paceline.engine.gradients import Gradients
-from paceline.engine.parameters import Parameters
 from paceline.executor.collectives import Collectives
 from paceline.executor.executor import Executor
 from paceline.executor.gradient_norms import NormRecords

@@ -61,8 +61,8 @@ def refuse_graph(records: bool) -> None:
             "pl.full_parameters"
         )
     raise EngineError(
-        "a forward with gradients inside pl.full_parameters: its backward would not be reduced. Train outside of it; "
-        "evaluate inside it under torch.no_grad()"
+        "a forward with gradients inside pl.full_parameters, or while another thread is within model.state_dict(): its "
+        "backward would not be reduced. Train outside of both; evaluate inside pl.full_parameters under torch.no_grad()"
     )
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from unittest.mock import patch
 
 from paceline.buffers.earlier_gradients import EarlierGradients
+from paceline.buffers.parameters import Parameters
 from paceline.core.ops import Op
 from paceline.engine import gradients as gradients_module
-from paceline.engine.parameters import Parameters
 from paceline.executor.executor import Executor
 
 Mutant = Callable[[ExitStack], None]

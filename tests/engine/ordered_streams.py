@@ -19,12 +19,12 @@ from unittest.mock import patch
 from torch import Tensor
 
 from paceline.buffers.memory import Tensors
+from paceline.buffers.parameters import Parameters
 from paceline.comm.gpu_streams import CudaClock, CudaStream
 from paceline.core.buffers import BufferKind, Buffers
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.layout import Bucket
 from paceline.core.ops import COMPUTE, Key, Op, Span
-from paceline.engine.parameters import Parameters
 from paceline.engine.program import Program
 from paceline.executor.collectives import Collectives
 from paceline.executor.executor import Executor

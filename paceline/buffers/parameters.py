@@ -34,6 +34,7 @@ class Parameters:
         unsharded: Which sharded units lie gathered where.
         waiting: Names of the buckets whose update is still on its way from the ranks that made it.
         conversions: Which parameters are of another dtype than they are laid out in.
+        are_local: Whether they are this rank's shards, for an optimizer.
         are_touched: Whether a loop has ever used parameters between steps: it may have their memory, as `p.data`.
         pinned: Sharded parameters that were used outside their unit: whole until the next forward or update.
     """
@@ -62,9 +63,8 @@ class Parameters:
         self.all, self.waiting = flat.all, set[str]()
         self.unsharded, self._kept = Unsharded(schedule), schedule.kept_buckets
         self.pinned = Pinned(flat)
-        self.are_touched = False
-        self._open: set[str] = set()
-        self._version = 0
+        self.are_touched = self.are_local = False
+        self._open, self._version = set[str](), 0
         # Where edits of what is computed with would not reach what is updated, or would reach other ranks.
         lost = flat.managed if self.loses_edits and not flat.is_sharded else []
         self._edits = Edits(self.all, {index: flat.own_part(index) for index in lost})
@@ -72,8 +72,7 @@ class Parameters:
         follow_transforms()
         for index in flat.managed:
             own(self.all[index], owner, index)
-        hidden = flat.managed if flat.is_sharded else ()
-        self._placeholder = {index: placeholder(flat.views[index]) for index in hidden}
+        self._placeholder = {index: placeholder(flat.views[index]) for index in flat.managed if flat.is_sharded}
         self.rest()
         flat.count_own_uses()
 
@@ -158,6 +157,7 @@ class Parameters:
         with torch._C.DisableTorchFunctionSubclass():
             for index, parameter in rests.items():
                 parameter.data = data[index]
+        self.are_local = False
         if self.loses_edits or self.waiting:
             for parameter in rests.values():
                 guard(parameter)
@@ -194,8 +194,7 @@ class Parameters:
         """
         if not self.pinned.views:
             return
-        edited = self._copy_edits.found(self.pinned.copies)
-        if edited is None:
+        if (edited := self._copy_edits.found(self.pinned.copies)) is None:
             edited = next(filter(self._is_moved, self.pinned.views), None)
         if edited is not None:
             refuse_edit(edited, self.flat)
@@ -222,6 +221,7 @@ class Parameters:
         """
         self.unpin()
         self.take_given()
+        self.are_local = True
         for index in self.flat.managed:
             unguard(parameter := self.all[index])
             if not self.flat.is_sharded and self.loses_edits and self._is_moved(index):
