@@ -159,7 +159,7 @@ def test_a_host_that_is_cut_off_ends_its_workers_and_joins_again_when_the_link_i
 def test_spares_of_a_host_take_the_places_of_anothers_workers(
     hosts: Hosts, ranks: RankPool, nano: list[str], tmp_path: Path, zero: str, memory: bool
 ) -> None:
-    flags = [*nano, *FLAGS[:-1], "150", "--strategy.zero", zero, "--checkpoint.every", "10"]
+    flags = [*nano, *FLAGS[:-1], "80", "--strategy.zero", zero, "--checkpoint.every", "10"]
     assert trained(ranks, 2, tmp_path, [*flags, "--folder", "undisturbed"])[0] == 0
     job = Launchers(hosts, tmp_path, [*flags, "--workers", "1", "--spares", "1"])
     job.wait_for_step(15)
