@@ -65,6 +65,7 @@ class FullParameters:
         return any(is_gathered(self._program.parameters.flat, bucket) for bucket in self._program.layout.buckets)
 
     @contextmanager
+    @torch.inference_mode(False)
     def full(self, call: str, edits: bool = True, is_state: bool = False) -> Iterator[None]:
         """Lets every parameter be whole and as it is updated. A collective call where they are sharded.
 
@@ -138,6 +139,7 @@ class FullParameters:
                 "signal's handler sets a flag, and the loop calls it then"
             )
 
+    @torch.inference_mode(False)
     def attend(self) -> None:
         """Takes part in another rank's `model.state_dict()`, a bucket at a time, and keeps nothing of it."""
         program = self._program
@@ -236,6 +238,7 @@ def full(
             whole.lend(shown)
 
 
+@torch.inference_mode(False)
 def leave(parameters: Parameters, gather: Gather | None) -> None:
     """Makes every parameter whole and plain, as it is updated, for good. A collective call where sharded."""
     with full(parameters, gather) as kept:

@@ -22,6 +22,7 @@ class GradientNorm:
         """Takes what is known of one model's gradients; `settle` waits for collectives under way."""
         self._program, self._state, self._update, self._settle = program, state, update, settle
 
+    @torch.inference_mode(False)
     def now(self, among: Collection[nn.Parameter] | None = None) -> Tensor:
         """The 2-norm of parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
 

@@ -17,6 +17,7 @@ from paceline.core.ops import Phase
 from paceline.core.schedule import Schedule
 from paceline.executor.collectives import Collectives
 from paceline.executor.executor import Executor
+from paceline.tensors.version import version_of
 
 
 class ModuleBuffers:
@@ -45,7 +46,7 @@ class ModuleBuffers:
 
     def take(self) -> None:
         """Takes the buffers as they are now for unchanged."""
-        self._seen = {name: (buffer, _version(buffer)) for name, buffer, _ in self._all()}
+        self._seen = {name: (buffer, version_of(buffer)) for name, buffer, _ in self._all()}
 
     def _all(self) -> Iterator[tuple[str, Tensor, nn.Module]]:
         for path, module in self._modules:
@@ -62,7 +63,7 @@ class ModuleBuffers:
             if name in self._own or self.sent.get(name) == _description(buffer):
                 continue
             seen, version = self._seen.get(name, (None, 0))
-            if seen is not buffer or version != _version(buffer) or _normalises(module):
+            if seen is not buffer or version != version_of(buffer) or _normalises(module):
                 yield name
 
     def agree(self) -> None:
@@ -109,7 +110,7 @@ class ModuleBuffers:
             return
         with torch.inference_mode(False), torch.no_grad():
             for (buffer, are_statistics), own, sent in self._arrived:
-                bits, version = bits_of(buffer), _version(buffer)
+                bits, version = bits_of(buffer), version_of(buffer)
                 # Without asking a GPU, for which the host would wait.
                 values = torch.where((bits == own).all(), sent, bits)
                 buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
@@ -123,10 +124,6 @@ class ModuleBuffers:
 def _normalises(module: nn.Module) -> bool:
     """Whether a module's forward writes to its statistics, and leaves their version: it computes by the batch's own."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
-
-
-def _version(buffer: Tensor) -> int:
-    return -1 if buffer.is_inference() else buffer._version
 
 
 def _description(buffer: Tensor) -> list[object]:

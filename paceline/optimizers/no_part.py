@@ -62,7 +62,9 @@ class NoPart(dict[str, Any]):
                 "is on the ranks that update it. Ask `if optimizer.state[p]:` first, or set strategy.zero to 0"
             )
         if name not in self._made:
-            empty = torch.empty(0, dtype=self._dtype, device=self._device)
+            # Also inside inference mode, as others that the optimizer has made.
+            with torch.inference_mode(False):
+                empty = torch.empty(0, dtype=self._dtype, device=self._device)
             self._made[name] = become_state_shard(empty, self._division.of_state(name))
         return self._made[name]
 

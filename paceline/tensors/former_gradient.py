@@ -23,7 +23,7 @@ DESCRIPTIONS = frozenset(
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "data_ptr"),
         *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_contiguous", "is_floating_point", "is_complex", "is_shared"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "is_same_size", "get_device", "__len__", "__hash__"),
-        *("untyped_storage", "_version", "_base", "grad", "names", "output_nr"),
+        *("untyped_storage", "_version", "_base", "grad", "names", "output_nr", "is_inference"),
     }
 )
 """Attributes and methods that tell of a tensor and not of its values."""

@@ -33,7 +33,7 @@ DESCRIPTIONS = frozenset(
         *("element_size", "is_floating_point", "is_complex", "data_ptr", "is_contiguous", "untyped_storage"),
         *("storage_offset", "get_device", "__repr__", "__hash__"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "__format__"),
-        *("__deepcopy__", "is_coalesced", "_has_compatible_shallow_copy_type", "_is_view"),
+        *("__deepcopy__", "is_coalesced", "is_inference", "_has_compatible_shallow_copy_type", "_is_view"),
     }
 )
 

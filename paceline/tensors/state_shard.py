@@ -14,6 +14,7 @@ from paceline.tensors.calls import name_of, tensors_of, writes
 from paceline.tensors.division import Division
 from paceline.tensors.gradient_shard import DESCRIPTIONS, SHAPES, GradientShard, become_whole, is_elementwise
 from paceline.tensors.untraced import untraced
+from paceline.tensors.version import version_of
 
 _ACCESS = ("__get__", "__set__", "__delete__")
 
@@ -107,7 +108,7 @@ class _Gathered:
     """A whole state that was gathered, and what it is of."""
 
     def __init__(self, shard: StateShard, whole: Tensor) -> None:
-        self.whole, self.shard, self._since, self._version = whole, shard, shard._since, shard._version
+        self.whole, self.shard, self._since, self._version = whole, shard, shard._since, version_of(shard)
 
     def require_new(self) -> None:
         """Sees that the state is still what was gathered.
@@ -116,7 +117,7 @@ class _Gathered:
             EngineError: It is not.
         """
         shard = self.shard
-        if type(shard) is not StateShard or (shard._since, shard._version) != (self._since, self._version):
+        if type(shard) is not StateShard or (shard._since, version_of(shard)) != (self._since, self._version):
             label = shard.__dict__["_division"].label
             raise EngineError(
                 f"{label}: this part of it was taken before it changed, by a step or by another write: take it anew"
@@ -128,7 +129,7 @@ class _Gathered:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             # Where it has no element that counts as a write all the same.
             self.shard.copy_(flat[slice(*(division.own or (0, 0)))])
-        self._version = self.shard._version
+        self._version = version_of(self.shard)
 
 
 def become_state_shard(state: Tensor, division: Division) -> StateShard:

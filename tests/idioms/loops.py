@@ -133,6 +133,32 @@ def evaluation_between(side: Side) -> Found:
 
 
 @idiom()
+def a_look_at_everything_in_inference_mode(side: Side) -> Found:
+    """Norms, gradients, states, copies of them, weights that are read and clamped, and a state that is loaded back."""
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02, eps=1e-3)
+    notes = []
+    for step in range(3):
+        x, y = side.batch(step)
+        (net(x) - y).square().mean().backward()
+        with torch.inference_mode():
+            notes.append(side.clip(model, 0.5).double())
+            notes += [p.grad.abs().sum().double() for p in model.parameters()]
+        optimizer.step()
+        with torch.inference_mode():
+            for held in optimizer.state.values():
+                notes += [(2 * value.clone()).norm().double() for value in held.values() if value.dim()]
+            with side.whole(model):
+                notes += [p.square().sum().double() for p in model.parameters()]
+                for p in model.parameters():
+                    p.clamp_(-0.3, 0.3)
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        optimizer.zero_grad()
+    return {**state(model), "notes": torch.stack(notes)}
+
+
+@idiom()
 def the_module_behind_a_wrapper(side: Side) -> Found:
     """`getattr(net, "module", net)`, and modules called one by one outside of the model's forward."""
     model = mlp(side)

@@ -61,6 +61,7 @@ OF_ALL_RANKS = frozenset(
         "gradients are halved together after one was read",
         "gradients kept over a step are put back",
         "sharpness aware by hand",
+        "a look at everything in inference mode",
         "the moments of each parameter are scaled",
         "views of gradients are kept and zeroed",
         "the norm of moments is noted",
