@@ -206,7 +206,7 @@ class AsBefore:
     """One forward of a module: computed again, it finds what it reads as it was, and leaves it as it is.
 
     Caches, lists and dictionaries that it is given; buffers and attributes of its submodules, and of other modules that
-    it is given or refers to.
+    it is given or refers to, and which of their parameters are trained.
     """
 
     def __init__(
@@ -218,6 +218,9 @@ class AsBefore:
         self._parts, generators = _within_reach(buffers.module, (*args, *kwargs.values()), self._copies)
         self._random = _states(generators)
         self._modules = [part.module for part in self._parts]
+        self._trained = [
+            (p, p.requires_grad) for each in self._modules for p in each._parameters.values() if p is not None
+        ]
         self._before = buffers.before(self._modules)
         self._written: set[int] = set()
         """Places of those to which the first forward wrote."""
@@ -248,6 +251,8 @@ class AsBefore:
             for each, before in zip((*args, *kwargs.values()), self._given, strict=True)
         ]
         random = _states(generator for generator, _ in self._random)
+        # As loops do that freeze a discriminator for a generator's forward alone.
+        frozen = [(p, trains) for p, trains in self._trained if p.requires_grad != trains]
         after = {(owner, name): owner._buffers.get(name) for owner, name in self._before}
         with _unseen():
             twins = Copies()
@@ -259,12 +264,16 @@ class AsBefore:
         try:
             for (owner, name), buffer in copies.items():
                 owner._buffers[name] = buffer
+            for parameter, trains in frozen:
+                parameter.requires_grad_(trains)
             _set_states(self._random)
             return self._forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         finally:
             # However it ends: checkpoint stops as soon as it has what it needs.
             for (owner, name), was in after.items():
                 owner._buffers[name] = was
+            for parameter, trains in frozen:
+                parameter.requires_grad_(not trains)
             _set_states(random)
             for put_back in undo:
                 put_back()

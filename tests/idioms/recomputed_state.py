@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.idioms.recomputed import Model, how, recomputed
-from tests.idioms.side import WIDTH, Found, Paceline, Side, idiom, trained
+from tests.idioms.side import WIDTH, Found, Paceline, Side, idiom, state, trained
 
 
 class Counting(nn.Module):
@@ -134,3 +134,32 @@ def blocks_computed_again_count_in_an_object_that_they_are_given(side: Side) -> 
 
     found = recomputed(side, compute, lambda block, x, beside: block(x, meter))
     return {**found, "calls": torch.tensor(float(meter.calls))}
+
+
+@idiom()
+def blocks_computed_again_are_frozen_for_forward_or_backward_alone(side: Side) -> Found:
+    """As a discriminator is for a generator's forward; torch's own checkpoint raises."""
+    if isinstance(side, Paceline):
+        side.strategy = replace(side.strategy, recompute=how(side))
+    torch.manual_seed(0)
+    made, judge = (Model(lambda block, x: block.linear(x).tanh(), lambda block, x, beside: block(x)) for _ in range(2))
+    for each in (made, judge):
+        each.head = nn.Linear(WIDTH, WIDTH)
+        each.to(side.dtype)
+    net, judges = side.parallel(made), side.parallel(judge)
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.01, eps=1e-3) for each in (made, judge)]
+    for step in range(3):
+        x, _ = side.batch(step)
+        judge.requires_grad_(False)
+        loss = (judges(net(x)) - 1).square().mean()
+        judge.requires_grad_(True)
+        loss.backward()
+        optimizers[0].step()
+        loss = judges(x).square().mean()
+        judge.blocks[0].requires_grad_(False)
+        loss.backward()
+        judge.requires_grad_(True)
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return {**state(made, "made."), **state(judge, "judge.")}
