@@ -46,6 +46,11 @@ class NoPart(dict[str, Any]):
         self._division, self._like, self._dtype, self._device = division, tuple(like), dtype, device
         self._made: dict[str, StateShard] = {}
 
+    @property
+    def has_others(self) -> bool:
+        """Whether other ranks are known to hold states of the parameter."""
+        return bool(self._like)
+
     def is_like(self, division: Division, like: Iterable[str]) -> bool:
         """Whether a new one would be the same."""
         return self._division is division and self._like == tuple(like)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -129,12 +129,10 @@ def require_states_of(
     Raises:
         UserError: It holds states of another shard.
     """
-    if not optimizer.state:
-        return
     for group in optimizer.param_groups:
         for parameter, its in zip(group["params"], _known(group), strict=False):
             # Of a parameter's other elements it may hold as many, or none, and would then begin anew.
-            if its in (None, cuts) or not looks_at(id(parameter)):
+            if its in (None, cuts) or not (looks_at(id(parameter)) and _is_held(optimizer.state.get(parameter))):
                 continue
             (theirs, of), (own, shards) = group[SHARD][:2], number
             updates = f"this rank updates shard {own} of {shards}" if shards > 1 else "parameters are whole now"
@@ -149,6 +147,13 @@ def require_states_of(
                 "parameters or the strategy changed: make a new optimizer, or let pl.save and pl.load carry the states "
                 "over"
             )
+
+
+def _is_held(states: Mapping[str, Any] | None) -> bool:
+    """Whether an optimizer holds states of a parameter, on this rank or on others: SGD without momentum has none."""
+    if isinstance(states, NoPart):
+        return states.has_others
+    return states is not None and any(state is not None for state in states.values())
 
 
 def _known(group: dict[str, Any]) -> list[int | None]:

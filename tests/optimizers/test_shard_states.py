@@ -97,6 +97,28 @@ def test_states_of_shards_are_refused_where_parameters_are_whole(ranks, released
         assert told.endswith("or make a new optimizer")
 
 
+def without_states(strategies: list[Strategy | None]) -> dict[str, torch.Tensor]:
+    """Weights after a step by each, of one optimizer that holds no states; None is a plain loop over all rows."""
+    model, steps = make(), iter(range(len(strategies)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, strategy in zip(steps, strategies, strict=True):
+        x, y = data(step, 12)
+        if strategy is not None:
+            model, (x, y) = pl.parallelize(model, strategy), (shares(part) for part in (x, y))
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if strategy is not None:
+            model = pl.release(model)
+    return snapshot(model)
+
+
+def test_an_optimizer_without_states_goes_on_where_shards_are_cut_otherwise(ranks) -> None:
+    strategies = [Strategy(zero=2), None, Strategy(), Strategy(zero=1), Strategy(zero=3, bucket_mb=0.001), None]
+    for state in ranks(3, without_states, strategies):
+        assert_same(state, without_states([None] * len(strategies)))
+
+
 def cut_otherwise(by_file: bool) -> str:
     """What is said where shards have other elements than those that an optimizer has states of, but as many of some."""
     torch.manual_seed(0)
