@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
+from paceline.core.errors import EngineError
 from paceline.core.strategy import Strategy
 from tests.engine.models import assert_same, rows_of, snapshot
 from tests.quick import full
@@ -161,3 +162,23 @@ def test_frozen_parameters_are_in_their_own_dtype_where_all_are_whole(ranks, zer
     for expected, *answers in ranks(2, frozen, zero, every):
         for answer in answers:
             torch.testing.assert_close(answer, expected, atol=0.02, rtol=0)
+
+
+def appended(zero: int) -> str:
+    """What is said of a layer that is of another precision than the model's, as nobody cast it."""
+    strategy = Strategy(zero=zero, precision="bfloat16")  # type: ignore[arg-type]
+    model = pl.parallelize(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    model.append(nn.Linear(2, 2))
+    with pytest.raises(EngineError) as caught:
+        model(torch.ones(2, 4))
+    pl.release(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_layer_that_is_added_in_low_precision_is_told_before_it_computes(ranks, zero: int) -> None:
+    for message in ranks(2, appended, zero):
+        assert message.startswith("2 was added to the model after pl.parallelize")
