@@ -137,7 +137,7 @@ class ForwardPass:
         self._program.module_buffers.adopt()
         if self._program.strategy.low:
             # What was not laid out is not cast, and its forward would end in torch's words.
-            self._program.structure.require_unchanged()
+            self._program.structure.require_nothing_added()
         if kind == "extra" or self._state.micro_batch == 0:
             # An edit is computed with; the update, in which it would be lost, looks closer.
             self._program.parameters.require_unedited(wholly=False)

@@ -69,6 +69,21 @@ class Structure:
             if registry.get(name) is not member:
                 self._look_again(path)
                 break
+        self.require_nothing_added()
+        unfrozen = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
+        if unfrozen is not None:
+            raise EngineError(
+                f"{unfrozen} was unfrozen after pl.parallelize, so its gradients would not be reduced: call "
+                "pl.release(model), pl.parallelize(model) again, and make a new optimizer. What is to be trained later "
+                "may be frozen after pl.parallelize instead of before: then it can be unfrozen at any time"
+            )
+
+    def require_nothing_added(self) -> None:
+        """Refuses parameters that have come to others since; within a forward others may be lent in their places.
+
+        Raises:
+            EngineError: There are such.
+        """
         for registry, known, path in self._members:
             if len(registry) <= len(known):
                 continue
@@ -78,13 +93,6 @@ class Structure:
                         f"{_joined(path, name)} was added to the model after pl.parallelize, so its gradients would "
                         "not be reduced: call pl.release(model) and pl.parallelize(model) again"
                     )
-        unfrozen = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
-        if unfrozen is not None:
-            raise EngineError(
-                f"{unfrozen} was unfrozen after pl.parallelize, so its gradients would not be reduced: call "
-                "pl.release(model), pl.parallelize(model) again, and make a new optimizer. What is to be trained later "
-                "may be frozen after pl.parallelize instead of before: then it can be unfrozen at any time"
-            )
 
     def _look_again(self, path: str) -> None:
         """Parts were moved, wrapped, tied, left out or put back, which is fine while nothing new is trained.
