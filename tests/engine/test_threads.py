@@ -60,7 +60,7 @@ def trained(strategy: Strategy, read: Callable[[nn.Module], str] | None) -> tupl
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(reads)
         try:
-            for step in range(30):
+            for step in range(20):
                 train(model, optimizer, step)
         finally:
             over.set()
