@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from paceline.core.build_layout import build_layout
 from paceline.core.check import all_ranks, check
-from paceline.core.check.busy_step import busy_step, lone_step
+from paceline.core.check.busy_step import busy_step, lone_step, step_around_passes
 from paceline.core.check.checker import check_steps
 from paceline.core.check.sequences import Sequences
 from paceline.core.ops import EXTRA, READ, Op
@@ -47,7 +47,8 @@ def test_a_busy_step_has_all_that_is_planned_but_gathers_and_more(name: str) -> 
     assert [op.target for op in ops if op.kind == "forward" and op.planned] == [*UNITS[::-1], *UNITS[::-1]]
     assert {op.micro_batch for op in ops if not op.planned} <= set(range(EXTRA - 1, -200, -1))
     report = check(ranks, 2).require()
-    assert report.unplanned == sum(not op.planned for op in (*ops, *lone_step(rank)))
+    steps = (*ops, *step_around_passes(rank, 2), *lone_step(rank))
+    assert report.unplanned == sum(not op.planned for op in steps)
 
 
 def with_kept() -> list[Schedule]:
@@ -115,6 +116,24 @@ MUTANTS: dict[str, tuple[Any, ...]] = {
         *(job(RIGHT["parameter server"]), "lone_update", lambda _, ops: ops[:1]),
         *("deadlock", "which no op before it is"),
     ),
+    "what an optimizer updates around passes is not sent": (
+        *(job(RIGHT["zero 2"]), "update_around_passes", lambda _, ops: ops[:1]),
+        *("deadlock", "which no op before it is"),
+    ),
+    "parameters that ranks share are updated around passes and nobody waits": (
+        *(job(RIGHT["shared"]), "update_around_passes"),
+        lambda _, ops: tuple(replace(op, after=()) for op in ops),
+        *("race", "no barrier keeps them apart"),
+    ),
+    "ranks meet among others before their first backward": (
+        *(job(RIGHT["hybrid zero 3"]), "meet", lambda _, op: replace(op, group="world")),
+        *("sequence", "runs among the ranks of group 'world'"),
+    ),
+    "one rank meets the others at another place": (
+        *(job(RIGHT["zero 3"]), "meet"),
+        lambda rank, op: replace(op, target="elsewhere") if rank.rank == 2 else op,
+        *("sequence", "would mix the two"),
+    ),
     "an update alone is of others' shards, too": (
         *(job(RIGHT["zero 2"]), "lone_update"),
         lambda rank, ops: (replace(ops[0], writes=rank.update(0)[0].writes * 2), *ops[1:]),
@@ -145,3 +164,14 @@ def test_a_forward_between_backward_and_update_is_over_before_shared_parameters_
         for ops in steps
     ]
     found(check_steps(ranks, early, 1), "race", "no barrier keeps them apart")
+
+
+def test_shared_parameters_are_not_written_around_passes_before_ranks_agree() -> None:
+    ranks = job(RIGHT["shared"])
+    steps = [step_around_passes(rank, 1) for rank in ranks]
+    assert not check_steps(ranks, steps, 1, agree=True).faults
+    found(check_steps(ranks, steps, 1), "race", "no barrier keeps them apart")
+    # As if a unit ran once more behind that.
+    late = [(*ops[:-2], replace(ops[1], micro_batch=-90, after=()), *ops[-2:]) for ops in steps]
+    assert {ops[-3].kind for ops in late} == {"forward"}
+    found(check_steps(ranks, late, 1, agree=True), "race", "no barrier keeps them apart")

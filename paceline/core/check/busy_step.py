@@ -16,7 +16,8 @@ def busy_step(schedule: Schedule, micro_batches: int) -> tuple[Op, ...]:
 
     Forwards for evaluation or logging come before every micro-batch, before the update and after it, the units of every
     forward run in the reverse of the order that is planned and then once more, parameters are used outside of their
-    units, gradients come after their buckets were reduced, buffers are sent, and what was updated is gathered again.
+    units, ranks meet before the first backward, gradients come after their buckets were reduced, buffers are sent, and
+    what was updated is gathered again.
 
     Returns:
         Ops as `Schedule.step` returns them. Each that is not planned has a micro-batch of its own, from -3 down.
@@ -28,6 +29,8 @@ def busy_step(schedule: Schedule, micro_batches: int) -> tuple[Op, ...]:
         step.follow(schedule.forward(index), schedule.computed_units[::-1])
         step.second_forward(index)
         step.pin()
+        if not index:
+            step.meet()
         step.follow(schedule.backward(index, index == micro_batches - 1))
     step.extra_forward()
     step.follow(schedule.update(micro_batches - 1))
@@ -40,6 +43,17 @@ def lone_step(schedule: Schedule) -> tuple[Op, ...]:
     step.gather_update()
     step.extra_forward()
     step.follow(schedule.lone_update(0))
+    return tuple(step.ops)
+
+
+def step_around_passes(schedule: Schedule, micro_batches: int) -> tuple[Op, ...]:
+    """The passes of a step that an optimizer runs inside its own, and the update that it goes on with behind them."""
+    step = _Busy(schedule)
+    step.gather_update()
+    for index in range(micro_batches):
+        step.follow(schedule.forward(index))
+        step.follow(schedule.backward(index, index == micro_batches - 1))
+    step.follow(schedule.update_around_passes(micro_batches - 1))
     return tuple(step.ops)
 
 
@@ -86,6 +100,11 @@ class _Busy:
         """Parameters that are used outside of their units are gathered into memory of their own."""
         if self._schedule.shards_parameters:
             self._run(self._schedule.gather_pinned(bucket, "forward") for bucket in self._schedule.layout.buckets)
+
+    def meet(self) -> None:
+        """Ranks wait for each other before the first backward, as each may have run units in an order of its own."""
+        if self._schedule.shards_parameters:
+            self._run((self._schedule.meet("start of the first backward", "backward"),))
 
     def _reduce_again(self, index: int) -> None:
         """Gradients that came late are reduced from memory of their own, and what ranks agree on is summed again."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from paceline.core.build_schedule import build_schedule
-from paceline.core.check.busy_step import busy_step, lone_step
+from paceline.core.check.busy_step import busy_step, lone_step, step_around_passes
 from paceline.core.check.contents import contents_faults
 from paceline.core.check.facts import Facts
 from paceline.core.check.order import happens_before, races, shared_races
@@ -22,7 +22,7 @@ from paceline.core.strategy import Strategy
 
 
 def check(schedules: Sequence[Schedule], micro_batches: int = 1) -> Report:
-    """Proves two steps of all ranks as planned, then two with what is not planned, or says what would go wrong in them.
+    """Proves two steps of all ranks as planned, then each of those that are not, or says what would go wrong in them.
 
     - Ranks of a group issue the same collectives in the same order, of the same size and scale, and get through them.
     - Of every two ops on one part of a buffer, one of which writes, one is over before the other starts, however long
@@ -33,7 +33,7 @@ def check(schedules: Sequence[Schedule], micro_batches: int = 1) -> Report:
     - Spans lie in their buffers, and collectives are of the size of what they move.
 
     What ops do to memory is as they say. Besides the planned step there are one with all that a step's data may ask for
-    (see `busy_step`), but for an update with passes inside, and one without a backward.
+    (see `busy_step`), one whose passes an optimizer runs inside its own step, and one without a backward.
 
     Args:
         schedules: One of each rank, in the order of ranks.
@@ -46,11 +46,14 @@ def check(schedules: Sequence[Schedule], micro_batches: int = 1) -> Report:
     if report.faults:
         return report
     busy = [busy_step(schedule, micro_batches) for schedule in schedules]
+    around = [step_around_passes(schedule, micro_batches) for schedule in schedules]
     lone = [lone_step(schedule) for schedule in schedules]
     return replace(
         report,
-        unplanned=sum(not op.planned for op in (*busy[0], *lone[0])),
-        faults=check_steps(schedules, busy, micro_batches).faults or check_steps(schedules, lone, 0).faults,
+        unplanned=sum(not op.planned for op in (*busy[0], *around[0], *lone[0])),
+        faults=check_steps(schedules, busy, micro_batches).faults
+        or check_steps(schedules, around, micro_batches, agree=True).faults
+        or check_steps(schedules, lone, 0).faults,
     )
 
 
@@ -76,8 +79,14 @@ def all_ranks(
     return [build_schedule(layout, strategy, world_size, rank, order, deferred, statistics) for rank in ranks]
 
 
-def check_steps(schedules: Sequence[Schedule], steps: Sequence[tuple[Op, ...]], micro_batches: int) -> Report:
-    """`check` of steps that may be others than the schedules', or without a backward: of no micro-batch."""
+def check_steps(
+    schedules: Sequence[Schedule], steps: Sequence[tuple[Op, ...]], micro_batches: int, agree: bool = False
+) -> Report:
+    """`check` of steps that may be others than the schedules', or without a backward: of no micro-batch.
+
+    Where ranks `agree` that gradients are there, and nothing reads parameters after that, it keeps them from writing to
+    parameters that they share before all have read them, as a barrier does.
+    """
     sequences = Sequences(schedules, steps, micro_batches)
     faults, pairs, kinds = list(_check_layout(schedules[0])), 0, _same_spans(steps)
     sequences.check_names()
@@ -92,7 +101,9 @@ def check_steps(schedules: Sequence[Schedule], steps: Sequence[tuple[Op, ...]], 
             pairs += found
             faults += wrong
         touched = {rank: facts[rank].accesses for rank in range(len(schedules))}
-        faults += _check_shared(schedules, steps, touched, {r: masks[k] for r, k in enumerate(sequences.kind_of)})
+        faults += _check_shared(
+            schedules, steps, touched, {r: masks[k] for r, k in enumerate(sequences.kind_of)}, agree
+        )
         faults += contents_faults(facts, sequences.rounds(), micro_batches)
         faults += sequences.faults
     return Report(
@@ -143,11 +154,12 @@ def _check_shared(
     steps: Sequence[tuple[Op, ...]],
     touched: dict[int, Accesses],
     masks: dict[int, list[int]],
+    agree: bool,
 ) -> Iterator[Fault]:
     names = frozenset(buffer.name for buffer in schedules[0].buffers() if buffer.shared)
     if names:
         for ranks in schedules[0].ranks_of("shard"):
-            yield from shared_races(ranks, steps, touched, masks, names)
+            yield from shared_races(ranks, steps, touched, masks, names, agree)
 
 
 def _check_layout(schedule: Schedule) -> Iterator[Fault]:

@@ -11,7 +11,7 @@ from operator import or_
 from paceline.core.check.report import Fault, within, words
 from paceline.core.check.sequences import STEPS, Sequences
 from paceline.core.check.spans import Accesses, Area
-from paceline.core.ops import Key, Op
+from paceline.core.ops import STATISTICS, Key, Op
 
 
 def happens_before(ops: Sequence[Op], sequences: Sequences) -> list[int]:
@@ -105,17 +105,24 @@ def shared_races(
     touched: Mapping[int, Accesses],
     masks: Mapping[int, Sequence[int]],
     shared: frozenset[str],
+    agree: bool,
 ) -> Iterator[Fault]:
     """The same for buffers that the ranks of a group share, between every two of them.
 
-    Ranks see each other's progress at barriers alone: what comes before one on some rank is over when what comes
-    after it on another starts.
+    Ranks see each other's progress where they meet alone: what comes before that on some rank is over when what comes
+    after it on another starts. They meet in barriers and, where that is enough (`agree`), in the sum of statistics.
     """
-    # What stands between the same barriers: which ranks read and which write each part, and an op for each rank.
+    # What stands between the same meetings: which ranks read and which write each part, and an op for each rank.
     classes: dict[tuple[int, int], _Class] = defaultdict(_Class)
+    numbers: dict[tuple[int, Key], int] = {}
     for rank in ranks:
         ops = steps[rank]
-        barriers = [step * len(ops) + i for step in range(STEPS) for i, op in enumerate(ops) if op.kind == "barrier"]
+        meetings = {
+            numbers.setdefault((step, op.key), len(numbers)): step * len(ops) + i
+            for step in range(STEPS)
+            for i, op in enumerate(ops)
+            if op.kind == "barrier" or (agree and (op.kind, op.target) == ("all_reduce", STATISTICS))
+        }
         for node, mask in enumerate(masks[rank]):
             areas = [
                 (area, writes)
@@ -124,8 +131,8 @@ def shared_races(
                 if area[0] in shared
             ]
             if areas:
-                over = sum(1 << index for index, barrier in enumerate(barriers) if mask >> barrier & 1)
-                ahead = sum(1 << i for i, barrier in enumerate(barriers) if masks[rank][barrier] >> node & 1)
+                over = sum(1 << number for number, meeting in meetings.items() if mask >> meeting & 1)
+                ahead = sum(1 << number for number, meeting in meetings.items() if masks[rank][meeting] >> node & 1)
                 for area, writes in areas:
                     classes[over, ahead].add(rank, node, area, writes)
     for ((over, ahead), mine), ((other_over, other_ahead), others) in combinations_with_replacement(classes.items(), 2):
@@ -136,7 +143,7 @@ def shared_races(
 
 
 class _Class:
-    """The ranks that read and write the parts of shared buffers between two barriers."""
+    """The ranks that read and write the parts of shared buffers between two meetings."""
 
     def __init__(self) -> None:
         self.writes: dict[tuple[str, int], int] = defaultdict(int)
