@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.core.errors import UserError
 from paceline.core.layout import ParameterSpec
 from paceline.core.mesh import REPLICATE
 from paceline.core.parameter_server import ParameterServer
@@ -36,7 +37,16 @@ class Ranges:
         Args:
             engine: The model's.
             writers: Ranks that write, this one among them, which must hold all elements between them; by default all.
+
+        Raises:
+            UserError: Some parameters of the model are another parallel model's, which a checkpoint would lack.
         """
+        if engine.left.names:
+            raise UserError(
+                f"checkpoints of a model of which another parallel model has parts, such as {engine.left.names[0]}, "
+                "would lack these: parallelize one model that has both, or keep model.state_dict() of each, which has "
+                "them"
+            )
         self._engine = engine
         self._writers = range(engine.world.world_size) if writers is None else writers
         self._flat = engine.program.parameters.flat

@@ -31,9 +31,9 @@ from paceline.engine.update import Update
 from paceline.executor.chunk_products import ChunkProducts, chunk_products, is_small_enough
 from paceline.executor.gather_shards import GatherShards
 from paceline.executor.gradient_norms import GradientNorms
-from paceline.hooks.casting import cast_inputs, cast_singular_vectors
-from paceline.hooks.given_weights import round_given_weights
+from paceline.hooks.low_precision import compute_low
 from paceline.hooks.modules import install, open_for_states, refuse_other_parameters, require_hooks
+from paceline.hooks.other_models import OtherModels
 from paceline.hooks.parameters import watch_parameters
 from paceline.hooks.wrappers import refuse_ddp_around, require_unwrapped
 from paceline.materialise.materialiser import Init, materialiser
@@ -52,6 +52,8 @@ class Engine:
         strategy: How it is synchronised.
         world: The job.
         units: Unit modules by name.
+        left: Parameters of it that are other parallel models'.
+        others: The engines of these.
         state: Which step and micro-batch the training loop is in, and what it may do there.
         program: The schedule, and the tensors, ranks and executor that it runs with.
     """
@@ -79,41 +81,41 @@ class Engine:
         strategy = strategy_on(strategy, world.device)
         require_hooks(module)
         require_unwrapped(module)
-        require_own_parameters(module, strategy.gathers and strategy.shards(world.world_size) > 1)
+        is_sharded = strategy.gathers and strategy.shards(world.world_size) > 1
+        self.left = left = OtherModels(module, is_sharded)
+        self.others = [owner for owner in left.owners if isinstance(owner, Engine)]
+        require_own_parameters(module, is_sharded, left)
         self.module, self.strategy, self.world = module, strategy, world
-        self.units = find_units(module, strategy.units)
+        self.units = left.leave(find_units(module, strategy.units))
         made_by = materialiser(module, self.units.values(), world, init, weights)
         if made_by is None:
             move(module, world.device)
         self.state = StepState()
-        self.program = Program(module, self.units, strategy, world, self, made_by)
+        self.program = program = Program(module, self.units, strategy, world, self, left, made_by)
         self.forward = ForwardPass(self.program, self.state)
         self.backward = BackwardPass(self.program, self.state, self.forward)
         self.update = Update(self.program, self.state, self.forward)
         self.norm = GradientNorm(self.program, self.state, self.update, self.settle)
-        collectives, flat = self.program.collectives, self.program.parameters.flat
-        self._gather_shards = GatherShards(collectives, self.schedule, world.device, self.state, self.settle)
-        flat.gather_shards = ref(self._gather_shards)
+        self._gather_shards = GatherShards(program.collectives, self.schedule, world.device, self.state, self.settle)
+        program.parameters.flat.gather_shards = ref(self._gather_shards)
         self.backward.when_over, self.forward.end_raised_update = self.update.resume, self.update.end_raised
         self._outside = OutsideUse(self.program, self.forward)
         self._outputs = UnitOutputs(self.program, self.units, self.forward)
         self._handles: list[Any] = [*install(module, self.units, self, self.forward.under_way)]
         self._handles += [*refuse_other_parameters(module), self._outputs.hooked, self.backward.autograd]
         if self.schedule.copies_gradients:
-            trained = [p for p in self.program.parameters.all if p.requires_grad]
-            before, all_of_them = self.schedule.replaces_earlier_gradients, self.backward.has_streams
-            self._handles += watch_parameters(trained, self.backward, before, all_of_them)
+            trained = [p for p in program.parameters.all if p.requires_grad]
+            self._handles += watch_parameters(trained, self.backward, self.schedule.replaces_earlier_gradients)
         watch_optimizers(self)
         if strategy.recompute != "none":
-            blocks = [module.get_submodule(name) for name in find_blocks(module, strategy.units)]
-            self._handles += recompute(blocks, strategy.recompute, strategy.recompute_every)
+            blocks = left.leave({name: module.get_submodule(name) for name in find_blocks(module, strategy.units)})
+            self._handles += recompute([*blocks.values()], strategy.recompute, strategy.recompute_every)
         if strategy.low:
-            low = getattr(torch, strategy.precision)
-            cast_singular_vectors(module, low)
-            rounded = (module, *(unit for unit in self.units.values() if unit is not module))
-            self._handles += round_given_weights(rounded, low, lambda: not self.forward.whole.is_full)
-            self._handles += cast_inputs(module, self.units.values(), low, lambda: not self.forward.whole.is_full)
-        self._handles += open_for_states(module, self.forward.whole.open_states, self.forward.whole.close_state)
+            low, applies = getattr(torch, strategy.precision), lambda: not self.forward.whole.is_full
+            self._handles += compute_low(module, self.units.values(), low, applies)
+        self.forward.whole.others = [other.forward.whole for other in self.others]
+        for whole in (*self.forward.whole.others, self.forward.whole):
+            self._handles += open_for_states(module, whole.open_states, whole.close_state)
 
     @property
     def layout(self) -> Layout:
@@ -175,9 +177,7 @@ class Engine:
 
     def record_gradient_norms(self, on: bool = True) -> None:
         """Whether norms of each parameter's gradients are taken from the next step on; see `gradient_norms`."""
-        norms = self.program.norms
-        norms.is_on = on and self.world.world_size > 1
-        norms.keeps = norms.is_on and is_small_enough(self.schedule)
+        self.program.norms.record(on and self.world.world_size > 1, is_small_enough(self.schedule))
 
     def gradient_norms(self) -> GradientNorms | None:
         """Norms of the latest step; None if none were taken. On a GPU the host waits for that step."""

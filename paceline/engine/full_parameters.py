@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -51,12 +51,14 @@ class FullParameters:
 
     Attributes:
         is_full: Whether they are so now.
+        others: Those of other models that the model has parameters of.
     """
 
     def __init__(self, program: Program, state: StepState, passes: Passes) -> None:
         """Creates it with parameters that are not full."""
         self._program, self._state, self._passes = program, state, passes
         self.is_full, self._thread = False, 0
+        self.others: list[FullParameters] = []
         self._opened = _Opened()
 
     @property
@@ -78,6 +80,13 @@ class FullParameters:
         Raises:
             EngineError: They are in use.
         """
+        with ExitStack() as opened:
+            for each in (*self.others, self):
+                opened.enter_context(each._own(call, edits, is_state))
+            yield
+
+    @contextmanager
+    def _own(self, call: str, edits: bool, is_state: bool) -> Iterator[None]:
         program = self._program
         vectors = program.strategy.low and not is_state
         if not self._begin(call, vectors):

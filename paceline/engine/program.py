@@ -32,6 +32,7 @@ from paceline.executor.memory_meter import reader
 from paceline.executor.module_buffers import ModuleBuffers
 from paceline.executor.recorder import Recorder
 from paceline.executor.statistics import Statistics
+from paceline.hooks.other_models import OtherModels
 from paceline.hooks.structure import Structure
 from paceline.materialise.materialiser import Materialiser
 from paceline.models.units import named_parameters, parameter_specs
@@ -65,6 +66,7 @@ class Program:
         strategy: Strategy,
         world: World,
         owner: Owner,
+        others: OtherModels,
         materialiser: Materialiser | None = None,
     ) -> None:
         """Opens connections, sends rank 0's weights and buffers to all, and lays the model out. A collective call.
@@ -75,13 +77,14 @@ class Program:
             strategy: How it is synchronised.
             world: The job.
             owner: Is asked before a sharded parameter is used.
+            others: Have some of its parameters, which are left out.
             materialiser: Makes the model, where it is on the meta device.
         """
         self.world, self.lock = world, threading.RLock()
         # On the host's clock that costs next to nothing; on a GPU each op takes two events and more.
         self.recorder = Recorder(is_on=world.device.type == "cpu")
-        self.module, self._units, self._owner = module, tuple(units), owner
-        self.specs = parameter_specs(module, self._units)
+        self.module, self._units, self._owner, self._others = module, tuple(units), owner, others
+        self.specs = parameter_specs(module, self._units, others)
         self.norms = NormRecords(len(self.specs))
         self.gradients: Gradients | None = None
         self.schedule = self._schedule(strategy, self._units)
@@ -90,7 +93,7 @@ class Program:
             check_same_model(self.specs, module, strategy)
             self.collectives = Collectives(self.schedule, world)
             if materialiser is None:
-                self._send([p.data for _, p in named_parameters(module)])
+                self._send([p.data for _, p in named_parameters(module) if p not in others])
         try:
             turns = materialiser.turns(self._send) if materialiser is not None else None
             self._lay_out(dict(named_parameters(self.module)), turns)
@@ -129,7 +132,7 @@ class Program:
         index_of, embeddings = self.parameters.flat.index_of, (nn.Embedding, nn.EmbeddingBag)
         renorming = (m for m in self.module.modules() if isinstance(m, embeddings) and m.max_norm is not None)
         self.parameters.flat.renormed = {index_of[id(m.weight)] for m in renorming if id(m.weight) in index_of}
-        self.structure = Structure(self.module, self.layout, parameters, self.parameters.flat.is_sharded)
+        self.structure = Structure(self.module, self.layout, parameters, self.parameters.flat.is_sharded, self._others)
         self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
 
     def _transports(self) -> Mapping[str, Transport]:

@@ -14,6 +14,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.full_parameters import leave
 from paceline.hooks.casting import cast_singular_vectors
 from paceline.optimizers.watch import leave_optimizers
+from paceline.tensors.sharded_parameter import disown
 
 
 def reset(engine: Engine) -> None:
@@ -25,6 +26,9 @@ def reset(engine: Engine) -> None:
     Raises:
         EngineError: Several ranks hold a GPU each, where other ranks' updates cannot be held back.
     """
+    for other in engine.others:
+        # Gradients of the step are there, too.
+        reset(other)
     program = engine.program
     if program.collectives is not None:
         program.collectives.require_reopens("pl.reset")
@@ -127,6 +131,9 @@ def close(engine: Engine, whole: bool) -> None:
             engine.program.start()
         engine.settle()
         leave(engine.program.parameters, functools.partial(collectives.gather, "pl.release") if collectives else None)
+    elif whole:
+        for parameter in engine.program.parameters.all:
+            disown(parameter)
     if collectives is not None:
         collectives.close()
 

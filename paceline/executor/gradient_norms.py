@@ -43,6 +43,10 @@ class NormRecords:
         self._omitted: set[tuple[int, int]] = set()
         self._reduced: list[tuple[Sequence[int], Tensor]] = []
 
+    def record(self, on: bool, keeps: bool) -> None:
+        """Whether norms are taken from the next step on, and local gradients kept with them."""
+        self.is_on, self.keeps = on, on and keeps
+
     def begin(self, micro_batch: int) -> None:
         """A backward begins; with the first of a step what there is of others is dropped."""
         self._micro_batch = micro_batch

@@ -23,19 +23,19 @@ class Follower(Protocol):
     Attributes:
         state: Whether one is under way.
         fired: The `id()` of each parameter that autograd has added a gradient to in it.
+        has_streams: Whether it is told of every gradient.
     """
 
     state: StepState
     fired: set[int]
+    has_streams: bool
 
     def meet_gradient(self, parameter: nn.Parameter, is_sparse: bool) -> None:
         """Autograd adds, or is about to add, to a gradient, which is sparse, or nothing has told of the pass before."""
         ...
 
 
-def watch_parameters(
-    parameters: Iterable[nn.Parameter], follower: Follower, before: bool, meets_all: bool
-) -> list[RemovableHandle]:
+def watch_parameters(parameters: Iterable[nn.Parameter], follower: Follower, before: bool) -> list[RemovableHandle]:
     """Registers hooks around autograd's adding to `p.grad`; the handles remove them.
 
     They are called for every parameter of every step, and so have nothing around them. Python's collector does not see
@@ -45,9 +45,9 @@ def watch_parameters(
         parameters: Those that are trained.
         follower: Is told.
         before: Whether it is told of a pass before that adds to the first gradient.
-        meets_all: Whether it is told of every gradient.
     """
     handles, reference, state, fired = [], weakref.ref(follower), follower.state, follower.fired
+    meets_all = follower.has_streams
 
     def after_it(parameter: nn.Parameter) -> None:
         is_sparse = type(gradient := gradient_of(parameter)) is Tensor and gradient.is_sparse

@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline.core.errors import EngineError
 from paceline.core.layout import Layout
+from paceline.hooks.other_models import OtherModels
 from paceline.models.units import named_parameters
 from paceline.tensors.assigned_gradient import ReducedGradParameter
 
@@ -18,7 +19,14 @@ _HERE = frozenset((nn.Parameter, ReducedGradParameter))
 class Structure:
     """The modules and parameters of a model as they were when it was made parallel."""
 
-    def __init__(self, module: nn.Module, layout: Layout, parameters: Sequence[nn.Parameter], parts_stay: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        parts_stay: bool,
+        others: OtherModels,
+    ) -> None:
         """Remembers them.
 
         Args:
@@ -26,8 +34,9 @@ class Structure:
             layout: Where its parameters lie.
             parameters: In the order of `layout.slots`.
             parts_stay: Whether each part must stay in its place, as the parameters of one are gathered for it there.
+            others: Have parameters of it that were not laid out.
         """
-        self._module, self._parts_stay = module, parts_stay
+        self._module, self._parts_stay, self._others = module, parts_stay, others
         self._specs = [(p, slot.spec) for p, slot in zip(parameters, layout.slots, strict=True)]
         self._identities = {id(parameter) for parameter in parameters}
         self._frozen = [
@@ -59,8 +68,9 @@ class Structure:
 
         Raises:
             EngineError: A module or parameter was replaced or added, or a parameter unfrozen or given another shape,
-                since.
+                since; or another model that has some was released.
         """
+        self._others.require_parallel()
         for parameter, spec in self._specs:
             # What is sharded has a shape that only the engine sets.
             if type(parameter) in _HERE and parameter.shape != spec.shape:
@@ -110,7 +120,8 @@ class Structure:
     def _trains(self, member: nn.Module | nn.Parameter | None) -> bool:
         """Whether gradients may come to parameters in a part of a model that were not laid out."""
         parameters = [p for _, p in named_parameters(member)] if isinstance(member, nn.Module) else [member]
-        return any(p is not None and p.requires_grad and id(p) not in self._identities for p in parameters)
+        added = (p for p in parameters if p is not None and id(p) not in self._identities)
+        return any(p.requires_grad and p not in self._others for p in added)
 
 
 def _joined(path: str, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,19 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from paceline.buffers.storage_uses import storage_of, used_elsewhere
 from paceline.core.errors import UserError
 from paceline.models.units import named_parameters
-from paceline.tensors.sharded_parameter import is_owned
 
 
-def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
+def require_own_parameters(model: nn.Module, will_be_sharded: bool, others: Container[nn.Parameter] = ()) -> None:
     """Refuses a model whose parameters would be others once each has been given its place in a flat buffer.
 
     Args:
         model: Not parallel yet.
         will_be_sharded: Whether this rank is to have only shards of them.
+        others: Other parallel models, which see to those of them that they have.
 
     Raises:
-        UserError: Some have no shape yet, belong to another parallel model, or share memory; or are to be sharded, and
-            somebody has a tensor in their memory, or another process may.
+        UserError: Some have no shape yet, or share memory; or are to be sharded, and somebody has a tensor in their
+            memory, or another process may.
     """
     for name, tensor in (*named_parameters(model), *model.named_buffers()):
         if is_lazy(tensor):
@@ -35,12 +35,7 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool) -> None:
             )
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, parameter in named_parameters(model):
-        if is_owned(parameter):
-            raise UserError(
-                f"parallelize: {name} belongs to another parallel model already: parallelize the outermost model "
-                "alone, or call pl.release on the other"
-            )
-        if not parameter.numel() or parameter.is_meta:
+        if parameter in others or not parameter.numel() or parameter.is_meta:
             continue
         by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
     for together in by_storage.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -65,8 +65,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     return _named_blocks(model, patterns) if patterns else _repeated_blocks(model)
 
 
-def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpec]:
-    """Every parameter of a model once, with the unit it belongs to.
+def parameter_specs(model: nn.Module, units: Sequence[str], left: Container[nn.Parameter] = ()) -> list[ParameterSpec]:
+    """Every parameter of a model once, with the unit it belongs to; but for those that are left to another model.
 
     A parameter that several units use (tied) belongs to none of them, but to `ROOT`. Those of BatchNorm in fp32 stay so
     beside their fp32 statistics, as under `torch.autocast`: on CPUs torch computes with no other.
@@ -94,6 +94,7 @@ def parameter_specs(model: nn.Module, units: Sequence[str]) -> list[ParameterSpe
             casts=id(parameter) not in uncast,
         )
         for name, parameter in named_parameters(model)
+        if parameter not in left
     ]
 
 

@@ -139,18 +139,18 @@ def test_a_norm_of_parameters_that_are_not_the_models_is_refused(ranks: RankPool
     assert "expected parameters of the parallel model, such as an optimizer's group['params']" in message
 
 
-def one_inside_another(inner_first: bool) -> str:
+def one_inside_another(inner_first: bool, zero: int) -> str:
     inner = Stack()
     outer = nn.Sequential(inner, nn.Linear(2, 2))
     first, second = (inner, outer) if inner_first else (outer, inner)
-    pl.parallelize(first, pl.Strategy(zero=1))
+    pl.parallelize(first, pl.Strategy(zero=zero))
     with pytest.raises(pl.UserError) as caught:
-        pl.parallelize(second, pl.Strategy(zero=1))
+        pl.parallelize(second, pl.Strategy(zero=zero))
     pl.release(first)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("inner_first", [True, False])
-def test_parallel_models_inside_each_other_are_refused(ranks, inner_first: bool) -> None:
-    for message in ranks(2, one_inside_another, inner_first):
+@pytest.mark.parametrize(("inner_first", "zero"), [(True, 3), (False, 3), (False, 1)])
+def test_parallel_models_inside_each_other_are_refused(ranks, inner_first: bool, zero: int) -> None:
+    for message in ranks(2, one_inside_another, inner_first, zero):
         assert "belongs to another parallel model already: parallelize the outermost model alone" in message

@@ -62,6 +62,7 @@ OF_ALL_RANKS = frozenset(
         "gradients kept over a step are put back",
         "sharpness aware by hand",
         "a look at everything in inference mode",
+        "actor and critic have a trunk",
         "the moments of each parameter are scaled",
         "views of gradients are kept and zeroed",
         "the norm of moments is noted",

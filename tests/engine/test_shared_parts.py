@@ -1,0 +1,159 @@
+"""A model of which another parallel one has parts leaves these to it; tests/idioms/shared_parts.py trains with such."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline as pl
+from paceline.core.strategy import Strategy
+from tests.engine.models import Stack, assert_same, data, shares, snapshot
+
+
+class Headed(nn.Module):
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.trunk(x))
+
+
+def pair() -> tuple[nn.Module, Headed]:
+    torch.manual_seed(3)
+    trunk = Stack().double()
+    return Headed(trunk).double(), Headed(trunk).double()
+
+
+def steps(first: Any, second: Any, models: tuple[nn.Module, ...], count: int = 3) -> list[torch.Tensor]:
+    parameters = list({id(p): p for model in models for p in model.parameters()}.values())
+    optimizer, norms = torch.optim.AdamW(parameters, 0.01, eps=1e-3), []
+    for step in range(count):
+        for index in range(2):
+            x, y = (shares(part) for part in data(2 * step + index, 12))
+            (F.mse_loss(first(x), y) + F.mse_loss(second(x), -y)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.2))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def trained_with(one: Strategy | None, other: Strategy | None) -> tuple[dict, dict, list]:
+    first, second = pair()
+    if one is not None and other is not None:
+        pl.parallelize(first, one)
+        pl.parallelize(second, other)
+    norms = steps(first, second, (first, second))
+    result = snapshot(first), snapshot(second), norms
+    if one is not None:
+        pl.release(second)
+        pl.release(first)
+    return result
+
+
+ZERO = [Strategy(zero=zero, bucket_mb=1e-4) for zero in range(3)]
+MIXES = [
+    *itertools.product(ZERO, ZERO),
+    *((strategy, strategy) for strategy in (Strategy(zero=0, recompute="unit"), Strategy(zero=2, recompute="unit"))),
+    (ZERO[0], Strategy(zero=2, share_parameters=True)),
+    (Strategy(zero=1, share_parameters=True), ZERO[2]),
+    (ZERO[2], Strategy(zero=2, accumulation="defer")),
+]
+
+
+@pytest.mark.parametrize("strategies", MIXES, ids=str)
+def test_each_has_a_strategy_of_its_own(ranks, strategies) -> None:
+    first, second, norms = trained_with(None, None)
+    for found in ranks(2, trained_with, *strategies):
+        assert_same(found[0], first)
+        assert_same(found[1], second)
+        torch.testing.assert_close(found[2], norms)
+
+
+def with_the_first_let_go() -> dict:
+    first, second = pair()
+    pl.parallelize(first, ZERO[2])
+    pl.parallelize(second, ZERO[2])
+    del first
+    gc.collect()
+    steps(second, second, (second,))
+    state = snapshot(second)
+    pl.release(second)
+    return state
+
+
+def test_the_first_sees_to_its_own_while_another_has_them(ranks) -> None:
+    _, second = pair()
+    steps(second, second, (second,))
+    for state in ranks(2, with_the_first_let_go):
+        assert_same(state, snapshot(second))
+
+
+def refused(what: str, folder: Path) -> str:
+    first, second = pair()
+    pl.parallelize(first, ZERO[2])
+    pl.parallelize(second, ZERO[1])
+    optimizer = torch.optim.SGD(second.parameters(), 0.1)
+    try:
+        with pytest.raises((pl.UserError, pl.EngineError)) as caught:
+            if what == "release":
+                pl.release(first)
+                second(torch.ones(2, 4).double()).sum().backward()
+            elif what == "save":
+                pl.save(folder / "step-1", second, optimizer, step=1)
+            else:
+                pl.parallelize(first.trunk, ZERO[1])
+    finally:
+        pl.release(second)
+        if what != "release":
+            pl.release(first)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("release", "trunk.inner.weight belonged to another parallel model, which was released since"),
+        ("save", "would lack these: parallelize one model that has both"),
+        ("all", "inner.weight belongs to another parallel model already"),
+    ],
+)
+def test_what_would_lose_them_is_refused(ranks, tmp_path: Path, what: str, words: str) -> None:
+    for told in ranks(2, refused, what, tmp_path):
+        assert words in told
+
+
+def after_reset() -> tuple[dict, dict]:
+    first, second = pair()
+    pl.parallelize(first, ZERO[2])
+    pl.parallelize(second, ZERO[2])
+    try:
+        (second(torch.ones(2, 4).double()).sum() + second(torch.ones(2, 5).double()).sum()).backward()
+    except RuntimeError:
+        pl.reset(second)
+    try:
+        hook = second.head.weight.register_hook(lambda gradient: 1 / 0)
+        second(torch.ones(2, 4).double()).sum().backward()
+    except ZeroDivisionError:
+        hook.remove()
+        pl.reset(second)
+    steps(first, second, (first, second))
+    states = snapshot(first), snapshot(second)
+    pl.release(second)
+    pl.release(first)
+    return states
+
+
+def test_a_reset_drops_gradients_of_both(ranks) -> None:
+    first, second = pair()
+    steps(first, second, (first, second))
+    for found in ranks(2, after_reset):
+        assert_same(found[0], snapshot(first))
+        assert_same(found[1], snapshot(second))
