@@ -7,7 +7,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -115,7 +115,7 @@ def main(options: CheckpointBench) -> list[Saved]:
         path = folder.path if parent is None else parent / folder.path.name
         try:
             case = Case("checkpoint", shape, batch=1)
-            measured = run_ranks(options.ranks, _measure, case, path, options.rounds, threads=threads)[0]
+            measured = run_ranks(options.ranks, _measure, case, path, options.rounds, THREADS, threads=threads)[0]
         finally:
             shutil.rmtree(path, ignore_errors=True)
     rows = _rows([(system, kind, [_Times(*times) for times in each]) for system, kind, each in measured])
@@ -125,10 +125,10 @@ def main(options: CheckpointBench) -> list[Saved]:
     return rows
 
 
-def _measure(case: Case, folder: Path, rounds: int) -> list[tuple[str, str, list[_Times]]]:
+def _measure(case: Case, folder: Path, rounds: int, threads: Sequence[int]) -> list[tuple[str, str, list[_Times]]]:
     world = pl.init(device="cpu")
     with _quiet():
-        every = systems(case, world)
+        every = systems(case, world, threads)
         found: list[list[_Times]] = [[] for _ in every]
         for number in range(rounds + 1):
             for place in range(len(every)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,9 +41,9 @@ class System(NamedTuple):
     load: Callable[[Path], object]
 
 
-def systems(case: Case, world: pl.World) -> list[System]:
-    """All of them, paceline's first, of two trainings: paceline's and FSDP2's."""
-    return [*_paceline(case, world), *_dcp(case, world)]
+def systems(case: Case, world: pl.World, threads: Sequence[int]) -> list[System]:
+    """All of them, paceline's first, of two trainings: paceline's and FSDP2's. DCP writes with so many threads each."""
+    return [*_paceline(case, world), *_dcp(case, world, threads)]
 
 
 def _paceline(case: Case, world: pl.World) -> list[System]:
@@ -64,7 +64,7 @@ def _paceline(case: Case, world: pl.World) -> list[System]:
     ]
 
 
-def _dcp(case: Case, world: pl.World) -> list[System]:
+def _dcp(case: Case, world: pl.World, numbers: Sequence[int]) -> list[System]:
     """FSDP2's shards; in the background staged into memory that is kept, and written by a thread or a process."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -115,7 +115,7 @@ def _dcp(case: Case, world: pl.World) -> list[System]:
         set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
     found = []
-    for threads in THREADS:
+    for threads in numbers:
         by = f"{threads} writing thread{'s' * (threads > 1)}"
         for kind in AsyncCheckpointerType:
             name = f"torch DCP: async_save by a {kind.value}, {by}"

@@ -70,7 +70,7 @@ class Parameters:
         self._edits = Edits(self.all, {index: flat.own_part(index) for index in lost})
         self._copy_edits, self.conversions, self.state_edits = CopyEdits(flat), Conversions(flat), StateEdits(self.all)
         follow_transforms()
-        for index in flat.bucket_of:
+        for index in flat.managed:
             own(self.all[index], owner, index)
         self._placeholder = {index: placeholder(flat.views[index]) for index in flat.managed if flat.is_sharded}
         self.rest()

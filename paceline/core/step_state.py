@@ -36,6 +36,7 @@ class StepState:
         generation: How many times the weights have changed, or may have: by an update, or by hand.
         is_used: Whether an update came after the latest backward.
         is_partly_loaded: Whether some weights are a checkpoint's and some are not; see `require_whole_weights`.
+        is_over: Whether the model's engine has ended.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class StepState:
         self.phase: Literal["idle", "forward", "backward"] = "idle"
         self.synchronises = True
         self.gradients: Literal["none", "local", "reduced"] = "none"
-        self._updated = self.is_partly_loaded = self.is_used = self._is_over = False
+        self._updated = self.is_partly_loaded = self.is_used = self.is_over = False
         self._deferrals = self._resets = 0
         self._edited = -1
 
@@ -142,7 +143,7 @@ class StepState:
 
     def end(self) -> None:
         """The model's engine has ended: no backward of its forwards may follow."""
-        self._is_over = True
+        self.is_over = True
 
     def require_current(self, generation: int) -> None:
         """Refuses a backward through weights that have since changed.
@@ -150,7 +151,7 @@ class StepState:
         Raises:
             EngineError: The forward used another generation of the weights, or the engine has ended since.
         """
-        if self._is_over:
+        if self.is_over:
             raise EngineError(
                 "pl.release ended this model's engine between this forward and its backward, which can no longer "
                 "reduce gradients: release it before the forward or after the step, or run the forward again"

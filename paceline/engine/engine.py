@@ -41,7 +41,7 @@ from paceline.materialise.own_memory import require_own_parameters
 from paceline.materialise.to_device import move
 from paceline.models.recompute import recompute
 from paceline.models.units import find_blocks, find_units
-from paceline.optimizers.watch import watch_optimizers
+from paceline.optimizers.watch import alive, watch_optimizers
 
 
 class Engine:
@@ -82,8 +82,8 @@ class Engine:
         require_hooks(module)
         require_unwrapped(module)
         is_sharded = strategy.gathers and strategy.shards(world.world_size) > 1
-        self.left = left = OtherModels(module, is_sharded)
-        self.others = [owner for owner in left.owners if isinstance(owner, Engine)]
+        self.left = left = OtherModels(module, [each for each in alive() if isinstance(each, Engine)], is_sharded)
+        self.others = left.owners
         require_own_parameters(module, is_sharded, left)
         self.module, self.strategy, self.world = module, strategy, world
         self.units = left.leave(find_units(module, strategy.units))
@@ -148,10 +148,6 @@ class Engine:
     def grad_norm(self) -> Tensor:
         """See `GradientNorm.now`."""
         return self.norm.now()
-
-    def reduced_norm(self) -> Tensor:
-        """See `GradientNorm.as_reduced`."""
-        return self.norm.as_reduced()
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Inside, every parameter is whole, in its own shape and dtype; what is written to it is kept.
@@ -268,6 +264,10 @@ class Engine:
     def holds_parameter(self, identity: int) -> bool:
         """Whether the parameter with this `id()` belongs to the model."""
         return self.program.structure.holds(identity)
+
+    def owns_parameter(self, identity: int) -> bool:
+        """Whether it is trained or sharded here."""
+        return self.program.structure.holds(identity, in_bucket=True)
 
     @gives_up
     def update_begins(self, optimizer: Optimizer) -> None:

@@ -14,7 +14,6 @@ from paceline.engine.engine import Engine
 from paceline.engine.full_parameters import leave
 from paceline.hooks.casting import cast_singular_vectors
 from paceline.optimizers.watch import leave_optimizers
-from paceline.tensors.sharded_parameter import disown
 
 
 def reset(engine: Engine) -> None:
@@ -131,9 +130,6 @@ def close(engine: Engine, whole: bool) -> None:
             engine.program.start()
         engine.settle()
         leave(engine.program.parameters, functools.partial(collectives.gather, "pl.release") if collectives else None)
-    elif whole:
-        for parameter in engine.program.parameters.all:
-            disown(parameter)
     if collectives is not None:
         collectives.close()
 

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
 from paceline.core.errors import EngineError, UserError
+from paceline.core.schedule import Schedule
+from paceline.core.step_state import StepState
 from paceline.models.units import named_parameters
-from paceline.tensors.sharded_parameter import Owner, owner_of
 
 
-class OtherModels:
+class Owner(Protocol):
+    """The engine of a model.
+
+    Attributes:
+        state: Which step the training loop is in.
+    """
+
+    state: StepState
+
+    @property
+    def schedule(self) -> Schedule:
+        """The ops of a step."""
+
+    def owns_parameter(self, identity: int) -> bool:
+        """Whether the parameter with this `id()` is trained or sharded by it."""
+
+
+E = TypeVar("E", bound=Owner)
+
+
+class OtherModels(Generic[E]):
     """The parallel models that have had some of a model's parameters before it.
 
     Attributes:
@@ -19,35 +41,39 @@ class OtherModels:
         owners: Their engines, which live as long as this one does.
     """
 
-    def __init__(self, model: nn.Module, is_sharded: bool) -> None:
+    def __init__(self, model: nn.Module, engines: Sequence[E], is_sharded: bool) -> None:
         """Looks for them.
 
         Args:
             model: Not parallel itself yet.
+            engines: Of all parallel models.
             is_sharded: Whether ranks are to have shards of its own parameters.
 
         Raises:
             UserError: What another model has is not computed with as it is, or it has all.
         """
-        found = [(name, parameter, owner_of(parameter)) for name, parameter in named_parameters(model)]
-        self._left = {id(parameter): (name, parameter, owner) for name, parameter, owner in found if owner is not None}
-        self.names = [name for name, _, _ in self._left.values()]
-        self.owners: tuple[Owner, ...] = tuple({id(owner): owner for _, _, owner in self._left.values()}.values())
-        for name, _, owner in self._left.values():
-            if is_sharded or owner.schedule.shards_parameters or len(self._left) == len(found):
-                raise UserError(
-                    f"parallelize: {name} belongs to another parallel model already: parallelize the outermost model "
-                    "alone, or one that has both, or call pl.release on the other. Up to zero 2 one that has "
-                    "parameters of its own besides leaves those to the other"
-                )
+        parameters = dict(named_parameters(model))
+        found = {name: next((e for e in engines if e.owns_parameter(id(p))), None) for name, p in parameters.items()}
+        self._left = {id(parameters[name]): (parameters[name], owner) for name, owner in found.items() if owner}
+        self.names = [name for name, owner in found.items() if owner]
+        self.owners: list[E] = [*{id(owner): owner for _, owner in self._left.values()}.values()]
+        trained = sum(parameter.requires_grad or id(parameter) in self._left for parameter in parameters.values())
+        if self._left and (
+            is_sharded or any(owner.schedule.shards_parameters for owner in self.owners) or len(self._left) == trained
+        ):
+            raise UserError(
+                f"parallelize: {self.names[0]} belongs to another parallel model already: parallelize the outermost "
+                "model alone, or one that has both, or call pl.release on the other. Up to zero 2 one that has "
+                "parameters of its own besides leaves those to the other"
+            )
 
     def __contains__(self, parameter: object) -> bool:
         """Whether a parameter is another model's."""
         return id(parameter) in self._left
 
-    def of(self, owner: Owner) -> list[nn.Parameter]:
+    def of(self, owner: Any) -> list[nn.Parameter]:
         """Those that are one engine's."""
-        return [parameter for _, parameter, whose in self._left.values() if whose is owner]
+        return [parameter for parameter, whose in self._left.values() if whose is owner]
 
     def leave(self, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Those of some modules that are not other models' with all their parameters."""
@@ -63,8 +89,8 @@ class OtherModels:
         Raises:
             EngineError: Another model was released.
         """
-        for name, parameter, owner in self._left.values():
-            if owner_of(parameter) is not owner:
+        for name, (_, owner) in zip(self.names, self._left.values(), strict=True):
+            if owner.state.is_over:
                 raise EngineError(
                     f"{name} belonged to another parallel model, which was released since, so its gradients would not "
                     "be reduced: call pl.release(model) on this one, too, and pl.parallelize(model) again"

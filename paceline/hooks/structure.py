@@ -39,6 +39,7 @@ class Structure:
         self._module, self._parts_stay, self._others = module, parts_stay, others
         self._specs = [(p, slot.spec) for p, slot in zip(parameters, layout.slots, strict=True)]
         self._identities = {id(parameter) for parameter in parameters}
+        self._in_buckets = {id(parameters[index]) for bucket in layout.buckets for index in bucket.slots}
         self._frozen = [
             (slot.spec.name, p) for p, slot in zip(parameters, layout.slots, strict=True) if not slot.spec.trainable
         ]
@@ -59,9 +60,9 @@ class Structure:
             for registry in (m._parameters, m._modules)
         ]
 
-    def holds(self, identity: int) -> bool:
-        """Whether a parameter with this `id()` is the model's."""
-        return identity in self._identities
+    def holds(self, identity: int, in_bucket: bool = False) -> bool:
+        """Whether a parameter with this `id()` is the model's, or in a bucket of it: trained or sharded."""
+        return identity in (self._in_buckets if in_bucket else self._identities)
 
     def require_unchanged(self) -> None:
         """Refuses to go on with parameters that are not those which were laid out.

@@ -90,7 +90,7 @@ def _hook_innermost(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     So what a loop does in these (clips weights, averages or logs them) finds parameters as they are between steps, and
     not the shards that the optimizer itself is shown.
     """
-    watching = [watcher for watcher in _alive() if _holds(watcher, optimizer)]
+    watching = [watcher for watcher in alive() if _holds(watcher, optimizer)]
     # Those of the watchers' own are looked at by them; others are whole.
     require_states_of(optimizer, lambda own: not any(watcher.holds_parameter(own) for watcher in watching))
     if watching:
@@ -122,7 +122,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
     watching = _watching(optimizer)
     for watcher in watching:
         watcher.update_begins(optimizer)
-    for watcher in _alive():
+    for watcher in alive():
         if watcher not in watching and _holds(watcher, optimizer):
             watcher.part_begins(optimizer)
     if not watching:
@@ -162,12 +162,13 @@ def _watching(optimizer: Optimizer) -> list[Watcher]:
     Args:
         optimizer: Is about to step, or has stepped.
     """
-    watching = [watcher for watcher in _alive() if _holds(watcher, optimizer)]
+    watching = [watcher for watcher in alive() if _holds(watcher, optimizer)]
     outer = list(_steps_around()) if watching else []
     return [watcher for watcher in watching if not any(_holds(watcher, other) for other in outer)]
 
 
-def _alive() -> list[Watcher]:
+def alive() -> list[Watcher]:
+    """Returns all watchers, in the order in which they began."""
     return [watcher for reference in _watchers if (watcher := reference()) is not None]
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.core.schedule import Schedule
 from paceline.tensors.assigned_gradient import ReducedGradParameter
 from paceline.tensors.calls import name_of, tensors_of, writes
 from paceline.tensors.gradient_shard import GradientShard
@@ -55,11 +54,6 @@ _MADE_LIKE = frozenset({"type_as", "view_as", "reshape_as", "expand_as"})
 
 class Owner(Protocol):
     """The engine, as a sharded parameter asks it for its values."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """The ops of a step."""
-        ...
 
     def parameter_used(self, index: int, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
         """Makes a parameter whole, or raises.
@@ -146,13 +140,6 @@ def _dtype(parameter: nn.Parameter) -> torch.dtype:
 def own(parameter: nn.Parameter, owner: Owner, index: int) -> None:
     """Tells a parameter whom to ask while it is sharded."""
     _OWNERS[parameter] = (weakref.ref(owner), index)
-
-
-def owner_of(parameter: nn.Parameter) -> Owner | None:
-    """The engine of the parallel model that a parameter belongs to, if that lives."""
-    owner, _ = _OWNERS.get(parameter, (lambda: None, 0))
-    alive: Owner | None = owner()
-    return alive
 
 
 def disown(parameter: nn.Parameter) -> None:

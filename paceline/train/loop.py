@@ -212,7 +212,7 @@ def _steps(training: Training) -> tuple[int, int]:
             engine.count(batch.tokens, loss, *asked, *marks(loss, world.rank))
             (loss * update.scale).backward()
         counts = engine.counts()
-        norm = update(step - 1, counts[0], counts[1], engine.reduced_norm())
+        norm = update(step - 1, counts[0], counts[1], engine.norm.as_reduced())
         meter.add(counts[:2], torch.isfinite(norm), loader.wait_seconds)
         patience.step()
         if log.samples:

@@ -84,7 +84,7 @@ def _warm_up(config: TrainConfig, former: Former) -> None:
             engine.count(batch.numel(), loss)
             (loss * update.scale).backward()
         counts = engine.counts()
-        update(0, counts[0], counts[1], engine.reduced_norm())
+        update(0, counts[0], counts[1], engine.norm.as_reduced())
         pl.release(model)
         del model, update, engine, loss, counts
     pl.shutdown()

@@ -69,7 +69,7 @@ def train(model: nn.Module, outside: bool = False) -> dict[str, Tensor]:
             (loss / MICRO_BATCHES).backward()
             if step and index == 0:
                 change_gradients(model, step)
-        found[f"step {step}: reduced norm"] = engine.reduced_norm() if engine else norm(model)
+        found[f"step {step}: reduced norm"] = engine.norm.as_reduced() if engine else norm(model)
         clipped = pl.clip_grad_norm_(model, 0.5) if engine else nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         found[f"step {step}: norm"] = clipped
         found[f"step {step}: an evaluation before the update"] = evaluate(model)

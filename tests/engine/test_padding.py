@@ -19,7 +19,7 @@ MAX_NORM = 0.05
 def clip(model: nn.Module) -> torch.Tensor:
     if not hasattr(model, "_paceline_engine"):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-    reduced = pl.engine_of(model).reduced_norm()
+    reduced = pl.engine_of(model).norm.as_reduced()
     norm = pl.clip_grad_norm_(model, MAX_NORM)
     torch.testing.assert_close(reduced, norm, atol=1e-12, rtol=0)
     return norm
