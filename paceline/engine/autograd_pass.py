@@ -72,9 +72,16 @@ class AutogradPass:
 
     def adopt_orders(self) -> None:
         """Adopts the order of units of this model, and of all others that the pass leaves gradients in."""
-        for other in list(_PASSES):
-            if other is self or (other._order.is_open and will_accumulate(other._program.parameters.all)):
-                other._order.adopt()
+        others = [
+            other
+            for other in list(_PASSES)
+            if other is self or (other._order.is_open and will_accumulate(other._program.parameters.all))
+        ]
+        for other in others:
+            if other._order.is_open:
+                other._order.require_followed()
+        for other in others:
+            other._order.adopt()
 
     def begin(self) -> None:
         """The pass begins inside autograd, and is ended when that is through. Refuses one that makes a graph."""

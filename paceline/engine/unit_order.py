@@ -35,6 +35,10 @@ class UnitOrder:
         allocates = program.gradients is None and program.schedule.copies_gradients
         return not known or allocates or self.slots_changed
 
+    def require_followed(self) -> None:
+        """Refuses to adopt an order that not all ranks come to: see `IdleRanks`."""
+        self._forward.idle_ranks.require_followed()
+
     def adopt(self) -> None:
         """A step's first backward begins: gradients lie as the order has it from now on. Collective the first time."""
         program = self._program

@@ -39,14 +39,23 @@ class IdleRanks:
         Raises:
             EngineError: They do not: it is the second one, or the micro-batch another model's.
         """
-        if _now and self not in _now and (synchronises or self._reduces_each):
+        if synchronises or self._reduces_each:
+            self.require_followed()
+        self._require_first("backward")
+        self._has_backward = True
+
+    def require_followed(self) -> None:
+        """Refuses a backward that ranks do something together in, in a micro-batch of another model's that some lack.
+
+        Raises:
+            EngineError: It is such a micro-batch.
+        """
+        if _now and self not in _now:
             self._refuse(
                 f"gradients of {self._model} would be reduced in a micro-batch that pl.accumulate gives to another "
                 "model and not to every rank, so some will not take part: let its parameters require no gradient "
                 "meanwhile (requires_grad_(False)), or give every rank as many micro-batches"
             )
-        self._require_first("backward")
-        self._has_backward = True
 
     def begin_extra_forward(self) -> None:
         """A forward begins that gathers all units: the first one after a step without an update, or one too many.

@@ -190,6 +190,10 @@ def through_the_other(model: torch.nn.Module, other: torch.nn.Module, x: torch.T
     other(model(x)).square().sum().backward()
 
 
+def behind_the_other(model, other, x) -> None:
+    model(other(x)).mean().backward()
+
+
 def through_the_other_frozen(model: torch.nn.Module, other: torch.nn.Module, x: torch.Tensor) -> None:
     other.requires_grad_(False)
     through_the_other(model, other, x)
@@ -202,7 +206,7 @@ def evaluated(model: torch.nn.Module, other: torch.nn.Module, x: torch.Tensor) -
     (model(x) * target).sum().backward()
 
 
-def alone_on_rank_0(inside, strategy: Strategy | None) -> tuple[str, list[torch.Tensor], list[torch.Tensor]]:
+def alone_on_rank_0(inside, strategy: Strategy | None, is_first: bool = False) -> tuple[str, list, list]:
     """What this rank is told of what the other has no micro-batch for; weights then, and after an ordinary step."""
     models = [layers(seed) for seed in range(2)]
     if strategy is not None:
@@ -218,8 +222,9 @@ def alone_on_rank_0(inside, strategy: Strategy | None) -> tuple[str, list[torch.
             optimizer.step()
             optimizer.zero_grad()
 
-    told, (model, other), ones = "", models, torch.ones(3, 4, dtype=torch.float64)
-    step()
+    told, (other, model), ones = "", models if is_first else models[::-1], torch.ones(3, 4, dtype=torch.float64)
+    if not is_first:
+        step()
     before = weights()
     if strategy is None:
         inside(*models, ones)
@@ -247,11 +252,7 @@ def alone_on_rank_0(inside, strategy: Strategy | None) -> tuple[str, list[torch.
 
 REFUSED = [
     (twice, (0, 1, 2), "a second backward of Sequential"),
-    (
-        through_the_other,
-        (0, 1, 2),
-        "gradients of Sequential would be reduced in a micro-batch that pl.accumulate gives",
-    ),
+    (through_the_other, (0, 1, 2), "of Sequential would be reduced in a micro-batch that pl.accumulate gives"),
     (through_the_other, (3,), "is gathered in a micro-batch that pl.accumulate gives to another"),
     (twice, (3,), "a second forward of Sequential"),
     (evaluated, (3,), "a forward without gradients, which gathers all units, while a rank has no micro-batch"),
@@ -274,11 +275,16 @@ def test_it_is_refused_before_a_weight_changes_on_any_rank(ranks, inside, zero: 
     (told, *first), (other, *second) = ranks(2, alone_on_rank_0, inside, Strategy(zero=zero, bucket_mb=1e-4))
     assert words in told
     assert other
-    for changed, _ in (first, second):
-        assert not any(each.any() for each in changed)
+    assert not any(each.any() for changed, _ in (first, second) for each in changed)
     # And both go on.
-    for mine, theirs in zip(first[1], second[1], strict=True):
-        assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, first[1], second[1]))
+
+
+@pytest.mark.parametrize("zero", [2, full(0), full(1)])
+def test_it_is_refused_in_the_first_step_too_in_which_ranks_agree_on_more(ranks, zero: int) -> None:
+    (told, *_, one), (other, *_, two) = ranks(2, alone_on_rank_0, behind_the_other, Strategy(zero=zero), True)
+    assert "would be reduced in a micro-batch that pl.accumulate gives" in told and other
+    assert all(map(torch.equal, one, two))
 
 
 @pytest.mark.parametrize(
