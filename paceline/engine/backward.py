@@ -153,6 +153,7 @@ class BackwardPass:
         self._over_from = len(program.schedule.order)
         self._incomplete.clear()
         program.executor.load(state.step, program.schedule.backward(state.micro_batch, state.synchronises))
+        program.tables.begin()
         if program.gradients is not None:
             self._uncopied = list(program.schedule.copied_units)
             program.gradients.begin(state.micro_batch, state.synchronises, reduced)

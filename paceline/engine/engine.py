@@ -101,7 +101,7 @@ class Engine:
         self.backward.when_over, self.forward.end_raised_update = self.update.resume, self.update.end_raised
         self._outside = OutsideUse(self.program, self.forward)
         self._outputs = UnitOutputs(self.program, self.units, self.forward)
-        self._handles: list[Any] = [*install(module, self.units, self, self.forward.under_way)]
+        self._handles: list[Any] = [*install(module, self.units, self, self.forward.under_way), *program.tables.handles]
         self._handles += [*refuse_other_parameters(module), self._outputs.hooked, self.backward.autograd]
         if self.schedule.copies_gradients:
             trained = [p for p in program.parameters.all if p.requires_grad]

@@ -36,6 +36,7 @@ from paceline.hooks.other_models import OtherModels
 from paceline.hooks.structure import Structure
 from paceline.materialise.materialiser import Materialiser
 from paceline.models.units import named_parameters, parameter_specs
+from paceline.optimizers.sparse_gradients import SparseGradients
 from paceline.tensors.sharded_parameter import Owner
 
 
@@ -51,6 +52,7 @@ class Program:
         gradients: In their buckets; None before the first backward, and where nothing has to be moved.
         statistics: What ranks agree on.
         module_buffers: The model's buffers.
+        tables: Notes which rows of tables get sparse gradients.
         structure: What the model was made of.
         specs: The model's parameters, in registration order.
         executor: Launches and records ops.
@@ -104,6 +106,7 @@ class Program:
             raise
         self._send(module.buffers())
         self.module_buffers = ModuleBuffers(module, world.device)
+        self.tables = SparseGradients(module, self.parameters.all if world.world_size > 1 else ())
         self._tensors.allocate(self.schedule.buffers(), "statistics")
         buffer = self._tensors.by_name.get("statistics")
         if buffer is None:

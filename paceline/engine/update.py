@@ -50,11 +50,6 @@ class Update:
         """
         program, parameters, executor = self._program, self._program.parameters, self._program.executor
         self.abandon()
-        if isinstance(optimizer, torch.optim.SparseAdam) and program.world.world_size > 1:
-            raise UserError(
-                "SparseAdam takes sparse gradients alone, and between ranks those of an embedding with sparse=True are "
-                "dense once they are reduced: use Adam"
-            )
         if self._forward.whole.is_full:
             raise EngineError(
                 "optimizer.step() inside pl.full_parameters, where parameters are whole while an optimizer updates "
@@ -80,6 +75,9 @@ class Update:
     def _show(self, optimizer: Optimizer) -> None:
         self._is_suspended, self.under_way = False, True
         self._shown.show(optimizer)
+        ranks, index = self._program.world.world_size, self._state.last_micro_batch
+        add_up = partial(self._program.sum, what="rows of tables", micro_batch=index, phase="update")
+        self._program.tables.show(optimizer, self._program.structure.holds, add_up, ranks)
 
     def _ops(self) -> tuple[Op, ...]:
         schedule, index = self._program.schedule, self._state.last_micro_batch
@@ -111,6 +109,7 @@ class Update:
             self._is_suspended = True
 
     def _take_back(self, takes_given: bool = True) -> None:
+        self._program.tables.take_back()
         self._shown.take_back(takes_given)
         if self._program.parameters.flat.managed:
             self._program.parameters.rest()
@@ -174,7 +173,9 @@ class Update:
         if self._is_suspended:
             self.require_reduced("optimizer.step() with a forward and backward inside")
         if self.under_way:
+            self._program.tables.take_back()
             self._shown.take_back()
+        self._program.tables.used(optimizer)
         mark_states(optimizer, parameters.flat)
         self.under_way = self._is_suspended = False
         executor.end()

@@ -35,10 +35,10 @@ def prepare_optimizer(optimizer: Optimizer, flat: FlatParameters, strategy: Stra
         UserError: The optimizer would compute something else from a shard than from the whole.
     """
     own, shards = flat.number
-    if isinstance(optimizer, torch.optim.LBFGS) and flat.has_followers:
+    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)) and flat.has_followers:
         raise UserError(
-            "LBFGS decides by gradients whether it goes on, and with collective=parameter_server rank 0 alone has any: "
-            "set strategy.collective to all_reduce"
+            f"{type(optimizer).__name__} needs gradients on every rank, by which it decides what to update, and with "
+            "collective=parameter_server rank 0 alone has any: set strategy.collective to all_reduce"
         )
     whole = needs_whole(optimizer, flat)
     widen_states(optimizer, flat)
