@@ -228,6 +228,11 @@ class Strategy:
             return self.stage >= 2 or not self.reduce_in_float32
         return self.accumulation != "defer"
 
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether parameters lie in buffers, from where ranks send what they update or compute in another precision."""
+        return self.stage > 0 or self.low or self.collective == "parameter_server"
+
     def has_server(self, world_size: int) -> bool:
         """Whether rank 0, a parameter server, updates all parameters and sends them to the others."""
         return self.collective == "parameter_server" and world_size > 1

@@ -84,7 +84,7 @@ class Engine:
         is_sharded = strategy.gathers and strategy.shards(world.world_size) > 1
         self.left = left = OtherModels(module, [each for each in alive() if isinstance(each, Engine)], is_sharded)
         self.others = left.owners
-        require_own_parameters(module, is_sharded, left)
+        require_own_parameters(module, None if strategy.moves_parameters else world.device, is_sharded, left)
         self.module, self.strategy, self.world = module, strategy, world
         self.units = left.leave(find_units(module, strategy.units))
         made_by = materialiser(module, self.units.values(), world, init, weights)

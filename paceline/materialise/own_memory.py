@@ -15,17 +15,20 @@ from paceline.core.errors import UserError
 from paceline.models.units import named_parameters
 
 
-def require_own_parameters(model: nn.Module, will_be_sharded: bool, others: Container[nn.Parameter] = ()) -> None:
+def require_own_parameters(
+    model: nn.Module, stay_on: torch.device | None, will_be_sharded: bool, others: Container[nn.Parameter] = ()
+) -> None:
     """Refuses a model whose parameters would be others once each has been given its place in a flat buffer.
 
     Args:
         model: Not parallel yet.
+        stay_on: Where they may stay as they are, if they are there and dense; None if they are to lie in buffers.
         will_be_sharded: Whether this rank is to have only shards of them.
         others: Other parallel models, which see to those of them that they have.
 
     Raises:
-        UserError: Some have no shape yet, or share memory; or are to be sharded, and somebody has a tensor in their
-            memory, or another process may.
+        UserError: Some have no shape yet, or share memory that they are to leave; or are to be sharded, and somebody
+            has a tensor in their memory, or another process may.
     """
     for name, tensor in (*named_parameters(model), *model.named_buffers()):
         if is_lazy(tensor):
@@ -38,8 +41,10 @@ def require_own_parameters(model: nn.Module, will_be_sharded: bool, others: Cont
         if parameter in others or not parameter.numel() or parameter.is_meta:
             continue
         by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
+    every = [parameter for each in by_storage.values() for _, parameter in each]
+    stay = stay_on is not None and all(_stays(parameter, stay_on) for parameter in every)
     for together in by_storage.values():
-        _require_apart(together)
+        _require_apart(together, stay)
     _part_from_normalised(model)
     named = {name: parameter for each in by_storage.values() for name, parameter in each}
     if will_be_sharded:
@@ -101,8 +106,14 @@ def _part_from_normalised(model: nn.Module) -> None:
                     setattr(module, hook.name, weight.clone())
 
 
-def _require_apart(parameters: list[tuple[str, Tensor]]) -> None:
-    """Refuses parameters of one storage that have bytes in common."""
+def _stays(parameter: Tensor, device: torch.device) -> bool:
+    """Whether a parameter can be computed with and updated where it is."""
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    return bool(is_dense) and parameter.device == device and not parameter.is_inference()
+
+
+def _require_apart(parameters: list[tuple[str, Tensor]], stay: bool) -> None:
+    """Refuses parameters of one storage that have bytes in common: within one, and unless they stay between them."""
     taken: list[tuple[int, int, str, Tensor]] = []
     for name, parameter in parameters:
         start, end = _span(parameter)
@@ -111,14 +122,15 @@ def _require_apart(parameters: list[tuple[str, Tensor]]) -> None:
                 f"parallelize: elements of {name} share memory with each other, as expand() leaves them, so they "
                 "cannot be updated: give it memory of its own, nn.Parameter(tensor.clone())"
             )
-        for other_start, other_end, other_name, other in taken:
+        for other_start, other_end, other_name, other in () if stay else taken:
             if start >= other_end or other_start >= end:
                 continue
             low, high = min(start, other_start), max(end, other_end)
             if (_marks(parameter, low, high) & _marks(other, low, high)).any():
                 raise UserError(
                     f"parallelize: {name} and {other_name} are two parameters in the same memory, which would come "
-                    "apart: tie them as one (model.b.weight = model.a.weight), or give each memory of its own"
+                    "apart: tie them as one (model.b.weight = model.a.weight), give each memory of its own, or set "
+                    "strategy.zero to 0 and strategy.precision to float32"
                 )
         taken.append((start, end, name, parameter))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.idioms.side import WIDTH, Found, Side, idiom, trained
+from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state, trained
 
 
 @idiom()
@@ -57,3 +57,18 @@ def a_sparse_matrix_made_by_a_block(side: Side) -> Found:
 
     torch.manual_seed(0)
     return trained(side, Model())
+
+
+@idiom(
+    refused=tuple(
+        (place, "are two parameters in the same memory")
+        for place in ("zero 1", "zero 2", "zero 3", "low", "parameter server")
+    )
+)
+def weights_tied_by_their_data(side: Side) -> Found:
+    """Two parameters in one memory, each with gradients and momentum of its own."""
+    model = mlp(side)
+    model[2][0].weight.data = model[1][0].weight.data
+    fit(side, side.parallel(model), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    assert torch.equal(model[2][0].weight, model[1][0].weight)
+    return state(model)

@@ -37,6 +37,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_would_come_apart_is_refused(make: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(pl.UserError, match=words):
+        pl.parallelize(make(), pl.Strategy(zero=1))
+
+
+@pytest.mark.parametrize("name", ["the same", "in part", "of other dtypes"])
+def test_where_parameters_stay_they_may_share_memory(name: str) -> None:
+    make, _ = REFUSED[name]
+    for found, expected in zip(pl.parallelize(make()).parameters(), make().parameters(), strict=True):
+        assert torch.equal(found, expected) and found.data_ptr() == expected.data_ptr()
+    make, words = REFUSED["columns"]
+    with pytest.raises(pl.UserError, match=words):
         pl.parallelize(make())
 
 
