@@ -41,11 +41,10 @@ class Ranges:
         Raises:
             UserError: Some parameters of the model are another parallel model's, which a checkpoint would lack.
         """
-        if engine.left.names:
+        if names := engine.program.others.names:
             raise UserError(
-                f"checkpoints of a model of which another parallel model has parts, such as {engine.left.names[0]}, "
-                "would lack these: parallelize one model that has both, or keep model.state_dict() of each, which has "
-                "them"
+                f"checkpoints of a model of which another parallel model has parts, such as {names[0]}, would lack "
+                "these: parallelize one model that has both, or keep model.state_dict() of each, which has them"
             )
         self._engine = engine
         self._writers = range(engine.world.world_size) if writers is None else writers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -139,13 +139,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, parameters: Iterable[nn.P
     if isinstance(max_norm, (int, float)) and not max_norm >= 0:  # a tensor may be on a device that is not waited for
         raise UserError(f"clip_grad_norm_: expected the highest norm as a number from 0 up, got {max_norm!r}")
     engine = engine_of(model)
-    parts = {engine: engine.program.parameters.all, **{other: engine.left.of(other) for other in engine.others}}
-    if parameters is not None:
-        given = _require_parameters(parts, parameters)
-        parts = {each: [p for p in given if each.holds_parameter(id(p))] for each in parts}
-    among = [parameter for each in parts.values() for parameter in each]
-    norms = [each.norm.now(part) for each, part in parts.items() if each is engine or part]
-    norm = norms[0] if len(norms) == 1 else sum((each.square() for each in norms), norms[0].new_zeros(())).sqrt()
+    among = engine.norm.parameters if parameters is None else _require_parameters(engine, parameters)
+    norm = engine.norm.now(among)
     gradients = [p.grad for p in among if p.grad is not None]
     with torch._C.DisableTorchFunctionSubclass():
         # The same constant as torch.nn.utils.clip_grad_norm_, so that results are comparable.
@@ -155,10 +150,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, parameters: Iterable[nn.P
     return norm
 
 
-def _require_parameters(engines: Collection[Engine], parameters: Any) -> list[nn.Parameter]:
+def _require_parameters(engine: Engine, parameters: Any) -> list[nn.Parameter]:
     """Parameters of a model, each once."""
     given = {id(each): each for each in ([parameters] if isinstance(parameters, nn.Parameter) else parameters)}
-    if not all(any(engine.holds_parameter(each) for engine in engines) for each in given):
+    if not given.keys() <= set(map(id, engine.norm.parameters)):
         raise UserError(
             "clip_grad_norm_: expected parameters of the parallel model, such as an optimizer's group['params'], got "
             "one that is not: call it once for each model"

@@ -52,8 +52,6 @@ class Engine:
         strategy: How it is synchronised.
         world: The job.
         units: Unit modules by name.
-        left: Parameters of it that are other parallel models'.
-        others: The engines of these.
         state: Which step and micro-batch the training loop is in, and what it may do there.
         program: The schedule, and the tensors, ranks and executor that it runs with.
     """
@@ -82,8 +80,8 @@ class Engine:
         require_hooks(module)
         require_unwrapped(module)
         is_sharded = strategy.gathers and strategy.shards(world.world_size) > 1
-        self.left = left = OtherModels(module, [each for each in alive() if isinstance(each, Engine)], is_sharded)
-        self.others = left.owners
+        engines = [each for each in alive() if isinstance(each, Engine)]
+        left = OtherModels(module, engines, strategy, is_sharded)
         require_own_parameters(module, None if strategy.moves_parameters else world.device, is_sharded, left)
         self.module, self.strategy, self.world = module, strategy, world
         self.units = left.leave(find_units(module, strategy.units))
@@ -113,7 +111,6 @@ class Engine:
         if strategy.low:
             low, applies = getattr(torch, strategy.precision), lambda: not self.forward.whole.is_full
             self._handles += compute_low(module, self.units.values(), low, applies)
-        self.forward.whole.others = [other.forward.whole for other in self.others]
         for whole in (*self.forward.whole.others, self.forward.whole):
             self._handles += open_for_states(module, whole.open_states, whole.close_state)
 

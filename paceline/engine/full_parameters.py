@@ -51,15 +51,18 @@ class FullParameters:
 
     Attributes:
         is_full: Whether they are so now.
-        others: Those of other models that the model has parameters of.
     """
 
     def __init__(self, program: Program, state: StepState, passes: Passes) -> None:
         """Creates it with parameters that are not full."""
         self._program, self._state, self._passes = program, state, passes
         self.is_full, self._thread = False, 0
-        self.others: list[FullParameters] = []
         self._opened = _Opened()
+
+    @property
+    def others(self) -> list[FullParameters]:
+        """Those of other models that the model has parameters of."""
+        return [other.forward.whole for other in self._program.others.owners]
 
     @property
     def takes_memory(self) -> bool:

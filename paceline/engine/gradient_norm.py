@@ -22,6 +22,12 @@ class GradientNorm:
         """Takes what is known of one model's gradients; `settle` waits for collectives under way."""
         self._program, self._state, self._update, self._settle = program, state, update, settle
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of the model, other models' among them."""
+        others = self._program.others
+        return [*self._program.parameters.all, *(p for owner in others.owners for p in others.of(owner))]
+
     @torch.inference_mode(False)
     def now(self, among: Collection[nn.Parameter] | None = None) -> Tensor:
         """The 2-norm of parameters' `grad` as they are now: a 0-dim tensor, the same on every rank.
@@ -34,6 +40,16 @@ class GradientNorm:
         Raises:
             EngineError: The gradients are not reduced yet.
         """
+        squares = self._squares(among)
+        chosen = None if among is None else set(map(id, among))
+        for owner in self._program.others.owners:
+            theirs = self._program.others.of(owner)
+            if meant := [p for p in theirs if chosen is None or id(p) in chosen]:
+                squares = squares + owner.norm._squares(meant)
+        return self._as_norm(squares)
+
+    def _squares(self, among: Collection[nn.Parameter] | None) -> Tensor:
+        """The sum of the squares of the model's own gradients over all ranks."""
         program, schedule, world = self._program, self._program.schedule, self._program.world
         self._update.require_reduced("the gradient norm")
         squares = norms_of(self._own_gradients(among), world.device).square().sum()
@@ -43,12 +59,13 @@ class GradientNorm:
             vector = squares.reshape(1)
             program.sum(vector, GRADIENT_NORM, self._state.last_micro_batch, "update")
             squares = vector[0] / schedule.holders
-        return self._as_norm(squares)
+        return squares
 
     def _own_gradients(self, among: Collection[nn.Parameter] | None) -> list[Tensor]:
         """Returns the gradients that this rank adds to the sum: of one that the loop made whole, its shard."""
         flat = self._program.parameters.flat
-        found = ((flat.index_of[id(p)], p.grad) for p in (flat.all if among is None else among))
+        own = flat.all if among is None else (p for p in among if id(p) in flat.index_of)
+        found = ((flat.index_of[id(p)], p.grad) for p in own)
         return [
             gradient if flat.shards == 1 or isinstance(gradient, GradientShard) else flat.cut(index, gradient)
             for index, gradient in found
@@ -58,7 +75,7 @@ class GradientNorm:
     def as_reduced(self) -> Tensor:
         """The 2-norm of what the last synchronised backward made `p.grad`, whatever was done to it since; see `now`."""
         if self._program.schedule.shards == 1:
-            return self.now()
+            return self._as_norm(self._squares(None))
         return self._as_norm(self._program.statistics.squares().sum() / self._program.schedule.replicas)
 
     def _as_norm(self, squares: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from paceline.executor.collectives import Collectives
 from paceline.executor.executor import Executor
 from paceline.executor.gradient_norms import NormRecords
 from paceline.executor.memory_meter import reader
-from paceline.executor.module_buffers import ModuleBuffers
+from paceline.executor.module_buffers import ModuleBuffers, send_first_ranks
 from paceline.executor.recorder import Recorder
 from paceline.executor.statistics import Statistics
 from paceline.hooks.other_models import OtherModels
@@ -52,6 +52,7 @@ class Program:
         gradients: In their buckets; None before the first backward, and where nothing has to be moved.
         statistics: What ranks agree on.
         module_buffers: The model's buffers.
+        others: Have some of its parameters, which are left out of all that follows.
         tables: Notes which rows of tables get sparse gradients.
         structure: What the model was made of.
         specs: The model's parameters, in registration order.
@@ -68,7 +69,7 @@ class Program:
         strategy: Strategy,
         world: World,
         owner: Owner,
-        others: OtherModels,
+        others: OtherModels[Any],
         materialiser: Materialiser | None = None,
     ) -> None:
         """Opens connections, sends rank 0's weights and buffers to all, and lays the model out. A collective call.
@@ -85,7 +86,7 @@ class Program:
         self.world, self.lock = world, threading.RLock()
         # On the host's clock that costs next to nothing; on a GPU each op takes two events and more.
         self.recorder = Recorder(is_on=world.device.type == "cpu")
-        self.module, self._units, self._owner, self._others = module, tuple(units), owner, others
+        self.module, self._units, self._owner, self.others = module, tuple(units), owner, others
         self.specs = parameter_specs(module, self._units, others)
         self.norms = NormRecords(len(self.specs))
         self.gradients: Gradients | None = None
@@ -96,6 +97,7 @@ class Program:
             self.collectives = Collectives(self.schedule, world)
             if materialiser is None:
                 self._send([p.data for _, p in named_parameters(module) if p not in others])
+            others.equalise(self._send)
         try:
             turns = materialiser.turns(self._send) if materialiser is not None else None
             self._lay_out(dict(named_parameters(self.module)), turns)
@@ -104,7 +106,7 @@ class Program:
             if self.collectives is not None:
                 self.collectives.give_up(error)
             raise
-        self._send(module.buffers())
+        send_first_ranks(module.buffers(), self._send)
         self.module_buffers = ModuleBuffers(module, world.device)
         self.tables = SparseGradients(module, self.parameters.all if world.world_size > 1 else ())
         self._tensors.allocate(self.schedule.buffers(), "statistics")
@@ -135,7 +137,7 @@ class Program:
         index_of, embeddings = self.parameters.flat.index_of, (nn.Embedding, nn.EmbeddingBag)
         renorming = (m for m in self.module.modules() if isinstance(m, embeddings) and m.max_norm is not None)
         self.parameters.flat.renormed = {index_of[id(m.weight)] for m in renorming if id(m.weight) in index_of}
-        self.structure = Structure(self.module, self.layout, parameters, self.parameters.flat.is_sharded, self._others)
+        self.structure = Structure(self.module, self.layout, parameters, self.parameters.flat.is_sharded, self.others)
         self._slots = {unit: self.layout.slots_of(unit) for unit in self.layout.units}
 
     def _transports(self) -> Mapping[str, Transport]:

@@ -25,7 +25,7 @@ def reset(engine: Engine) -> None:
     Raises:
         EngineError: Several ranks hold a GPU each, where other ranks' updates cannot be held back.
     """
-    for other in engine.others:
+    for other in engine.program.others.owners:
         # Gradients of the step are there, too.
         reset(other)
     program = engine.program

@@ -55,6 +55,7 @@ class Update:
                 "optimizer.step() inside pl.full_parameters, where parameters are whole while an optimizer updates "
                 "this rank's shards of them: step before it or after it"
             )
+        program.others.require_parallel()
         self.require_reduced("optimizer.step()")
         self._forward.idle_ranks.meet()
         if program.gradients is not None:

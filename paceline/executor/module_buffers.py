@@ -6,7 +6,7 @@ Forwards need no other rank for it: one rank may evaluate alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -113,12 +113,30 @@ class ModuleBuffers:
                 bits, version = bits_of(buffer), version_of(buffer)
                 # Without asking a GPU, for which the host would wait.
                 values = torch.where((bits == own).all(), sent, bits)
+                if buffer.is_cpu and torch.equal(values, bits):
+                    # Another model that has it, too, may have a graph that keeps it.
+                    continue
                 buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
                 if are_statistics:
                     # A graph that is yet to run backward keeps these, and computes nothing with them.
                     torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
         self._arrived.clear()
         self.take()
+
+
+def send_first_ranks(buffers: Iterable[Tensor], send: Callable[[Iterable[Tensor]], None]) -> None:
+    """Gives every rank rank 0's buffers; one that has them already stays as it is, as for another model's graph.
+
+    Args:
+        buffers: Of a model.
+        send: Gives every rank rank 0's values of tensors. A collective call.
+    """
+    copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    send(copied for _, copied in copies)
+    with torch.no_grad():
+        for buffer, copied in copies:
+            if not torch.equal(buffer, copied):
+                buffer.copy_(copied)
 
 
 def _normalises(module: nn.Module) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from paceline.buffers.weights_hash import weights_hash
+from paceline.comm.control import all_gather_json
 from paceline.core.errors import EngineError, UserError
 from paceline.core.schedule import Schedule
 from paceline.core.step_state import StepState
+from paceline.core.strategy import Strategy
 from paceline.models.units import named_parameters
 
 
@@ -26,6 +30,9 @@ class Owner(Protocol):
     def schedule(self) -> Schedule:
         """The ops of a step."""
 
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Inside, every parameter of the model is whole, and may be written to."""
+
     def owns_parameter(self, identity: int) -> bool:
         """Whether the parameter with this `id()` is trained or sharded by it."""
 
@@ -41,16 +48,18 @@ class OtherModels(Generic[E]):
         owners: Their engines, which live as long as this one does.
     """
 
-    def __init__(self, model: nn.Module, engines: Sequence[E], is_sharded: bool) -> None:
+    def __init__(self, model: nn.Module, engines: Sequence[E], strategy: Strategy, is_sharded: bool) -> None:
         """Looks for them.
 
         Args:
             model: Not parallel itself yet.
             engines: Of all parallel models.
+            strategy: How it is to be synchronised.
             is_sharded: Whether ranks are to have shards of its own parameters.
 
         Raises:
-            UserError: What another model has is not computed with as it is, or it has all.
+            UserError: What another model has is not computed with as it is, or in another precision, or it has all; or
+                the rest is on the meta device.
         """
         parameters = dict(named_parameters(model))
         found = {name: next((e for e in engines if e.owns_parameter(id(p))), None) for name, p in parameters.items()}
@@ -64,8 +73,26 @@ class OtherModels(Generic[E]):
             raise UserError(
                 f"parallelize: {self.names[0]} belongs to another parallel model already: parallelize the outermost "
                 "model alone, or one that has both, or call pl.release on the other. Up to zero 2 one that has "
-                "parameters of its own besides leaves those to the other"
+                "parameters of its own that require gradients leaves those to the other"
             )
+        if self._left and any(tensor.is_meta for tensor in (*parameters.values(), *model.buffers())):
+            raise UserError(
+                f"parallelize: {self.names[0]} belongs to another parallel model, too, while other parts of this one "
+                "are on the meta device: make these on the device, by to_empty and their own initialisation"
+            )
+        for theirs in (owner.schedule.strategy.precision for owner in self.owners):
+            if theirs != strategy.precision:
+                raise UserError(
+                    f"parallelize: {self.names[0]} belongs to another parallel model, too, which computes in {theirs}, "
+                    f"and this one is to compute in {strategy.precision}: give both the same strategy.precision"
+                )
+
+    def equalise(self, send: Callable[[Iterable[Tensor]], None]) -> None:
+        """Lets `send` give every rank rank 0's values where they have come to differ. A collective call."""
+        for owner in self.owners:
+            with owner.full_parameters():
+                if len(set(all_gather_json(weights_hash(self.of(owner)), "parameters that two models have"))) > 1:
+                    send(parameter.data for parameter in self.of(owner))
 
     def __contains__(self, parameter: object) -> bool:
         """Whether a parameter is another model's."""

@@ -106,13 +106,20 @@ def refused(what: str, folder: Path) -> str:
             if what == "release":
                 pl.release(first)
                 second(torch.ones(2, 4).double()).sum().backward()
+            elif what == "release before the step":
+                second(torch.ones(2, 4).double()).sum().backward()
+                pl.release(first)
+                optimizer.step()
             elif what == "save":
                 pl.save(folder / "step-1", second, optimizer, step=1)
             else:
-                pl.parallelize(first.trunk, ZERO[1])
+                whole = first.trunk if what == "all" else Headed(first.trunk)
+                if what == "meta":
+                    whole.head = nn.Linear(2, 2, device="meta")
+                pl.parallelize(whole, Strategy(precision="bfloat16") if what == "precision" else ZERO[1])
     finally:
         pl.release(second)
-        if what != "release":
+        if "release" not in what:
             pl.release(first)
     return str(caught.value)
 
@@ -121,6 +128,9 @@ def refused(what: str, folder: Path) -> str:
     ("what", "words"),
     [
         ("release", "trunk.inner.weight belonged to another parallel model, which was released since"),
+        ("release before the step", "belonged to another parallel model, which was released since"),
+        ("precision", "which computes in float32, and this one is to compute in bfloat16"),
+        ("meta", "while other parts of this one are on the meta device"),
         ("save", "would lack these: parallelize one model that has both"),
         ("all", "inner.weight belongs to another parallel model already"),
     ],
@@ -157,3 +167,52 @@ def test_a_reset_drops_gradients_of_both(ranks) -> None:
     for found in ranks(2, after_reset):
         assert_same(found[0], snapshot(first))
         assert_same(found[1], snapshot(second))
+
+
+class Normed(nn.Module):
+    """A trunk with buffers that a graph keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 2), nn.BatchNorm1d(2)
+        self.register_buffer("scale", torch.full((2,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)) * self.scale
+
+
+def from_rank_0(strategy: Strategy | None) -> tuple[dict, dict, list]:
+    """Both models from rank 0's weights, which are others than when the first was made parallel."""
+    torch.manual_seed(6)
+    trunk = Normed().double()
+    first, second = Headed(trunk).double(), Headed(trunk).double()
+    trunk.eval()
+    if strategy is not None:
+        pl.parallelize(first, strategy)
+    if strategy is None or pl.init().rank == 0:
+        with torch.no_grad():
+            for parameter in second.parameters():
+                parameter.mul_(0.5)
+    if strategy is not None:
+        pl.parallelize(second, strategy)
+    norms = steps(first, second, (first, second))
+    if strategy is not None:
+        x, y = (shares(part) for part in data(9, 12))
+        F.mse_loss(second(x), y).backward()
+        whole = pl.clip_grad_norm_(second, 1e9)
+        assert torch.equal(whole, pl.engine_of(second).grad_norm())
+        torch.testing.assert_close(whole, torch.nn.utils.clip_grad_norm_(second.parameters(), 1e9))
+    result = snapshot(first), snapshot(second), norms
+    if strategy is not None:
+        pl.release(second)
+        pl.release(first)
+    return result
+
+
+@pytest.mark.parametrize("strategy", ZERO, ids=str)
+def test_all_have_rank_0s_values_and_a_graph_of_both_keeps_their_buffers(ranks, strategy: Strategy) -> None:
+    first, second, norms = from_rank_0(None)
+    for found in ranks(2, from_rank_0, strategy):
+        assert_same(found[0], first)
+        assert_same(found[1], second)
+        torch.testing.assert_close(found[2], norms)

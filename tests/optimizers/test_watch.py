@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from paceline.optimizers.watch import _alive, watch_optimizers
+from paceline.optimizers.watch import alive, watch_optimizers
 
 
 class _Watcher:
@@ -23,7 +23,7 @@ def collected_meanwhile() -> set[int]:
             del watcher
             # After each number of allocations, so that each in turn is the one that collects.
             gc.set_threshold(gc.get_count()[0] + number % 12)
-            found.add(sum(isinstance(each, _Watcher) for each in _alive()))
+            found.add(sum(isinstance(each, _Watcher) for each in alive()))
             gc.set_threshold(*before)
     finally:
         gc.set_threshold(*before)
