@@ -46,11 +46,11 @@ def test_settings_are_run_and_forecast(
     monkeypatch.setattr(plan, "measured_here", lambda ranks, seconds: (HERE, 0.0))
     path = tmp_path / "plan.json"
     plan.main(
-        PlanBench(ranks=(2,), sizes=("small",), precision=("float32",), zero=(0, 3), rounds=1, steps=1, json=str(path))
+        PlanBench(ranks=(2,), sizes=("small",), precision=("float32",), zero=(3,), rounds=1, steps=1, json=str(path))
     )
     written = json.loads(path.read_text())
     assert [(each["zero"], each["recompute"]) for each in written["rows"]] == [
-        (0, "none"), (0, "unit"), (3, "none"), (3, "unit")
+        (3, "none"), (3, "unit")
     ]  # fmt: skip
     for each in written["rows"]:
         assert each["measured_ms"] > 0

@@ -182,18 +182,18 @@ def stacks_of(err: str) -> set[int]:
 def test_an_endless_loop_in_python_under_torchrun_is_told_and_then_the_job_starts_again(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     environment = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
-    status, out, err = finished(torchrun(3, "--max-restarts", "1", "loop.py", "loop"), tmp_path, environment)
-    assert (status, out.count("done")) == (0, 3)
-    assert stacks_of(err) == {0, 1, 2}
+    status, out, err = finished(torchrun(2, "--max-restarts", "1", "loop.py", "loop"), tmp_path, environment)
+    assert (status, out.count("done")) == (0, 2)
+    assert stacks_of(err) == {0, 1}
     assert re.search(
-        rf"did not answer within {LIMIT:g} s: .* reduce_scatter bucket 0.*; rank 2 never entered it: last seen "
+        rf"did not answer within {LIMIT:g} s: .* reduce_scatter bucket 0.*; rank 1 never entered it: last seen "
         r"\d+\.\d s ago in the program's own code after update of optimizer, at loop\.py:\d+ in fetch; bucket 0 holds "
         r"1\.weight to 0\.bias",
         err,
     )
     waits = r"^rank 0 .* s in paceline after .*, at loop\.py:\d+ in <module>; communicates reduce_scatter bucket 0"
     assert re.search(waits, err, re.M)
-    assert re.search(r"^rank 2 .* in fetch; communicates nothing$", err, re.M)
+    assert re.search(r"^rank 1 .* in fetch; communicates nothing$", err, re.M)
 
 
 @pytest.mark.full

@@ -191,7 +191,10 @@ def on_rank(way: Compiled, cases: list[tuple[int, str, str]]) -> list[dict[str, 
         *(pytest.param(way, cases, id=f"{way.__name__}: quick") for way, cases in QUICK.items()),
         *(
             pytest.param(
-                way, [each[1:] for each in CASES if each[0] == way.__name__], id=way.__name__, marks=pytest.mark.full
+                way,
+                [each for name, *each in CASES if name == way.__name__ and tuple(each) not in QUICK.get(way, ())],
+                id=way.__name__,
+                marks=pytest.mark.full,
             )
             for way in WAYS
         ),
