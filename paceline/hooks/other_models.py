@@ -58,22 +58,18 @@ class OtherModels(Generic[E]):
             is_sharded: Whether ranks are to have shards of its own parameters.
 
         Raises:
-            UserError: What another model has is not computed with as it is, or in another precision, or it has all; or
-                the rest is on the meta device.
+            UserError: What another model has is not computed with as it is, or in another precision; or the rest is on
+                the meta device.
         """
         parameters = dict(named_parameters(model))
         found = {name: next((e for e in engines if e.owns_parameter(id(p))), None) for name, p in parameters.items()}
         self._left = {id(parameters[name]): (parameters[name], owner) for name, owner in found.items() if owner}
         self.names = [name for name, owner in found.items() if owner]
         self.owners: list[E] = [*{id(owner): owner for _, owner in self._left.values()}.values()]
-        trained = sum(parameter.requires_grad or id(parameter) in self._left for parameter in parameters.values())
-        if self._left and (
-            is_sharded or any(owner.schedule.shards_parameters for owner in self.owners) or len(self._left) == trained
-        ):
+        if self._left and (is_sharded or any(owner.schedule.shards_parameters for owner in self.owners)):
             raise UserError(
                 f"parallelize: {self.names[0]} belongs to another parallel model already: parallelize the outermost "
-                "model alone, or one that has both, or call pl.release on the other. Up to zero 2 one that has "
-                "parameters of its own that require gradients leaves those to the other"
+                "model alone, or one that has both, or call pl.release on the other. Up to zero 2 both may have it"
             )
         if self._left and any(tensor.is_meta for tensor in (*parameters.values(), *model.buffers())):
             raise UserError(

@@ -113,7 +113,7 @@ def refused(what: str, folder: Path) -> str:
             elif what == "save":
                 pl.save(folder / "step-1", second, optimizer, step=1)
             else:
-                whole = first.trunk if what == "all" else Headed(first.trunk)
+                whole = Headed(first.trunk)
                 if what == "meta":
                     whole.head = nn.Linear(2, 2, device="meta")
                 pl.parallelize(whole, Strategy(precision="bfloat16") if what == "precision" else ZERO[1])
@@ -132,7 +132,6 @@ def refused(what: str, folder: Path) -> str:
         ("precision", "which computes in float32, and this one is to compute in bfloat16"),
         ("meta", "while other parts of this one are on the meta device"),
         ("save", "would lack these: parallelize one model that has both"),
-        ("all", "inner.weight belongs to another parallel model already"),
     ],
 )
 def test_what_would_lose_them_is_refused(ranks, tmp_path: Path, what: str, words: str) -> None:

@@ -150,3 +150,22 @@ def a_parallel_model_is_put_into_a_larger_one(side: Side) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return state(outer)
+
+
+@idiom(refused=_REFUSED, unused=True)
+def a_part_of_a_parallel_model_is_parallel_itself(side: Side) -> Found:
+    """It has no parameter that is not the whole's, is trained by itself in between, and evaluated."""
+    trunk = mlp(side)
+    whole = nn.Sequential(trunk, nn.Tanh(), nn.Linear(2, 2).to(side.dtype))
+    together, alone = side.parallel(whole), side.parallel(nn.Sequential(trunk))
+    optimizers = [torch.optim.AdamW(whole.parameters(), 0.01, eps=1e-3), torch.optim.SGD(trunk.parameters(), 0.1)]
+    seen = []
+    for step in range(4):
+        for net, optimizer in zip((together, alone), optimizers, strict=True):
+            x, y = side.batch(step)
+            (net(x) - y).square().mean().backward()
+            with torch.no_grad():
+                seen.append(side.mean(alone(x).square().mean()))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {**state(whole), "seen": torch.stack(seen)}
