@@ -50,7 +50,7 @@ def needs_whole(optimizer: Optimizer, flat: FlatParameters) -> bool:
     """
     if flat.shards == 1 or flat.is_sharded:
         return False
-    if type(optimizer) not in ELEMENTWISE:
+    if type(optimizer) not in ELEMENTWISE or isinstance(optimizer, torch.optim.SparseAdam):
         return True
     # Lists that it makes once it steps are of shards, and on some rank these may be whole.
     return not (is_of_torch(optimizer) or has_begun(optimizer)) and _listed(optimizer, flat) is not None
@@ -72,6 +72,8 @@ def tell_of_memory(optimizer: Optimizer) -> None:
         why, instead = (
             ("has a whole tensor for each parameter outside of its state", "keep them in self.state[parameter]")
             if kind in ELEMENTWISE
+            else ("updates rows", "torch's other optimizers update shards, also of a table with sparse=True")
+            if issubclass(kind, torch.optim.SparseAdam)
             else (
                 "may need whole parameters or norms across them",
                 "if each element's update depends on that element alone, vouch for it with "

@@ -134,7 +134,9 @@ class SparseGradients:
                 rows = self._touched[id(table)].of_all(add_up, ranks)
                 if rows is None:
                     continue  # torch's own words of what it does not take
-                sparse = torch.sparse_coo_tensor(rows[None], dense[rows], dense.shape, is_coalesced=True)
+                sparse = torch.sparse_coo_tensor(
+                    rows[None], dense[rows], dense.shape, is_coalesced=True, check_invariants=False
+                )
                 self._dense.append((table, dense))
             set_gradient(table, sparse)
 
