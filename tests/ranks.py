@@ -69,8 +69,31 @@ def _serve_on(pipe: Connection, device: str) -> None:
         send(pipe, (*outcome, torch.distributed.is_initialized()))
 
 
+class _Worker:
+    """A process that plays one rank."""
+
+    def __init__(self, device: str, around: Callable[[], AbstractContextManager[None]]) -> None:
+        self.pipe, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=_serve, args=(theirs, device, around), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        self.process.join(2)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+_KEPT = 3
+"""Jobs whose processes stay."""
+
+
 class RankPool:
-    """Runs a function as `n` ranks of one job and returns what each rank returned."""
+    """Runs a function as `n` ranks of one job and returns what each rank returned.
+
+    The processes of a job wait for the next of as many ranks, while others run: joining takes longer than most tests.
+    """
 
     def __init__(
         self, device: str = "cpu", around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -82,26 +105,21 @@ class RankPool:
             around: Gives what a rank's whole life is inside of.
         """
         self._device, self._around = device, around
-        self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
-        self._joined: tuple[int, float, str] | None = None
-        """Ranks, time limit and transport of the job that the workers are in."""
+        self._joined: dict[tuple[int, float, str], list[_Worker]] = {}
+        """By ranks, time limit and transport of the job that they are in: last what was used last."""
+        self._idle: list[_Worker] = []
         self._jobs = 0
 
     def __call__(
         self, n: int, function: Callable[..., Any], *args: Any, timeout: float = 60, transport: str = "auto"
     ) -> list[Any]:
-        while len(self._workers) < n:
-            ours, theirs = FORKS.Pipe()
-            process = FORKS.Process(target=_serve, args=(theirs, self._device, self._around), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
-        joins = self._joined != (n, timeout, transport)
-        self._joined = (n, timeout, transport)
+        job = (n, timeout, transport)
+        joins = job not in self._joined
+        self._joined[job] = workers = self._hire(n) if joins else self._joined.pop(job)
         self._jobs += joins
         stacks = [Path(self._folder.name, f"stacks{rank}") for rank in range(n)]
-        for rank in range(n):
+        for rank, worker in enumerate(workers):
             environment = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(n),
@@ -110,10 +128,10 @@ class RankPool:
                 "PACELINE_RENDEZVOUS": f"file://{self._folder.name}/store{self._jobs}",
                 "PACELINE_TRANSPORT": transport,
             }
-            send(self._workers[rank][1], (joins, environment, timeout, str(stacks[rank]), function, args))
-        outcomes = self._outcomes(n, timeout + 5)
+            send(worker.pipe, (joins, environment, timeout, str(stacks[rank]), function, args))
+        outcomes = self._outcomes(workers, timeout + 5)
         if not all(stays for _, _, stays in outcomes):
-            self._joined = None
+            self._idle += self._joined.pop(job)
         if all(kind == "ok" for kind, _, _ in outcomes):
             return [value for _, value, _ in outcomes]
         report = "\n".join(
@@ -123,31 +141,39 @@ class RankPool:
         self.close()
         raise RankError(report)
 
-    def _outcomes(self, n: int, timeout: float) -> list[tuple[str, Any, bool]]:
+    def _hire(self, n: int) -> list[_Worker]:
+        """Workers for a job that is new: such as are in none, of one that was not asked for long, or new ones."""
+        while len(self._joined) >= _KEPT:
+            self._idle += self._joined.pop(next(iter(self._joined)))
+        while len(self._idle) < n:
+            self._idle.append(_Worker(self._device, self._around))
+        hired, self._idle = self._idle[:n], self._idle[n:]
+        return hired
+
+    def _outcomes(self, workers: list[_Worker], timeout: float) -> list[tuple[str, Any, bool]]:
         """(kind, value, whether it is still in the job) of each rank."""
-        outcomes: list[tuple[str, Any, bool]] = [("hung", "", False)] * n
-        waiting = {self._workers[rank][1]: rank for rank in range(n)}
+        outcomes: list[tuple[str, Any, bool]] = [("hung", "", False)] * len(workers)
+        waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
         while waiting and (ready := wait(list(waiting), timeout)):
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
                     outcomes[rank] = receive(pipe)
                 except EOFError:
-                    process = self._workers[rank][0]
+                    process = workers[rank].process
                     process.join(1)
                     outcomes[rank] = f"gone, exit status {process.exitcode}", "", False
         return outcomes
 
     def close(self) -> None:
         """Ends the workers."""
-        for process, pipe in self._workers:
-            pipe.close()
-            process.join(2)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._workers.clear()
-        self._joined = None
+        every = [*self._idle, *(worker for workers in self._joined.values() for worker in workers)]
+        for worker in every:
+            worker.pipe.close()
+        for worker in every:
+            worker.end()
+        self._idle.clear()
+        self._joined.clear()
 
 
 if __name__ == "__main__":
