@@ -18,59 +18,45 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 class _Touched:
-    """Rows of one table that have gradients since these were last dropped, zeroed or used.
+    """When each row of a table last got a gradient, counted in backward passes, and when there was none before a pass.
 
-    `zero_grad(set_to_none=False)` is told by what a backward finds in `p.grad`, of which this rank may have some rows
-    alone: those of before count, unless nothing is left on any rank.
+    A gradient is zeroed or dropped where that is so on all ranks: one alone may have none for want of rows. Passes are
+    numbered alike on all.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.rows, self.before, self.latest = (torch.zeros(rows, dtype=torch.bool, device=device) for _ in range(3))
-        self.is_zeroed = self.is_dense = False
-        self._pass = -1
+        self._latest = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.clear()
 
     def begin(self, earlier: Tensor | None) -> None:
-        """A backward begins, which adds to an earlier gradient; autograd may have come to the table before that."""
-        self._follow()
-        if earlier is None:
-            self.rows.zero_()
-            self.before.zero_()
-            self.is_zeroed = self.is_dense = False
-        elif self.rows.any() and not earlier.any():
-            self.before |= self.rows
-            self.rows.zero_()
-            self.is_zeroed = True
+        """A backward begins, which adds to an earlier gradient."""
+        self._number += 1
+        self._pass = torch._C._current_graph_task_id()
+        if earlier is None or not earlier.any():
+            self._without.append(self._number)
 
     def add(self, gradient: Tensor) -> None:
-        """Autograd adds a gradient."""
-        self._follow()
-        if gradient.is_sparse:
-            self.latest[gradient._indices()[0]] = True
-        else:
-            self.is_dense = True
-
-    def _follow(self) -> None:
-        if (now := torch._C._current_graph_task_id()) != self._pass:
-            self._pass = now
-            self.rows |= self.latest
-            self.latest.zero_()
+        """Autograd adds a gradient, in a pass that it may be the first to tell of."""
+        number = self._number + (torch._C._current_graph_task_id() != self._pass)
+        self._latest[gradient._indices()[0] if gradient.is_sparse else slice(None)] = number
 
     def clear(self) -> None:
         """No row has a gradient."""
-        self.latest.zero_()
-        self.begin(None)
+        self._latest.zero_()
+        self._without: list[int] = []
+        self._number, self._pass = 0, -1
 
-    def of_all(self, add_up: Callable[[Tensor], None], ranks: int) -> Tensor | None:
-        """The rows that any rank has touched: int64; None where some gradient was dense. A collective call."""
-        told = torch.stack([self.rows | self.latest, self.before]).double()
-        flags = torch.tensor([[self.is_zeroed], [self.is_dense]], dtype=torch.float64, device=told.device)
-        told = torch.cat([told, flags], 1)
-        add_up(told.view(-1))
-        (rows, before), (zeroed, dense) = told[:, :-1], told[:, -1].tolist()
-        if dense:
-            return None
-        touched: Tensor = rows if zeroed == ranks else rows + before
-        return touched.nonzero().squeeze(1)
+    def of_all(self, add_up: Callable[[Tensor], None], ranks: int) -> Tensor:
+        """Which rows any rank has touched since no rank had a gradient: bool. A collective call."""
+        without = torch.zeros(self._number + 1, dtype=torch.float64, device=self._latest.device)
+        without[self._without] = 1
+        add_up(without)
+        since = max((number for number, count in enumerate(without.tolist()) if count == ranks), default=1)
+        self._number, self._latest = self._number + 1 - since, (self._latest + 1 - since).clamp(min=0)
+        self._without = [number + 1 - since for number in self._without if number >= since]
+        touched = (self._latest > 0).double()
+        add_up(touched)
+        return touched > 0
 
 
 class SparseGradients:
@@ -131,11 +117,10 @@ class SparseGradients:
                         "but for those of nn.Embedding and nn.EmbeddingBag with sparse=True: make the table one of "
                         "these, or use Adam"
                     )
-                rows = self._touched[id(table)].of_all(add_up, ranks)
-                if rows is None:
-                    continue  # torch's own words of what it does not take
+                # As are those of a step before whose gradients the loop has kept.
+                rows = self._touched[id(table)].of_all(add_up, ranks) | dense.flatten(1).any(1)
                 sparse = torch.sparse_coo_tensor(
-                    rows[None], dense[rows], dense.shape, is_coalesced=True, check_invariants=False
+                    rows.nonzero().t(), dense[rows], dense.shape, is_coalesced=True, check_invariants=False
                 )
                 self._dense.append((table, dense))
             set_gradient(table, sparse)
@@ -148,8 +133,8 @@ class SparseGradients:
         self._dense = []
 
     def used(self, optimizer: Optimizer) -> None:
-        """An optimizer has used gradients: what comes to its tables now is the next step's."""
-        for group in optimizer.param_groups if self._touched else ():
+        """An optimizer has used gradients: one that asks for no rows leaves none to be told of."""
+        for group in optimizer.param_groups if self._touched and not isinstance(optimizer, SparseAdam) else ():
             for parameter in group["params"]:
                 if id(parameter) in self._touched:
                     self._touched[id(parameter)].clear()

@@ -80,8 +80,10 @@ def of_rows(zeroes: str, accumulates: bool, strategy: pl.Strategy | None = None)
     for step in range(6):
         parts = list(zip(*(batch.chunk(2) for batch in rows(model, step)), strict=True))
         for x, y in pl.accumulate(model, parts) if strategy is not None and accumulates else parts:
+            # Others in each step.
+            x = x.abs() if step % 2 else -x.abs()
             # Rows are looked up, and get zeros.
-            counts = (x[:, :1] > -0.3).double()
+            counts = (x[:, :1].abs() > 0.3).double()
             ((model(x) - y).square() * counts).mean().backward()
         if step == 2:
             # A batch that is given up.
