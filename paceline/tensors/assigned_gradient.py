@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -65,16 +64,6 @@ class ReducedGradParameter(nn.Parameter):
     """
 
     grad = property(_get, _assign, lambda parameter: _set(parameter, None))
-
-    def detach(self) -> Tensor:
-        """As of any tensor, but what `nn.Parameter(p)` makes of it must be of the class of p."""
-        found = super().detach()
-        if not torch.compiler.is_compiling() and sys._getframe(1).f_code is _MAKES:
-            found.__class__ = type(self)
-        return found
-
-
-_MAKES = nn.Parameter.__new__.__code__
 
 
 def give_gradient(parameter: nn.Parameter, memory: Tensor, is_marked: bool) -> Tensor:

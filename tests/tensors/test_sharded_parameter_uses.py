@@ -149,7 +149,13 @@ ASKING: dict[str, tuple[Callable[[Any], Any], list[tuple[int, bool]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASKING)
+LIMITS = {"nn.Parameter": "torch refuses subclasses"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=LIMITS[n])) if n in LIMITS else n for n in ASKING],
+)
 def test_these_ask_for_what_they_need_too(name: str) -> None:
     call, asks = ASKING[name]
     owner = Whole((3, 3))
