@@ -58,8 +58,8 @@ class OtherModels(Generic[E]):
             is_sharded: Whether ranks are to have shards of its own parameters.
 
         Raises:
-            UserError: What another model has is not computed with as it is, or in another precision; or the rest is on
-                the meta device.
+            UserError: What another model has is not computed with as it is, or in another precision, or updated on
+                other ranks; or the rest is on the meta device.
         """
         parameters = dict(named_parameters(model))
         found = {name: next((e for e in engines if e.owns_parameter(id(p))), None) for name, p in parameters.items()}
@@ -76,11 +76,12 @@ class OtherModels(Generic[E]):
                 f"parallelize: {self.names[0]} belongs to another parallel model, too, while other parts of this one "
                 "are on the meta device: make these on the device, by to_empty and their own initialisation"
             )
-        for theirs in (owner.schedule.strategy.precision for owner in self.owners):
-            if theirs != strategy.precision:
+        for setting in ("precision", "collective"):
+            own, others = getattr(strategy, setting), {getattr(e.schedule.strategy, setting) for e in self.owners}
+            if others - {own}:
                 raise UserError(
-                    f"parallelize: {self.names[0]} belongs to another parallel model, too, which computes in {theirs}, "
-                    f"and this one is to compute in {strategy.precision}: give both the same strategy.precision"
+                    f"parallelize: {self.names[0]} belongs to another parallel model, too, whose strategy.{setting} is "
+                    f"{min(others - {own})}, and this one's is {own}: give both the same"
                 )
 
     def equalise(self, send: Callable[[Iterable[Tensor]], None]) -> None:

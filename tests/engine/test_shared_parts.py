@@ -116,7 +116,8 @@ def refused(what: str, folder: Path) -> str:
                 whole = Headed(first.trunk)
                 if what == "meta":
                     whole.head = nn.Linear(2, 2, device="meta")
-                pl.parallelize(whole, Strategy(precision="bfloat16") if what == "precision" else ZERO[1])
+                other = {"precision": Strategy(precision="bfloat16"), "server": pl.SYSTEMS["parameter server"]}
+                pl.parallelize(whole, other.get(what, ZERO[1]))
     finally:
         pl.release(second)
         if "release" not in what:
@@ -129,7 +130,8 @@ def refused(what: str, folder: Path) -> str:
     [
         ("release", "trunk.inner.weight belonged to another parallel model, which was released since"),
         ("release before the step", "belonged to another parallel model, which was released since"),
-        ("precision", "which computes in float32, and this one is to compute in bfloat16"),
+        ("precision", "whose strategy.precision is float32, and this one's is bfloat16"),
+        ("server", "whose strategy.collective is all_reduce, and this one's is parameter_server"),
         ("meta", "while other parts of this one are on the meta device"),
         ("save", "would lack these: parallelize one model that has both"),
     ],
