@@ -31,10 +31,10 @@ def held_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return _pages("Anonymous") + _pages("Pss_Shmem")
+    return pages("Anonymous") + pages("Pss_Shmem")
 
 
-def _pages(kind: str) -> int:
+def pages(kind: str) -> int:
     """Bytes of this process's pages of a kind, as /proc/self/smaps_rollup names it."""
     found = re.search(rf"^{kind}:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
     if found is None:
@@ -91,11 +91,11 @@ def watching_allocations(device: torch.device) -> Iterator[Callable[[], int]]:
 
         yield on_gpu
         return
-    before = _pages("Pss_Shmem")
+    before = pages("Pss_Shmem")
     with AliveBytes() as alive:
 
         def on_cpu() -> int:
-            most: int = alive.peak + max(0, _pages("Pss_Shmem") - before)
+            most: int = alive.peak + max(0, pages("Pss_Shmem") - before)
             alive.peak = alive.held
             return most
 
