@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.comm.living import Living
 from paceline.comm.streams import Mark, Pending
 from paceline.core.collectives.rounds import Traffic
 from paceline.core.errors import EngineError
@@ -69,14 +69,14 @@ class CudaStream:
             return True
 
 
-_gpu_streams: weakref.WeakSet[CudaStream] = weakref.WeakSet()
+_gpu_streams: Living[CudaStream] = Living()
 _LOOK_SECONDS = 0.01
 
 
 def let_end(seconds: float) -> bool:
     """Lets this process's GPU end what was submitted to any stream, for so long at most; whether it has ended."""
     deadline = time.monotonic() + seconds
-    while not all(stream.is_idle() for stream in list(_gpu_streams)):
+    while not all(stream.is_idle() for stream in _gpu_streams):
         if time.monotonic() > deadline:
             return False
         time.sleep(_LOOK_SECONDS)

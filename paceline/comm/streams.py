@@ -6,11 +6,11 @@ import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from paceline.comm.living import Living
 from paceline.comm.transport import CommunicationError, explain
 from paceline.core.collectives.rounds import Traffic
 
@@ -105,7 +105,7 @@ class _StreamThread(threading.Thread):
     is_idle = True
 
 
-_threads: weakref.WeakSet[_StreamThread] = weakref.WeakSet()
+_threads: Living[_StreamThread] = Living()
 
 
 def is_waited_for() -> bool:
@@ -117,14 +117,14 @@ def is_waited_for() -> bool:
 def others_idle() -> bool:
     """Whether no stream's thread of this process but the calling one has a collective under way."""
     own = threading.current_thread()
-    return all(thread.is_idle or thread is own for thread in list(_threads))
+    return all(thread.is_idle or thread is own for thread in _threads)
 
 
 def wait_for_others(seconds: float) -> None:
     """Waits, at most so long, until they are idle. Peers see that, so that none waits for this rank elsewhere."""
     end = time.monotonic() + seconds
     while not others_idle() and time.monotonic() < end:
-        for thread in list(_threads):
+        for thread in _threads:
             thread.is_waited_for = not thread.is_idle
         time.sleep(_LOOK_SECONDS)
 

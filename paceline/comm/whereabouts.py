@@ -143,6 +143,10 @@ def _words(activity: Activity | None, has_ended: bool, files: list[str]) -> str:
 _PYTHON = ctypes.PyDLL(None)
 _thread_state = _PYTHON.PyThreadState_Get
 _thread_state.restype = ctypes.c_void_p
+_dump_calls = getattr(_PYTHON, "_Py_DumpTraceback", None)
+if _dump_calls is not None:
+    # Once: what another thread's call reads its arguments by would be freed under it.
+    _dump_calls.argtypes, _dump_calls.restype = (ctypes.c_int, ctypes.c_void_p), None
 
 
 def _calls_in(state: int) -> list[_Call]:
@@ -156,11 +160,9 @@ def _calls_in(state: int) -> list[_Call]:
     Args:
         state: Of a thread that has not ended, as `_thread_state` gives it there.
     """
-    dump = getattr(_PYTHON, "_Py_DumpTraceback", None)
-    if dump is None:
+    if _dump_calls is None:
         return []
-    dump.argtypes, dump.restype = (ctypes.c_int, ctypes.c_void_p), None
-    return [call for line in _dumped(lambda file: dump(file, state)) for call in _call(line)]
+    return [call for line in _dumped(lambda file: _dump_calls(file, state)) for call in _call(line)]
 
 
 def _places() -> dict[int, list[_Call]]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from paceline.comm.living import Living
 from paceline.core.errors import EngineError
 from paceline.engine.program import Program
 from paceline.engine.unit_order import UnitOrder
@@ -32,7 +33,7 @@ class AutogradPass:
         """
         self._program, self._order, self._end = program, order, weakref.WeakMethod(end)
         self._task = self._ignored = -1
-        _PASSES[self] = None
+        _PASSES.add(self)
 
     # ---- what it is
 
@@ -74,7 +75,7 @@ class AutogradPass:
         """Adopts the order of units of this model, and of all others that the pass leaves gradients in."""
         others = [
             other
-            for other in list(_PASSES)
+            for other in _PASSES
             if other is self or (other._order.is_open and will_accumulate(other._program.parameters.all))
         ]
         for other in others:
@@ -107,8 +108,8 @@ class AutogradPass:
 
     def remove(self) -> None:
         """The model is a plain one again, and is in no pass."""
-        _PASSES.pop(self, None)
+        _PASSES.discard(self)
 
 
-_PASSES: weakref.WeakKeyDictionary[AutogradPass, None] = weakref.WeakKeyDictionary()
+_PASSES: Living[AutogradPass] = Living()
 """In the order in which models were made parallel, the same on every rank."""

@@ -136,11 +136,17 @@ def test_who_is_looked_at_is_the_thread_that_trains() -> None:
 
 
 def trained_while_looked_at(seconds: float) -> int:
-    over, interval = threading.Event(), sys.getswitchinterval()
+    over, interval, errors = threading.Event(), sys.getswitchinterval(), list[Exception]()
     # Threads take turns in the midst of everything.
     sys.setswitchinterval(1e-5)
 
     def look() -> None:
+        try:
+            look_on()
+        except Exception as error:
+            errors.append(error)
+
+    def look_on() -> None:
         looks, count = Look(), 0
         while not over.is_set():
             looks.again()
@@ -168,6 +174,7 @@ def trained_while_looked_at(seconds: float) -> int:
     for thread in threads:
         thread.join()
     sys.setswitchinterval(interval)
+    assert not errors, errors
     return models
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import weakref
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from paceline.comm.cpu.forked_memory import make_private
+from paceline.comm.living import Living
 from paceline.comm.streams import others_idle, wait_for_others
 from paceline.comm.transport import explain
 
@@ -30,7 +30,7 @@ class _Registered(Protocol):
     def close_sockets(self) -> None: ...
 
 
-_transports: weakref.WeakSet[_Registered] = weakref.WeakSet()
+_transports: Living[_Registered] = Living()
 
 
 def register(transport: _Registered) -> None:
@@ -59,7 +59,7 @@ def find_deadlock(waiting: str, peer: int | None = None) -> Deadlock | None:
     # What is under way here may be what the other one waits for.
     if not others_idle():
         return None
-    for transport in list(_transports):
+    for transport in _transports:
         for blocked, collective in transport.blocked_peers():
             if peer in (None, blocked):
                 return Deadlock(
@@ -72,12 +72,12 @@ def find_deadlock(waiting: str, peer: int | None = None) -> Deadlock | None:
 
 def entered() -> dict[str, int]:
     """The number of the last collective that this rank has entered, by transport."""
-    return {transport.identity: transport.number for transport in list(_transports) if transport.identity}
+    return {transport.identity: transport.number for transport in _transports if transport.identity}
 
 
 def under_way() -> list[str]:
     """The collectives that this rank is in, in words."""
-    return sorted(filter(None, (transport.under_way for transport in list(_transports))))
+    return sorted(filter(None, (transport.under_way for transport in _transports)))
 
 
 def leave(patience: float) -> None:
@@ -93,7 +93,7 @@ def leave(patience: float) -> None:
 
 
 def _give_up(reason: str) -> None:
-    for transport in list(_transports):
+    for transport in _transports:
         transport.abort(reason)
 
 
@@ -106,9 +106,10 @@ def _tell_of_exception() -> None:
 
 def _after_fork() -> None:
     """Lets go of the parent's connections, so that its death is seen while the child lives, and of what it shares."""
-    for transport in list(_transports):
+    inherited = list(_transports)
+    for transport in inherited:
         transport.close_sockets()
-    if _transports:
+    if inherited:
         make_private()
 
 
