@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from paceline.core.build_layout import build_layout
 from paceline.core.build_schedule import build_schedule
@@ -14,7 +15,7 @@ from paceline.core.schedule import Schedule
 from paceline.core.simulate import Links, Timeline, timeline
 from paceline.core.strategy import Strategy
 from paceline.plan.bound import Spent, binding, spent
-from paceline.plan.costs import step_costs
+from paceline.plan.costs import UnitSeconds, collective_costs, costs_of, unit_seconds
 from paceline.plan.estimate import Estimate, Setting
 from paceline.plan.footprint import FREE, Footprint, footprint
 from paceline.plan.hardware import Hardware
@@ -48,6 +49,9 @@ class Case:
     _steps: dict[tuple[Strategy, int], tuple[Op, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _computing: dict[tuple[int, str, str, int], Mapping[str, UnitSeconds]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _spent: dict[tuple[int, str], Spent] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -61,13 +65,16 @@ class Case:
         Raises:
             UserError: The strategy does not suit the number of devices.
         """
-        plain = _plain(strategy)
-        if plain not in self._schedules:
-            strategy.shards(self.devices)
-            shapes = self.subject.shapes
-            layout = build_layout(shapes.parameters, (ROOT, *shapes.units), plain, self.devices)
-            self._schedules[plain] = build_schedule(layout, plain, self.devices, rank=0, order=shapes.units)
-        return self._schedules[plain]
+        if strategy not in self._schedules:
+            base = plain(strategy)
+            if base == strategy:
+                strategy.shards(self.devices)
+                shapes = self.subject.shapes
+                layout = build_layout(shapes.parameters, (ROOT, *shapes.units), strategy, self.devices)
+                self._schedules[strategy] = build_schedule(layout, strategy, self.devices, rank=0, order=shapes.units)
+            else:
+                self._schedules[strategy] = replace(self.schedule(base), strategy=strategy)
+        return self._schedules[strategy]
 
     def footprint(self, setting: Setting) -> Footprint:
         """What a rank holds.
@@ -76,8 +83,7 @@ class Case:
             UserError: The strategy does not suit the number of devices.
         """
         strategy = setting.strategy
-        schedule = replace(self.schedule(strategy), strategy=strategy)
-        work = self.subject.work(setting.samples, strategy.precision)
+        schedule, work = self.schedule(strategy), self.subject.work(setting.samples, strategy.precision)
         framework, buffers = self.hardware.framework, self.subject.shapes.buffers
         return footprint(work, schedule, setting.micro_batches, framework=framework, buffers=buffers)
 
@@ -134,11 +140,19 @@ class Case:
             self._spent[key] = spent(self.subject.work(*key), self.hardware)
         return self._spent[key]
 
+    def unit_seconds(self, setting: Setting) -> Mapping[str, UnitSeconds]:
+        """Seconds of each unit in a micro-batch, by its name."""
+        strategy = setting.strategy
+        key = (setting.samples, strategy.precision, strategy.recompute, strategy.recompute_every)
+        if key not in self._computing:
+            self._computing[key] = unit_seconds(self.subject.work(*key[:2]), self.hardware, strategy)
+        return self._computing[key]
+
     # ---- a step
 
     def ops(self, strategy: Strategy, micro_batches: int) -> tuple[Op, ...]:
         """The ops of a step."""
-        key = (_plain(strategy), micro_batches)
+        key = (plain(strategy), micro_batches)
         if key not in self._steps:
             self._steps[key] = self.schedule(strategy).step(micro_batches)
         return self._steps[key]
@@ -165,9 +179,9 @@ class Case:
     def _timeline(self, setting: Setting, micro_batches: int, slower: float = 1.0) -> tuple[Timeline, float]:
         """A step of so many micro-batches, and the seconds of it that it would compute with nothing beside it."""
         strategy, known = setting.strategy, dict[tuple[object, ...], float]()
-        work = self.subject.work(setting.samples, strategy.precision)
-        schedule = replace(self.schedule(strategy), strategy=strategy)
-        costs, passing = (step_costs(work, each, schedule) for each in (self.hardware, unhindered(self.hardware)))
+        schedule = self.schedule(strategy)
+        costs = costs_of(self.unit_seconds(setting), self.hardware, schedule)
+        passing = collective_costs(unhindered(self.hardware), schedule)
 
         def cost(op: Op) -> float:
             # Collectives alike take the same, and a unit in every micro-batch.
@@ -213,6 +227,7 @@ def split(line: Timeline) -> dict[str, float]:
     return found
 
 
-def _plain(strategy: Strategy) -> Strategy:
+@lru_cache(4096)
+def plain(strategy: Strategy) -> Strategy:
     """A strategy without what does not change its schedule."""
     return replace(strategy, recompute="none", recompute_every=1)

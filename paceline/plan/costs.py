@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.core.layout import ROOT
@@ -80,14 +81,23 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
         hardware: Devices and links.
         schedule: Gives strategy, groups and sizes.
     """
-    strategy = schedule.strategy
-    units = unit_seconds(work, hardware, strategy)
+    return costs_of(unit_seconds(work, hardware, schedule.strategy), hardware, schedule)
+
+
+def collective_costs(hardware: Hardware, schedule: Schedule) -> Costs:
+    """Seconds of a schedule's collectives."""
     sizes = {
         "": Spread(1, 1),
         "world": spread(schedule.world_size, hardware.devices_per_host),
         "shard": spread(schedule.shards, hardware.devices_per_host),
         "replicate": spread(schedule.world_size // schedule.shards, hardware.devices_per_host, schedule.shards),
     }
+    return lambda op: seconds(op.kind, op.bytes, sizes[op.group], hardware)
+
+
+def costs_of(computed: Mapping[str, UnitSeconds], hardware: Hardware, schedule: Schedule) -> Costs:
+    """`step_costs` where the seconds of units are known."""
+    units, collective = dict(computed), collective_costs(hardware, schedule)
     none = UnitSeconds(0.0, 0.0)
     last = schedule.computed_units[-1]
     for name in {"", ROOT} & units.keys() - {last}:
@@ -103,7 +113,7 @@ def step_costs(work: Work, hardware: Hardware, schedule: Schedule) -> Costs:
 
     def costs(op: Op) -> float:
         if op.kind not in COMPUTE:
-            return seconds(op.kind, op.bytes, sizes[op.group], hardware)
+            return collective(op)
         return hardware.hooks + computing(op)
 
     def computing(op: Op) -> float:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from paceline.core.memory import Memory, memory
 from paceline.core.strategy import Strategy
-from paceline.plan.case import Case
-from paceline.plan.costs import OPTIMIZER_BYTES, unit_seconds
+from paceline.plan.case import Case, plain
+from paceline.plan.costs import OPTIMIZER_BYTES
 from paceline.plan.estimate import Setting
 from paceline.plan.network import seconds, spread
 from paceline.plan.recomputed import recomputed_units
@@ -37,9 +37,8 @@ class Least:
         strategy = setting.strategy
         key = (setting.samples, strategy.precision, strategy.recompute, strategy.recompute_every)
         if key not in self._computing:
-            work = self._case.subject.work(*key[:2])
-            units = unit_seconds(work, self._case.hardware, strategy)
-            self._computing[key] = sum(unit.forward + unit.backward + unit.recompute for unit in units.values())
+            units = self._case.unit_seconds(setting).values()
+            self._computing[key] = sum(unit.forward + unit.backward + unit.recompute for unit in units)
         return self._computing[key]
 
     def _communicating(self, strategy: Strategy, count: int) -> float:
@@ -89,7 +88,7 @@ class Least:
         """What is held whatever the model computes, which asks for no trace of it."""
         strategy = setting.strategy
         schedule = self._case.schedule(strategy)
-        held = (schedule.strategy, min(setting.micro_batches, 2))
+        held = (plain(strategy), min(setting.micro_batches, 2))
         if held not in self._held:
             self._held[held] = memory(schedule, held[1])
         states = self._held[held]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from paceline.core.events import Event
 from paceline.core.memory_over_time import Moments, memory_over_time
 from paceline.core.simulate import simulate
@@ -21,8 +19,7 @@ def simulated_memory(case: Case, setting: Setting) -> Moments:
         setting: Of whose step at most `ALIKE` micro-batches are followed, as the others are like them.
     """
     strategy = setting.strategy
-    schedule = replace(case.schedule(strategy), strategy=strategy)
-    work = case.subject.work(setting.samples, strategy.precision)
+    schedule, work = case.schedule(strategy), case.subject.work(setting.samples, strategy.precision)
     again = recomputed_units([unit.unit for unit in work.units], strategy)
     few = "kept_attention" if strategy.recompute == "keep_attention" else "kept_input"
     kept = {unit.unit: int(getattr(unit, few)) if unit.unit in again else unit.kept for unit in work.units}

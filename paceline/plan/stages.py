@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -33,7 +34,7 @@ class Shapes:
     buffers: int = 0
     """Bytes of the model's buffers, whole on every rank, in their own types."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of parameters; shared ones count once."""
         return sum(spec.numel for spec in self.parameters)
