@@ -10,9 +10,9 @@ RARE = transformers|tests|testing|_inductor|onnx|ao|pip|setuptools|mypyc?|seleni
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/($(RARE))/' $$($(BIN)/python -c \
 	'import sysconfig; print(sysconfig.get_path("purelib"))') || true
 
-# Each begins with a third and in the end takes from the others': neighbours share processes, pages and runs. Three on
+# Each begins with a quarter and in the end takes from the others': neighbours share processes, pages and runs. Four on
 # two cores, as tests wait half of their time. Modules are kept compiled, as hundreds of processes import them.
-AT_ONCE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+AT_ONCE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
 
 .PHONY: help train test test-all test-worlds test-gpu check docs clean
 
