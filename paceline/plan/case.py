@@ -66,7 +66,7 @@ class Case:
             UserError: The strategy does not suit the number of devices.
         """
         if strategy not in self._schedules:
-            base = plain(strategy)
+            base = without_recompute(strategy)
             if base == strategy:
                 strategy.shards(self.devices)
                 shapes = self.subject.shapes
@@ -152,9 +152,9 @@ class Case:
 
     def ops(self, strategy: Strategy, micro_batches: int) -> tuple[Op, ...]:
         """The ops of a step."""
-        key = (plain(strategy), micro_batches)
+        key = (without_recompute(strategy), micro_batches)
         if key not in self._steps:
-            self._steps[key] = self.schedule(strategy).step(micro_batches)
+            self._steps[key] = self.schedule(key[0]).step(micro_batches)
         return self._steps[key]
 
     def step_of(self, setting: Setting, of: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
@@ -228,6 +228,6 @@ def split(line: Timeline) -> dict[str, float]:
 
 
 @lru_cache(4096)
-def plain(strategy: Strategy) -> Strategy:
+def without_recompute(strategy: Strategy) -> Strategy:
     """A strategy without what does not change its schedule."""
     return replace(strategy, recompute="none", recompute_every=1)

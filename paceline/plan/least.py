@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from paceline.core.memory import Memory, memory
 from paceline.core.strategy import Strategy
-from paceline.plan.case import Case, plain
+from paceline.plan.case import Case, without_recompute
 from paceline.plan.costs import OPTIMIZER_BYTES
 from paceline.plan.estimate import Setting
 from paceline.plan.network import seconds, spread
@@ -88,7 +88,7 @@ class Least:
         """What is held whatever the model computes, which asks for no trace of it."""
         strategy = setting.strategy
         schedule = self._case.schedule(strategy)
-        held = (plain(strategy), min(setting.micro_batches, 2))
+        held = (without_recompute(strategy), min(setting.micro_batches, 2))
         if held not in self._held:
             self._held[held] = memory(schedule, held[1])
         states = self._held[held]
