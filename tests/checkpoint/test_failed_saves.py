@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import shutil
@@ -18,6 +17,7 @@ import paceline as pl
 from tests.checkpoint.two_saved import loaded, parallel, step
 from tests.engine.models import assert_same, snapshot
 from tests.quick import full
+from tests.ranks import FORKS
 
 
 def saved_without_room(folder: Path, room: int, background: bool) -> tuple[str, list[str], dict[str, Any]]:
@@ -59,7 +59,6 @@ def test_a_disk_that_fills_costs_one_checkpoint(ranks, tmp_path: Path, room: int
 
 def dies_at(folder: Path, calls: int) -> None:
     """Saves; the process ends at its `calls`-th call that changes the disk."""
-    # The threads that the process it was forked from computes with are not there.
     torch.set_num_threads(1)
     model, optimizer = parallel()
     step(model, optimizer)
@@ -83,7 +82,6 @@ def dies_at(folder: Path, calls: int) -> None:
 
 
 def test_a_process_that_ends_anywhere_while_saving_leaves_a_good_checkpoint(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
     model, optimizer = parallel()
     step(model, optimizer)
     expected = snapshot(model)
@@ -91,7 +89,7 @@ def test_a_process_that_ends_anywhere_while_saving_leaves_a_good_checkpoint(tmp_
     pl.release(model)
     ended, calls = 9, 0
     while ended == 9:
-        process = context.Process(target=dies_at, args=(tmp_path, calls))
+        process = FORKS.Process(target=dies_at, args=(tmp_path, calls))
         process.start()
         process.join(60)
         ended, calls = process.exitcode, calls + 1

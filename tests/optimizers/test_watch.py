@@ -27,6 +27,7 @@ def collected_meanwhile() -> set[int]:
             gc.set_threshold(*before)
     finally:
         gc.set_threshold(*before)
+        gc.collect()  # they would be told of the next test's optimizers
     return found
 
 
