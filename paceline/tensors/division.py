@@ -6,7 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+SHAPES = frozenset(
+    {
+        *("shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "nbytes", "__len__"),
+        *("stride", "is_contiguous"),
+    }
+)
+"""Functions and attributes that tell how a tensor's elements lie, which a shard tells of the whole."""
 
 
 class Gather(Protocol):
@@ -46,6 +55,10 @@ class Division:
         if name not in self._of_states:
             self._of_states[name] = replace(self, state=name, _of_states={})
         return self._of_states[name]
+
+    def described(self, dtype: torch.dtype) -> Tensor:
+        """A tensor without memory that is like the whole."""
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device="meta")
 
     @property
     def label(self) -> str:

@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from paceline.core.errors import EngineError
 from paceline.tensors.calls import name_of, tensors_of, writes
-from paceline.tensors.division import WHOLE, Division, Gather
+from paceline.tensors.division import SHAPES, WHOLE, Division, Gather
 from paceline.tensors.reduced_norm import ReducedNorm, forget_norms, known_norms, may_edit
 from paceline.tensors.untraced import untraced
 
@@ -30,14 +30,12 @@ ELEMENTWISE = frozenset(
 
 DESCRIPTIONS = frozenset(
     {
-        *("element_size", "is_floating_point", "is_complex", "data_ptr", "is_contiguous", "untyped_storage"),
+        *("element_size", "is_floating_point", "is_complex", "data_ptr", "untyped_storage"),
         *("storage_offset", "get_device", "__repr__", "__hash__"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "__format__"),
         *("__deepcopy__", "is_coalesced", "is_inference", "_has_compatible_shallow_copy_type", "_is_view"),
     }
 )
-
-SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "nbytes", "stride", "__len__"})
 
 _ACCESS = ("__get__", "__set__", "__delete__")
 
@@ -85,7 +83,8 @@ class GradientShard(Tensor):
                 if (norms := known_norms(name, args, kwargs, GradientShard)) is not None:
                     return norms
                 if name in SHAPES:
-                    return func(_described(shards[0]), *args[1:], **kwargs)
+                    division = cast(Division, division_of(shards[0]))
+                    return func(division.described(shards[0].dtype), *args[1:], **kwargs)
                 if _is_given_whole(func, name, args):
                     return _give(shards[0], args[1])
                 if _needs_whole(func, name, shards, args, kwargs):
@@ -205,14 +204,6 @@ def _aliases(shard: GradientShard) -> list[TensorWeakRef]:
     if found is None:
         found = shard._aliases = [TensorWeakRef(shard)]
     return found
-
-
-def _described(shard: GradientShard) -> Tensor:
-    """A tensor without memory that is like the whole gradient."""
-    division = cast(Division, division_of(shard))
-    if division == WHOLE:
-        return shard
-    return torch.empty_strided(division.shape, division.strides, dtype=shard.dtype, device="meta")
 
 
 def _is_given_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:

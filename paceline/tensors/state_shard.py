@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map
 
 from paceline.core.errors import EngineError
 from paceline.tensors.calls import name_of, tensors_of, writes
-from paceline.tensors.division import Division
-from paceline.tensors.gradient_shard import DESCRIPTIONS, SHAPES, GradientShard, become_whole, is_elementwise
+from paceline.tensors.division import SHAPES, Division
+from paceline.tensors.gradient_shard import DESCRIPTIONS, GradientShard, become_whole, is_elementwise
 from paceline.tensors.untraced import untraced
 from paceline.tensors.version import version_of
 
@@ -45,7 +45,7 @@ class StateShard(Tensor):
         shards = list(tensors_of((args, tuple(kwargs.values())), StateShard))
         with torch._C.DisableTorchFunctionSubclass():
             if name in SHAPES:
-                return func(_described(shards[0]), *args[1:], **kwargs)
+                return func(shards[0]._division.described(shards[0].dtype), *args[1:], **kwargs)
             if _needs_whole(func, name, shards, args, kwargs):
                 return _on_whole(func, name, args, kwargs)
             if name == "data":
@@ -161,12 +161,6 @@ def _of_shards(result: Any, shards: Sequence[StateShard]) -> Any:
         return type(result)(_of_shards(each, [shard]) for each, shard in zip(result, shards, strict=False))
     is_shard = type(result) is Tensor and result.dim() and result.shape == shards[0].shape
     return become_state_shard(result, shards[0]._division) if is_shard else result
-
-
-def _described(shard: StateShard) -> Tensor:
-    """A tensor without memory that is like the whole state."""
-    division = shard._division
-    return torch.empty_strided(division.shape, division.strides, dtype=shard.dtype, device="meta")
 
 
 def _needs_whole(

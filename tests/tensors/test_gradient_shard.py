@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from paceline.tensors.assigned_gradient import set_gradient
 from paceline.tensors.division import WHOLE, Division
 from paceline.tensors.gradient_shard import GradientShard, as_shard
+from paceline.tensors.state_shard import become_state_shard
 
 VALUES = [1.0, -2.0, 3.0, 0.5]
 
@@ -154,6 +155,26 @@ def test_it_tells_of_itself() -> None:
     assert (gradient.is_contiguous(), gradient.is_sparse) == (True, False)
     assert "GradientShard" in repr(gradient) and "GradientShard" in str(gradient)
     assert hash(gradient) == id(gradient) and isinstance(gradient, Tensor)
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        torch.empty_strided((8, 6), (1, 8)),
+        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.empty(9),
+    ],
+    ids=["transposed", "channels last", "contiguous"],
+)
+def test_it_and_states_lie_as_the_whole_does(whole: Tensor) -> None:
+    numel = whole.numel()
+    division = Division("w", tuple(whole.shape), whole.stride(), ((0, numel // 2), (numel // 2, numel)))
+    part = torch.ones(numel // 2)
+    for each in (as_shard(part.clone(), None, division), become_state_shard(part.clone(), division)):
+        assert (each.shape, each.stride(), each.numel()) == (whole.shape, whole.stride(), numel)
+        assert each.is_contiguous() == whole.is_contiguous()
+        if whole.dim() == 4:
+            assert each.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_whoever_asks_for_a_plain_tensor_gets_one() -> None:
