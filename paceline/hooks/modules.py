@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import EngineError, UserError
 from paceline.hooks.checkpointed import require_whole
+from paceline.hooks.jit_traces import WithoutGradients
 from paceline.hooks.outputs import tensors_in
 from paceline.hooks.units_under_way import UnitsUnderWay
 from paceline.tensors.untraced import untraced
@@ -118,6 +119,9 @@ def install(
 
     handles.append(model.register_forward_pre_hook(ModuleHook(untraced(root_pre_forward)), prepend=True))
     handles.append(model.register_forward_hook(ModuleHook(untraced(root_post_forward))))
+    traces = WithoutGradients()
+    handles.append(model.register_forward_pre_hook(ModuleHook(untraced(traces.begin)), prepend=True))
+    handles.append(model.register_forward_hook(ModuleHook(untraced(traces.end)), always_call=True))
     return handles
 
 

@@ -15,15 +15,21 @@ def in_transform() -> bool:
 
 
 def refuse_model() -> None:
-    """Refuses the forward of a whole model, whose sharded parameters are to be gathered, inside a transform.
+    """Refuses the forward of a whole model, whose sharded parameters are to be gathered, where it is not followed.
 
     Raises:
-        EngineError: It is inside one.
+        EngineError: It is inside a transform, or recorded by torch.jit.trace or torch.export.
     """
     if in_transform():
         raise EngineError(
             f"the model runs inside {_IN_TRANSFORM}, in which its parameters cannot be gathered: set strategy.zero to "
             "2 or less, or transform inside the model's forward, with strategy.accumulation hold"
+        )
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        raise EngineError(
+            "torch.jit.trace or torch.export of a model with zero=3, whose parameters are whole only while a unit "
+            "runs: what is recorded would compute with placeholders. Record a plain copy, made by copy.deepcopy(model) "
+            "on every rank, or set strategy.zero to 2 or less"
         )
 
 

@@ -135,9 +135,10 @@ def test_what_a_forked_process_writes_is_its_own(ranks, name: str) -> None:
 
 
 ENDS = """
-import os, sys
+import os, sys, warnings
 import torch
 import paceline as pl
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of a fork beside threads
 model = pl.parallelize(torch.nn.Linear(4, 4), pl.Strategy(zero=1))
 model(torch.ones(2, 4)).mean().backward()
 if (child := os.fork()) == 0:
