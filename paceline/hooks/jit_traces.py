@@ -16,17 +16,17 @@ class WithoutGradients:
     """
 
     def __init__(self) -> None:
-        """No forward is under way."""
+        """No traced forward is under way."""
         self._switched: list[bool] = []
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A forward begins."""
-        switches = torch._C._get_tracing_state() is not None and torch.is_grad_enabled()
-        self._switched.append(switches)
-        if switches:
+        # Traces are of a thread: forwards of others have no part in this.
+        if torch._C._get_tracing_state() is not None:
+            self._switched.append(torch.is_grad_enabled())
             torch._C._set_grad_enabled(False)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """It is over, or has raised."""
-        if self._switched and self._switched.pop():
-            torch._C._set_grad_enabled(True)
+        if torch._C._get_tracing_state() is not None and self._switched:
+            torch._C._set_grad_enabled(self._switched.pop())

@@ -123,7 +123,7 @@ def train(strategy: pl.Strategy, base: int = 0, windows: int = 1) -> tuple[list[
 LARGE = {
     name: (replace(strategy, bucket_mb=2.25), n)
     for name, (strategy, n) in WORLDS.items()
-    if name in ("zero 0, N=2", "zero 2, N=2", "zero 3, N=2", "zero 2, shared parameters")
+    if name in ("zero 0, N=2", "zero 2, N=2", "zero 3, N=2", "zero 3, 2 x 2", "zero 2, shared parameters")
 }
 
 
