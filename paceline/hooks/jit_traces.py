@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -17,16 +18,17 @@ class WithoutGradients:
 
     def __init__(self) -> None:
         """No traced forward is under way."""
-        self._switched: list[bool] = []
+        self._switched: list[tuple[int, bool]] = []
+        """In which thread gradients were switched off, and what they were before."""
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A forward begins."""
         # Traces are of a thread: forwards of others have no part in this.
         if torch._C._get_tracing_state() is not None:
-            self._switched.append(torch.is_grad_enabled())
+            self._switched.append((threading.get_ident(), torch.is_grad_enabled()))
             torch._C._set_grad_enabled(False)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """It is over, or has raised."""
-        if torch._C._get_tracing_state() is not None and self._switched:
-            torch._C._set_grad_enabled(self._switched.pop())
+        """It is over, or has raised, which ends the trace before."""
+        if self._switched and self._switched[-1][0] == threading.get_ident():
+            torch._C._set_grad_enabled(self._switched.pop()[1])

@@ -40,6 +40,9 @@ def trained(strategy: Strategy, record: Callable[[nn.Module], Any] | None) -> tu
         if record is not None and step == 1 and world.rank == 0:
             # A logger is there on one rank.
             found = record(model)
+            with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                torch.jit.trace(model, (EXAMPLE[:, 1:],))
+            assert torch.is_grad_enabled()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
