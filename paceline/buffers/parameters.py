@@ -71,7 +71,7 @@ class Parameters:
         self._copy_edits, self.conversions, self.state_edits = CopyEdits(flat), Conversions(flat), StateEdits(self.all)
         follow_transforms()
         for index in flat.managed:
-            own(self.all[index], owner, index)
+            own(self.all[index], owner, index, flat.views[index].stride())
         self._placeholder = {index: placeholder(flat.views[index]) for index in flat.managed if flat.is_sharded}
         self.rest()
         flat.count_own_uses()

@@ -28,8 +28,8 @@ _DESCRIPTIONS = frozenset(
 
 _QUESTIONS = frozenset(
     {
-        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "get_device", "__len__"),
-        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_same_size", "is_inference", "is_pinned"),
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"),
+        *("is_floating_point", "is_complex", "is_signed", "is_same_size", "is_inference", "is_pinned"),
         *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "storage_offset", "__hash__"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "has_names", "is_shared", "_is_view"),
@@ -47,6 +47,9 @@ _QUESTIONS = frozenset(
     }
 )
 """Functions that do."""
+
+_LAYOUTS = frozenset({"stride", "is_contiguous"})
+"""Functions that tell how the whole lies in memory."""
 
 _MADE_LIKE = frozenset({"type_as", "view_as", "reshape_as", "expand_as"})
 """Functions by which a tensor is made like another one, which tells of itself only."""
@@ -90,6 +93,9 @@ class ShardedParameter(ReducedGradParameter):
         name, kwargs = name_of(func), kwargs or {}
         if name == "dtype":
             return _dtype(args[0])
+        if name in _LAYOUTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(_described(args[0]), *args[1:], **kwargs)
         if name in ("__repr__", "__format__"):
             parameter = args[0]
             with torch._C.DisableTorchFunctionSubclass():
@@ -119,12 +125,14 @@ _OURS = frozenset((nn.Parameter, ReducedGradParameter, ShardedParameter))
 """Classes between which a parameter changes: one of a user's own stays what it is."""
 
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Whom each parameter of a parallel model asks, and by which index; not kept on it, as it may be copied and pickled."""
+"""Whom each parameter of a parallel model asks, by which index, and its strides when it is whole; not kept on it, as it
+may be copied and pickled."""
+_NOBODY = (lambda: None, 0, None)
 
 
 def ask(parameter: nn.Parameter, function: str, edits: bool, shape: Sequence[int] | None = None) -> None:
     """Lets the owner make a parameter whole before it is used: see `Owner.parameter_used`."""
-    owner, index = _OWNERS.get(parameter, (lambda: None, 0))
+    owner, index, _ = _OWNERS.get(parameter, _NOBODY)
     alive: Owner | None = owner()
     if alive is not None:
         alive.parameter_used(index, function, edits, shape)
@@ -132,14 +140,22 @@ def ask(parameter: nn.Parameter, function: str, edits: bool, shape: Sequence[int
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
     with torch._C.DisableTorchFunctionSubclass():
-        owner, index = _OWNERS.get(parameter, (lambda: None, 0))
+        owner, index, _ = _OWNERS.get(parameter, _NOBODY)
         alive: Owner | None = owner()
         return parameter.dtype if alive is None else alive.dtype_seen(index, parameter.dtype)
 
 
-def own(parameter: nn.Parameter, owner: Owner, index: int) -> None:
-    """Tells a parameter whom to ask while it is sharded."""
-    _OWNERS[parameter] = (weakref.ref(owner), index)
+def _described(parameter: nn.Parameter) -> Tensor:
+    """A tensor without memory that lies as the whole parameter does, and not as what stands in its place meanwhile."""
+    *_, strides = _OWNERS.get(parameter, _NOBODY)
+    if strides is None:
+        return parameter
+    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
+
+
+def own(parameter: nn.Parameter, owner: Owner, index: int, strides: tuple[int, ...]) -> None:
+    """Tells a parameter whom to ask while it is sharded, and how it lies when it is whole."""
+    _OWNERS[parameter] = (weakref.ref(owner), index, strides)
 
 
 def disown(parameter: nn.Parameter) -> None:

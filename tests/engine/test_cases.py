@@ -171,11 +171,18 @@ def odd(model: nn.Module) -> list[dict]:
 
 def odd_in_parallel(strategy: Strategy) -> tuple[list[dict], list[bool]]:
     model = make(Odd)
-    shapes = [(p.shape, p.stride()) for p in model.parameters()]
+
+    def shapes() -> list[tuple[object, ...]]:
+        return [(p.shape, p.stride(), p.is_contiguous()) for p in model.parameters()]
+
+    told = [shapes()]
     pl.parallelize(model, strategy)
+    told.append(shapes())
     found = odd(model)
+    told.append(shapes())
     with pl.full_parameters(model):
-        kept = [(p.shape, p.stride()) for p in model.parameters()] == shapes
+        told.append(shapes())
+    kept = all(each == told[0] for each in told)
     sharded = pl.engine_of(model).schedule.shards > 1
     aligned = all(
         p.grad is None or (isinstance(p.grad, GradientShard) if sharded else p.grad.stride() == p.stride())

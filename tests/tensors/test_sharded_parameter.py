@@ -164,7 +164,7 @@ def test_modules_compute_with_whole_parameters() -> None:
         owner = Whole()
         owner.values, owner.parameters = values, list(module.parameters())
         for index, parameter in enumerate(owner.parameters):
-            own(parameter, owner, index)
+            own(parameter, owner, index, parameter.stride())
             with torch.no_grad():
                 parameter.fill_(torch.nan)
             guard(parameter)

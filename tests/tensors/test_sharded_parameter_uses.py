@@ -90,7 +90,7 @@ def test_an_owner_may_refuse() -> None:
             raise ValueError(f"{function} of {index}")
 
     owner, parameter = Refuses(), nn.Parameter(torch.ones(2))
-    own(parameter, owner, 3)
+    own(parameter, owner, 3, parameter.stride())
     guard(parameter)
     with pytest.raises(ValueError, match="mul of 3"):
         parameter * 2

@@ -23,7 +23,7 @@ class Whole:
         self._opens = opens
         follow_transforms()
         for index, parameter in enumerate(self.parameters):
-            own(parameter, self, index)
+            own(parameter, self, index, parameter.stride())
             guard(parameter)
 
     def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:
