@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.tensors.assigned_gradient import ReducedGradParameter
@@ -30,6 +31,7 @@ _QUESTIONS = frozenset(
     {
         *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"),
         *("is_floating_point", "is_complex", "is_signed", "is_same_size", "is_inference", "is_pinned"),
+        *("stride", "is_contiguous"),
         *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "storage_offset", "__hash__"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "has_names", "is_shared", "_is_view"),
@@ -93,7 +95,8 @@ class ShardedParameter(ReducedGradParameter):
         name, kwargs = name_of(func), kwargs or {}
         if name == "dtype":
             return _dtype(args[0])
-        if name in _LAYOUTS:
+        if name in _LAYOUTS and TracingContext.try_get() is None:
+            # A compiler is told how what is there lies: its guards look at that, past this.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(_described(args[0]), *args[1:], **kwargs)
         if name in ("__repr__", "__format__"):
