@@ -22,9 +22,9 @@ from paceline.bench.recovery_log import LoggedStep, RecoveryLog, read_log
 from paceline.bench.subject_line import progress
 from paceline.command_line.json_file import JsonFile
 from paceline.core.errors import UserError
+from paceline.launch.marked import marked
 from paceline.launch.seat import SEAT
 from paceline.launch.temporary_folder import TemporaryFolder
-from paceline.launch.worker import told
 from paceline.measuring.results import half_spread, write_json
 from paceline.train.interruption import PARTS
 from paceline.train.run_folder import METRICS
@@ -129,20 +129,16 @@ def recovery(system: str, log: RecoveryLog, kills: Sequence[float]) -> Recovery:
         log: What the run has written.
         kills: When workers were killed, by the same clock.
     """
-    steps, new, highest = log.steps, [], 0
-    for step in steps:
-        if step.number > highest:
-            highest = step.number
-            new.append(step)
+    steps, new = log.steps, log.new
     usual = _usual(steps)
     best = usual[max(usual)]
 
     def stall(at: float) -> float:
-        before, after = next(pair for pair in itertools.pairwise(new) if pair[1].at > at)
+        before, after = _around(new, at)
         return max(0.0, after.at - before.at - usual[after.ranks] * (after.number - before.number))
 
     def share(times: Sequence[float]) -> float:
-        gaps = {next(pair for pair in itertools.pairwise(steps) if pair[1].at > at) for at in times}
+        gaps = {_around(steps, at) for at in times}
         return sum(max(0.0, after.at - before.at - usual[after.ranks]) for before, after in gaps) / whole
 
     rejoins = [at for at in log.rejoins if at < new[-1].at]
@@ -168,6 +164,12 @@ def recovery(system: str, log: RecoveryLog, kills: Sequence[float]) -> Recovery:
         _medians(log.after_losses),
         _medians(log.after_rejoins),
     )
+
+
+def _around(steps: Sequence[LoggedStep], at: float) -> tuple[LoggedStep, LoggedStep]:
+    """The last step of the job that was interrupted then, and the first of the next."""
+    # A job may yet do a step of which the killed rank had done its part.
+    return next(pair for pair in itertools.pairwise(steps) if pair[1].at > at and pair[1].job > pair[0].job)
 
 
 def _usual(steps: Sequence[LoggedStep]) -> dict[int, float]:
@@ -207,7 +209,7 @@ class _Training:
         self._ranks = ranks
         self._run, self._mark = run, uuid.uuid4().hex
         self._arguments = arguments
-        self.kills: list[float] = []
+        self._job, self.kills = 0, list[float]()
 
     def __enter__(self) -> Self:
         environment = {**os.environ, _MARK: self._mark}
@@ -232,13 +234,13 @@ class _Training:
         return read_log(self._run / METRICS, self._ranks)
 
     def wait_for_steps(self, seconds: float) -> None:
-        """Waits for a step that was not done before, and then so many seconds.
+        """Waits for a step that was not done before, of the job after the latest kill, and then so many seconds.
 
         Raises:
             UserError: There is none.
         """
-        known, deadline = self.log().latest, time.monotonic() + _PATIENCE_SECONDS
-        while self.log().latest <= known:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not any(step.job >= self._job for step in self.log().new):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 command = shlex.join(self._arguments)
                 raise UserError(f"the training does not go on: python {command}; try it by itself")
@@ -247,18 +249,14 @@ class _Training:
 
     def kill_one(self, workers: int) -> None:
         """Kills one of the ranks: of the processes, those that were started first, before a spare."""
+        self._job = self.log().steps[-1].job + 1
         self.kills.append(time.time())
-        os.kill(random.choice(sorted(self._workers())[:workers]), signal.SIGKILL)
+        os.kill(random.choice(self._workers()[:workers]), signal.SIGKILL)
 
     def _workers(self) -> list[int]:
-        """Processes that are ranks, or wait to be, by what their launcher has told them."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                environment = told(int(folder.name)) if folder.name.isdigit() else {}
-                if environment.get(_MARK) == self._mark and environment.keys() & {SEAT, "LOCAL_RANK", "RANK"}:
-                    found.append(int(folder.name))
-        return found
+        """Processes that are ranks, or wait to be, in the order in which they were started."""
+        ranks = {SEAT, "LOCAL_RANK", "RANK"}
+        return [number for number, items in marked(_MARK, self._mark).items() if items.keys() & ranks]
 
 
 def _print(rows: Sequence[Recovery]) -> None:

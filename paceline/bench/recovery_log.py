@@ -17,11 +17,13 @@ class LoggedStep(NamedTuple):
         number: Of the step.
         at: When it was done, in seconds.
         ranks: That did it.
+        job: That did it: 0 for the first, 1 for what went on after the first interruption.
     """
 
     number: int
     at: float
     ranks: int
+    job: int
 
 
 @dataclass
@@ -41,9 +43,13 @@ class RecoveryLog:
     after_rejoins: list[dict[str, float]] = field(default_factory=list)
 
     @property
-    def latest(self) -> int:
-        """The highest number of a step; 0 before the first."""
-        return max((step.number for step in self.steps), default=0)
+    def new(self) -> list[LoggedStep]:
+        """Steps that were not done before."""
+        found: list[LoggedStep] = []
+        for step in self.steps:
+            if not found or step.number > found[-1].number:
+                found.append(step)
+        return found
 
 
 def read_log(path: Path, ranks: int) -> RecoveryLog:
@@ -56,15 +62,16 @@ def read_log(path: Path, ranks: int) -> RecoveryLog:
     text = path.read_text() if path.exists() else ""
     # The last line may be half written.
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-    found, grows = RecoveryLog(), False
+    found, grows, job = RecoveryLog(), False, 0
     for line in lines:
         if "run/ranks" in line:
             before, ranks = ranks, int(line["run/ranks"])
             grows = ranks > before
+            job += 1
             if grows:
                 found.rejoins.append(line["time"])
         elif "train/loss" in line:
-            found.steps.append(LoggedStep(line["step"], line["time"], ranks))
+            found.steps.append(LoggedStep(line["step"], line["time"], ranks, job))
         elif f"interruption/{next(iter(PARTS))}_seconds" in line:
             parts = {part: float(line[f"interruption/{part}_seconds"]) for part in PARTS}
             (found.after_rejoins if grows else found.after_losses).append(parts)

@@ -19,8 +19,8 @@ from typing import BinaryIO
 from paceline.checkpoint.folder import CHECKPOINTS
 from paceline.comm.environment import OF_A_RANK
 from paceline.faults.outcome import Curve, curve, jobs, wrong_with_checkpoints, wrong_with_curve
+from paceline.launch.marked import marked
 from paceline.launch.seat import SEAT
-from paceline.launch.worker import told
 
 MARK = "PACELINE_FAULTS_MARK"
 PATIENCE = 300.0
@@ -118,16 +118,8 @@ class Training:
     # ---- watching
 
     def processes(self) -> dict[int, dict[str, str]]:
-        """Environment of each process of it, by number."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    environment = told(int(entry.name))
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                    if environment.get(MARK) == self._mark and state != "Z":
-                        found[int(entry.name)] = environment
-        return found
+        """Environment of each process of it, by number, in the order in which they were started."""
+        return marked(MARK, self._mark)
 
     def ranks(self) -> dict[int, int]:
         """Process number of each rank that is there; not where workers are replaced."""
@@ -135,7 +127,7 @@ class Training:
 
     def seated(self) -> list[int]:
         """Process numbers of workers that may be replaced and of spares, in the order in which they were started."""
-        return sorted(number for number, items in self.processes().items() if SEAT in items)
+        return [number for number, items in self.processes().items() if SEAT in items]
 
     def wait_for(self, process: subprocess.Popen[bytes], there: Callable[[], bool], what: str) -> None:
         """Returns when `there()` is true.

@@ -25,6 +25,8 @@ LAUNCHER = "PACELINE_LAUNCHER"
 """The launcher's process number."""
 FORKS = "PACELINE_FORKS"
 """In the process that workers are forked from: the descriptor by which the launcher asks, and what to import first."""
+PROCESSES = Path("/proc")
+"""Where the kernel tells of each process."""
 _PR_SET_PDEATHSIG = 1
 _PEER_LOST = re.compile(
     r"is gone|rank \d+ gave up: |did not answer|connection (was )?(closed|reset|refused|aborted)|broken pipe"
@@ -98,7 +100,7 @@ def told(number: int) -> dict[str, str]:
     Raises:
         OSError: There is none, or it is another user's.
     """
-    process = Path(f"/proc/{number}")
+    process = PROCESSES / str(number)
     items = (process / "environ").read_bytes().decode(errors="replace").split("\0")
     environment = dict(item.split("=", 1) for item in items if "=" in item)
     # Of a worker that was forked, it is that of what it was forked from.

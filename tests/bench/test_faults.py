@@ -15,21 +15,27 @@ from paceline.core.errors import UserError
 from paceline.train.interruption import PARTS
 
 
-def log(*steps: tuple[int, float] | tuple[int, float, int], rejoins: Sequence[float] = ()) -> RecoveryLog:
-    return RecoveryLog([LoggedStep(step[0], step[1], step[2] if len(step) > 2 else 2) for step in steps], [*rejoins])
+def log(*jobs: Sequence[tuple[int, float]], ranks: Sequence[int] = (), rejoins: Sequence[float] = ()) -> RecoveryLog:
+    steps = [LoggedStep(*step, [*ranks, 2, 2, 2][job], job) for job, steps in enumerate(jobs) for step in steps]
+    return RecoveryLog(steps, [*rejoins])
 
 
 def test_a_stall_is_what_a_usual_step_does_not_explain() -> None:
     # A step a second; killed at 3.5, the step after 3 is done at 6.5.
-    found = recovery("", log((1, 1.0), (2, 2.0), (3, 3.0), (4, 6.5), (5, 7.5), (6, 8.5)), [3.5])
+    found = recovery("", log([(1, 1.0), (2, 2.0), (3, 3.0)], [(4, 6.5), (5, 7.5), (6, 8.5)]), [3.5])
     assert (found.kills, found.median_seconds, found.worst_seconds, found.steps_repeated) == (1, 2.5, 2.5, 0)
     assert found.goodput == pytest.approx(5 / 7.5)
     assert (found.stopped, found.repeated, found.slower) == pytest.approx((2.5 / 7.5, 0, 0))
     assert (found.rejoins, found.rejoin_seconds, found.joining) == (0, None, 0)
 
 
+def test_a_step_that_the_killed_rank_had_done_its_part_of_is_before_the_stall() -> None:
+    found = recovery("", log([(1, 1.0), (2, 2.0), (3, 3.0)], [(4, 6.5), (5, 7.5), (6, 8.5)]), [2.9])
+    assert found.median_seconds == 2.5 and found.stopped == pytest.approx(2.5 / 7.5)
+
+
 def test_steps_that_are_done_again_are_no_progress() -> None:
-    steps = log((1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0), (3, 6.0), (4, 7.0), (5, 8.0))
+    steps = log([(1, 1.0), (2, 2.0), (3, 3.0)], [(2, 5.0), (3, 6.0), (4, 7.0), (5, 8.0)])
     found = recovery("", steps, [3.2])
     assert (found.median_seconds, found.steps_repeated) == (3.0, 2)
     assert found.goodput == pytest.approx(4 / 7)
@@ -38,7 +44,13 @@ def test_steps_that_are_done_again_are_no_progress() -> None:
 
 def test_slower_steps_are_told_apart() -> None:
     # With one rank steps take twice as long; the other comes back after 5, which costs half a second.
-    steps = log((1, 1.0), (2, 2.0), (3, 4.5, 1), (4, 6.5, 1), (5, 8.5, 1), (6, 10.0), (7, 11.0), (8, 12.0), rejoins=[9])
+    steps = log(
+        [(1, 1.0), (2, 2.0)],
+        [(3, 4.5), (4, 6.5), (5, 8.5)],
+        [(6, 10.0), (7, 11.0), (8, 12.0)],
+        ranks=(2, 1, 2),
+        rejoins=[9],
+    )
     found = recovery("", steps, [2.5])
     assert (found.median_seconds, found.rejoins, found.rejoin_seconds) == (0.5, 1, 0.5)
     assert found.goodput == pytest.approx(7 / 11)
@@ -60,9 +72,10 @@ def test_a_log_tells_kills_from_rejoins(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "ti')
     found = read_log(file, 2)
-    assert [step.ranks for step in found.steps] == [2, 1, 2] and found.latest == 3
+    assert [(step.ranks, step.job) for step in found.steps] == [(2, 0), (1, 1), (2, 2)]
+    assert [step.number for step in found.new] == [1, 2, 3]
     assert found.rejoins == [2.5] and len(found.after_losses) == len(found.after_rejoins) == 1
-    assert read_log(tmp_path / "none", 2).latest == 0
+    assert read_log(tmp_path / "none", 2).new == []
 
 
 @pytest.mark.full
