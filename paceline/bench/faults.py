@@ -56,8 +56,8 @@ class Recovery:
     Attributes:
         system: What was done.
         kills: How many workers were killed.
-        median_seconds: Between the last step before a kill and the next that was not done before, less a usual step of
-            as many ranks as did that.
+        median_seconds: Between the last step of a job that lost a worker and the next job's first that was not done
+            before, less a usual step of as many ranks as did that.
         spread_seconds: Half the distance between the quartiles of that.
         worst_seconds: The most.
         rejoins: How often ranks left a job between two steps, to form one with more of them.
@@ -65,7 +65,8 @@ class Recovery:
         rejoin_worst_seconds: The most.
         steps_repeated: Over all kills.
         goodput: Share of the time from the first step to the last in which steps were done for the first time.
-        stopped: Share in which none was, from the last before a kill to the next of any kind, less a usual step.
+        stopped: Share in which none was, from the last of a job that lost a worker to the next job's first of any kind,
+            less a usual step.
         joining: The same around a rejoin.
         repeated: Share in which steps were done again.
         slower: Share that the other steps took beyond a usual one, as with fewer ranks or beside one that starts.
