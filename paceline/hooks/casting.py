@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import is_dataclass
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from paceline.hooks.modules import ModuleHook
 from paceline.models.plain_values import MAPPINGS, SEQUENCES, places_of
+
+_OF_DTYPES = re.compile("dtype|scalar type|should be the same")
 
 
 def cast_inputs(
     model: nn.Module, units: Iterable[nn.Module], dtype: torch.dtype, applies: Callable[[], bool]
 ) -> list[RemovableHandle]:
     """Casts fp32 tensors that a model, its units and what fp32 buffers meet are called with to what they compute in.
+
+    They are found in collections, in collections of these, and in dataclasses and `SimpleNamespace`.
 
     Buffers stay as they are: rotary frequencies lose too much otherwise. What is computed from them is cast where it
     enters a unit, or a part of one where a unit has a buffer of that kind.
@@ -46,6 +54,8 @@ def cast_inputs(
         return given
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module is model and output is None and applies():
+            _tell_of_dtypes(sys.exception(), dtype)
         if (mine := under_way[get_ident()]) and mine[-1][0] is module:
             for each in mine.pop()[1]:
                 each.write_back()
@@ -58,19 +68,26 @@ def cast_inputs(
             return copies[-1].given
         if type(value) is tuple:
             return tuple(in_low(each, copies) for each in value)
+        # Where there is nothing to cast the unit gets the very object, which it may change.
         if type(value) in MAPPINGS or type(value) in SEQUENCES:
-            cast, places = copy(value), list(places_of(value))
-            for place in places:
-                cast[place] = in_low(value[place], copies)
-            if all(cast[place] is value[place] for place in places):
-                # Nothing to cast: the unit gets the very object, which it may change.
-                return value
-            copies.append(_Copy(value, cast))
-            return cast
+            cast = copy(value)
+            return cast if cast_places(value, cast, copies) else value
+        if _is_record(value):
+            cast = copy(value)
+            return cast if cast_places(vars(value), vars(cast), copies) else value
         if not any(map(_is_wide, tree_leaves(value))):
             # Not made anew by pytree, as the unit may change it, too.
             return value
         return tree_map(lambda each: each.to(dtype) if _is_wide(each) else each, value)
+
+    def cast_places(own: Any, given: Any, copies: list[_Copy | _CastTensor]) -> bool:
+        places = list(places_of(own))
+        for place in places:
+            given[place] = in_low(own[place], copies)
+        if all(given[place] is own[place] for place in places):
+            return False
+        copies.append(_Copy(own, given))
+        return True
 
     def widen(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         # It inverts matrices, which has no kernels in low precision, and multiplies with a buffer.
@@ -153,6 +170,29 @@ class _Copy:
             uncast = {id(then): value for then, value in zip(before, own, strict=True)}
             own.clear()
             own.extend([uncast.get(id(value), value) for value in given])
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it is an object whose attributes are all that there is of it."""
+    kind = type(value)
+    return kind is SimpleNamespace or (
+        is_dataclass(kind)
+        and hasattr(value, "__dict__")
+        and not isinstance(value, (nn.Module, dict, list, tuple))
+        and kind not in SUPPORTED_NODES
+    )
+
+
+def _tell_of_dtypes(error: BaseException | None, dtype: torch.dtype) -> None:
+    """Adds to what torch says of two dtypes why there are two."""
+    if isinstance(error, (RuntimeError, ValueError)) and _OF_DTYPES.search(str(error)):
+        note = (
+            f"The model computes in {str(dtype).removeprefix('torch.')} (strategy.precision). fp32 tensors that it and "
+            "its units are called with are cast to that, also in collections, dataclasses and SimpleNamespace; those "
+            "in other objects, and buffers, are not: write x.to(weight.dtype) where one meets a weight"
+        )
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 def _is_wide(value: Any) -> bool:

@@ -113,12 +113,29 @@ def require_seen(unit: str, output: Any, more: Iterable[Tensor]) -> None:
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
+class _Part:
+    """A module's attributes, as they are at the time."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.attributes, self._names = attributes, list[str]()
+        self._size, self._latest = -1, ""
+
+    def names(self) -> list[str]:
+        """Of those that a module of torch's does not have: looked for anew where some have come, or gone."""
+        # One that is set under a new name comes last.
+        size, latest = len(self.attributes), next(reversed(self.attributes))
+        if (size, latest) != (self._size, self._latest):
+            self._names = [name for name in self.attributes if name not in _OF_EVERY_MODULE]
+            self._size, self._latest = size, latest
+        return self._names
+
+
 class Leftovers:
     """Tensors that a module's forward leaves on the module or its parts, such as auxiliary losses."""
 
     def __init__(self, module: nn.Module) -> None:
         """Looks at a module and all its parts."""
-        self._parts: list[tuple[dict[str, Any], int, list[str]]] = [(p.__dict__, -1, []) for p in module.modules()]
+        self._parts = [_Part(part.__dict__) for part in module.modules()]
         self._copied: dict[tuple[int, str], Tensor] = {}
 
     def own(
@@ -134,11 +151,9 @@ class Leftovers:
         Raises:
             EngineError: One was left in an earlier forward, and weights may have changed since.
         """
-        for place, (attributes, size, names) in enumerate(self._parts):
-            if len(attributes) != size:
-                names = [name for name in attributes if name not in _OF_EVERY_MODULE]
-                self._parts[place] = (attributes, len(attributes), names)
-            for name in names:
+        for place, part in enumerate(self._parts):
+            attributes = part.attributes
+            for name in part.names():
                 value = attributes.get(name)
                 if type(value) in _PLAIN:
                     continue

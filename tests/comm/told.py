@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 
-def wait_until_told(told: Path) -> None:
+def wait_until_told(told: Path, seconds: float = 4.0) -> None:
     """What a rank does that is elsewhere: nothing, until another has seen what it was to see, or for long after."""
-    deadline = time.monotonic() + 4
+    deadline = time.monotonic() + seconds
     while not told.exists() and time.monotonic() < deadline:
         time.sleep(0.01)

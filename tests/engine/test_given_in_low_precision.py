@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,3 +129,65 @@ def test_what_they_write_to_tensors_is_there(ranks, zero: int) -> None:
     for state, out, calls, is_kept in ranks(2, remembered, zero):
         assert state.dtype == calls.dtype == torch.float32
         assert torch.equal(state, out) and calls == 3 and is_kept
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    kept: torch.Tensor
+    note: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    kept: torch.Tensor
+    note: torch.Tensor | None = None
+
+
+class OwnClass:
+    def __init__(self, x: torch.Tensor, kept: torch.Tensor) -> None:
+        self.x, self.kept, self.note = x, kept, None
+
+
+class ReadsBatch(nn.Module):
+    """Leaves a note in a batch that is an object, and an attribute that it did not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        out: torch.Tensor = nn.functional.linear(batch.x, self.inner[0].weight)
+        vars(batch)["note"], vars(batch)["more"] = out.float().detach(), batch.x.dtype
+        return out
+
+
+def read(zero: int, kind: Callable[..., Any]) -> tuple[torch.dtype, bool, torch.dtype, torch.dtype]:
+    model = pl.parallelize(nn.ModuleList([ReadsBatch()]), Strategy(zero=zero, precision="bfloat16"))
+    x, kept = torch.ones(2, 8), torch.ones(())
+    batch = kind(x=x, kept=kept)
+    out = model[0](batch)
+    out.float().sum().backward()
+    pl.release(model)
+    return out.dtype, batch.x is x and batch.kept is kept, batch.note.dtype, batch.more
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("kind", [Batch, Frozen, SimpleNamespace])
+def test_tensors_of_an_object_are_cast_and_it_is_the_loops_own_afterwards(ranks, zero: int, kind) -> None:
+    for found in ranks(2, read, zero, kind):
+        assert found == (torch.bfloat16, True, torch.float32, torch.bfloat16)
+
+
+def read_uncast(kind: Callable[..., Any]) -> list[str]:
+    model = pl.parallelize(nn.Sequential(ReadsBatch()), Strategy(precision="bfloat16"))
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        model(kind(x=torch.ones(2, 8), kept=torch.ones(())))
+    pl.release(model)
+    return caught.value.__notes__
+
+
+def test_what_is_not_cast_is_told_of(ranks) -> None:
+    for notes in ranks(2, read_uncast, OwnClass):
+        assert len(notes) == 1 and "computes in bfloat16" in notes[0] and "x.to(weight.dtype)" in notes[0]

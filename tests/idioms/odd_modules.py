@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.idioms.side import WIDTH, Found, Side, idiom, mlp, trained
+from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state, trained
 
 
 @idiom()
@@ -22,6 +22,44 @@ def a_shared_block_at_two_depths(side: Side) -> Found:
 
     torch.manual_seed(0)
     return trained(side, Model())
+
+
+@idiom()
+def losses_left_under_names_that_change(side: Side) -> Found:
+    """Each block has its own, on itself, under the number of its call."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.calls, self.loss_0 = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), 0, None
+
+        def forward(self, x):
+            delattr(self, f"loss_{self.calls}")
+            self.calls += 1
+            h = torch.tanh(self.a(x))
+            setattr(self, f"loss_{self.calls}", self.b(h).square().mean())
+            return x + h.detach()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 2)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Model().to(side.dtype)
+    net, optimizer = side.parallel(model), torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(x, y):
+        left = ((net(x) - y).square().mean(),)
+        return sum((getattr(block, f"loss_{block.calls}") for block in model.blocks), *left)
+
+    fit(side, net, optimizer, 3, loss)
+    return state(model)
 
 
 @idiom()
