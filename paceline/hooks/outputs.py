@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.core.errors import EngineError
 from paceline.hooks.held_views import is_view
+from paceline.models.plain_values import attributes_of
 
 _DEPTH = 3
 """Depth to which tensors are searched for in nested objects."""
@@ -54,15 +55,7 @@ def _attributes(leaf: Any) -> Mapping[str, Any] | None:
         return None
     if dataclasses.is_dataclass(leaf):
         return {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
-    slots = [name for kind in type(leaf).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
-    if not slots:
-        return getattr(leaf, "__dict__", None)
-    return {**{name: getattr(leaf, name) for name in slots if hasattr(leaf, name)}, **getattr(leaf, "__dict__", {})}
-
-
-def _names(slots: str | Iterable[str]) -> Iterable[str]:
-    names = (slots,) if isinstance(slots, str) else slots
-    return (name for name in names if name not in ("__dict__", "__weakref__"))
+    return attributes_of(leaf)
 
 
 def own_copies(output: Any, lies_within: Callable[[Tensor], bool]) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes as _unseen
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import EngineError
+from paceline.models.drawn_from import Drawn, set_states, states
 from paceline.models.growing import copied, may_grow
 from paceline.models.plain_values import SMALL, Copies, is_alike, replace
 from paceline.models.within_reach import PLAIN, reached
@@ -174,32 +174,33 @@ def _referred_by(parts: Iterable[_Part]) -> Iterator[Any]:
                 yield value
 
 
-def _within_reach(module: nn.Module, given: Sequence[Any], copies: Copies) -> tuple[list[_Part], list[torch.Generator]]:
-    """All that a module's forward may run, but for what the module is a part of, and what it may draw from."""
+def _within_reach(module: nn.Module, given: Sequence[Any], copies: Copies) -> tuple[list[_Part], list[Drawn]]:
+    """All that a module's forward may run, but for what the module is a part of, and what it may draw from.
+
+    Raises:
+        EngineError: It may take from an iterator.
+    """
     for each in given:
         # Objects among them keep what they are made of.
         copies.of(each)
     found = {each: _Part(each, copies) for each in module.modules()}
-    generators = dict[torch.Generator, None]()
+    generators = dict[int, Drawn]()
     held = [*given, *_referred_by(found.values())]
     while held:
         for other in reached(held.pop()):
-            if isinstance(other, torch.Generator):
-                generators[other] = None
+            if isinstance(other, Iterator):
+                raise EngineError(
+                    f"{type(module).__name__}: it holds or is given an iterator ({type(other).__name__}), from which "
+                    "its forward may take, and which recompute cannot put back: hold a list and a position in it, or "
+                    "leave this block out of recompute"
+                )
+            if not isinstance(other, nn.Module):
+                generators[id(other)] = other
             elif other not in found and module not in other.modules():
                 more = {each: _Part(each, copies) for each in other.modules() if each not in found}
                 held += _referred_by(more.values())
                 found.update(more)
-    return list(found.values()), list(generators)
-
-
-def _states(generators: Iterable[torch.Generator]) -> list[tuple[torch.Generator, Tensor]]:
-    return [(each, each.get_state()) for each in generators]
-
-
-def _set_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> None:
-    for generator, state in states:
-        generator.set_state(state)
+    return list(found.values()), list(generators.values())
 
 
 class AsBefore:
@@ -216,7 +217,7 @@ class AsBefore:
         self._given = [copied(each) if may_grow(each) else None for each in (*args, *kwargs.values())]
         self._copies = Copies()
         self._parts, generators = _within_reach(buffers.module, (*args, *kwargs.values()), self._copies)
-        self._random = _states(generators)
+        self._random = states(generators)
         self._modules = [part.module for part in self._parts]
         self._trained = [
             (p, p.requires_grad) for each in self._modules for p in each._parameters.values() if p is not None
@@ -250,7 +251,7 @@ class AsBefore:
             each if before is None else copied(before)
             for each, before in zip((*args, *kwargs.values()), self._given, strict=True)
         ]
-        random = _states(generator for generator, _ in self._random)
+        random = states(generator for generator, _ in self._random)
         # As loops do that freeze a discriminator for a generator's forward alone.
         frozen = [(p, trains) for p, trains in self._trained if p.requires_grad != trains]
         after = {(owner, name): owner._buffers.get(name) for owner, name in self._before}
@@ -266,7 +267,7 @@ class AsBefore:
                 owner._buffers[name] = buffer
             for parameter, trains in frozen:
                 parameter.requires_grad_(trains)
-            _set_states(self._random)
+            set_states(self._random)
             return self._forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         finally:
             # However it ends: checkpoint stops as soon as it has what it needs.
@@ -274,7 +275,7 @@ class AsBefore:
                 owner._buffers[name] = was
             for parameter, trains in frozen:
                 parameter.requires_grad_(not trains)
-            _set_states(random)
+            set_states(random)
             for put_back in undo:
                 put_back()
 

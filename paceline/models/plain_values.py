@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from torch import nn
+
+from paceline.models.drawn_from import Drawn
 
 SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None)))
 """Classes of what holds nothing and never changes."""
@@ -17,7 +20,7 @@ MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
 SEQUENCES = frozenset((list, deque))
 """Classes of what holds values in places, which can be replaced."""
 _COLLECTIONS = MAPPINGS | SEQUENCES | {tuple, set}
-_MADE_OF = SCALARS | _COLLECTIONS | {np.ndarray}
+_MADE_OF = SCALARS | _COLLECTIONS | {np.ndarray, *get_args(Drawn)}
 SMALL = 65_536
 """Elements of an array or tensor whose copy costs nothing worth telling: all that statistics of norms are."""
 
@@ -29,8 +32,8 @@ class Copies:
         """Has copied nothing yet."""
         self._copied: dict[int, tuple[Any, Any]] = {}
         """By `id()`, a value, which stays alive so, and its copy."""
-        self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """The attributes of objects, and their copies."""
+        self._objects: list[tuple[Any, dict[str, Any]]] = []
+        """Objects, and copies of their attributes."""
 
     def of(self, value: Any) -> Any:
         """A copy that shares nothing with a value that can change; the value itself where it is none that is copied.
@@ -56,7 +59,7 @@ class Copies:
                     found[place] = other
         elif _is_plain(value):
             self._copied[id(value)] = value, value
-            self._objects.append((value.__dict__, {name: self.of(each) for name, each in value.__dict__.items()}))
+            self._objects.append((value, {name: self.of(each) for name, each in attributes_of(value).items()}))
         else:
             return value
         self._copied[id(value)] = value, found
@@ -65,13 +68,13 @@ class Copies:
     def put(self) -> Callable[[], None]:
         """Gives objects the attributes that they had, or copies of these; returns what undoes that."""
         fresh = Copies()
-        were = [(attributes, dict(attributes)) for attributes, _ in self._objects]
-        for attributes, before in self._objects:
-            replace(attributes, {name: fresh.of(each) for name, each in before.items()})
+        were = [(value, attributes_of(value)) for value, _ in self._objects]
+        for value, before in self._objects:
+            _set_attributes(value, {name: fresh.of(each) for name, each in before.items()})
 
         def undo() -> None:
-            for attributes, was in were:
-                replace(attributes, was)
+            for value, was in were:
+                _set_attributes(value, was)
 
         return undo
 
@@ -102,10 +105,42 @@ def is_alike(now: Any, before: Any) -> bool:
     return kind is np.ndarray and np.array_equal(now, before)
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object by name, also those in slots."""
+    kind: Any = type(value)
+    slots = {name: getattr(value, name) for name in _slots_of(kind) if hasattr(value, name)}
+    return slots | getattr(value, "__dict__", {})
+
+
+def _set_attributes(value: Any, attributes: dict[str, Any]) -> None:
+    kind: Any = type(value)
+    slots = _slots_of(kind)
+    if hasattr(value, "__dict__"):
+        replace(vars(value), {name: each for name, each in attributes.items() if name not in slots})
+    for name in slots:
+        # Not by its own `__setattr__`, which a frozen dataclass refuses.
+        if name in attributes:
+            object.__setattr__(value, name, attributes[name])
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    found = []
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_mangled = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{each.__name__.lstrip('_')}{name}" if is_mangled else name)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
 def _is_plain(value: Any) -> bool:
-    """Whether it is an object that is made of scalars, collections and arrays alone: a counter, a meter."""
-    new: Any = type(value).__new__
-    if isinstance(value, nn.Module) or not (new is object.__new__ or type(value) is SimpleNamespace):
+    """Whether it is an object made of scalars, collections, arrays and random generators alone: a counter, a meter."""
+    kind: Any = type(value)
+    if isinstance(value, nn.Module) or not (kind.__new__ is object.__new__ or kind is SimpleNamespace):
         return False
-    attributes = getattr(value, "__dict__", None)
-    return type(attributes) is dict and all(type(each) in _MADE_OF for each in attributes.values())
+    if not _slots_of(kind) and type(getattr(value, "__dict__", None)) is not dict:
+        return False
+    return all(type(each) in _MADE_OF for each in attributes_of(value).values())

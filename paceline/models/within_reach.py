@@ -9,40 +9,49 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from paceline.models.plain_values import SCALARS
+from paceline.models.drawn_from import is_drawn_from
+from paceline.models.plain_values import SCALARS, attributes_of
 
 PLAIN = SCALARS | {Tensor, nn.Parameter}
 """Classes of what most modules hold, which holds nothing itself."""
+_METHODS = frozenset((types.MethodType, types.BuiltinMethodType, types.MethodWrapperType))
 _DEPTH = 3
 """Depth to which collections and functions are searched."""
 
 
-def reached(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module | torch.Generator]:
-    """The modules and generators that a value is or holds: in collections, dataclasses, closures, partial calls."""
+def reached(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """The modules, random generators and iterators that a value is or holds.
+
+    In collections, dataclasses, closures and partial calls; those that are drawn from also in objects of other classes.
+    """
     kind = type(value)
-    if kind in PLAIN or depth < 0:
+    if kind in PLAIN:
         return
-    if isinstance(value, (nn.Module, torch.Generator)):
+    if isinstance(value, nn.Module) or is_drawn_from(value):
         yield value
+        return
+    if depth == 0:
         return
     held: Iterable[Any] = ()
     if isinstance(value, dict):
         held = value.values()
     elif isinstance(value, (list, tuple, set)):
         held = value
-    elif dataclasses.is_dataclass(value) or kind is types.SimpleNamespace:
-        held = getattr(value, "__dict__", {}).values()
+    elif dataclasses.is_dataclass(kind) or kind is types.SimpleNamespace:
+        held = attributes_of(value).values()
     elif kind is weakref.ref:
         held = (value(),)
-    elif kind is types.MethodType:
+    elif kind in _METHODS or kind.__name__ == "cython_function_or_method":
         held = (value.__self__,)
     elif kind is types.FunctionType:
         held = (*_contents(value.__closure__ or ()), *(value.__defaults__ or ()))
     elif kind is functools.partial:
         held = (value.func, *value.args, *value.keywords.values())
+    elif getattr(kind, "__new__", None) is object.__new__ and not isinstance(value, (type, types.ModuleType)):
+        # Not the modules: a block that refers to what trains it does not run all of that.
+        held = (each for each in attributes_of(value).values() if is_drawn_from(each))
     for each in held:
         yield from reached(each, depth - 1)
 
