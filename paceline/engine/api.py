@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +15,7 @@ from paceline.core.errors import UserError
 from paceline.core.strategy import Strategy
 from paceline.engine import recovery
 from paceline.engine.engine import Engine
-from paceline.hooks.plain_copies import ENGINE, SET, copy_plain, inside, reduce_plain
+from paceline.hooks.plain_copies import ENGINE, add_to, inside, take_from
 from paceline.materialise.freed import keep_freed_memory
 from paceline.models.require import require_model_and_strategy
 from paceline.tensors.reduced_norm import forget_norms
@@ -72,19 +70,8 @@ def parallelize(
     if world.device.type == "cpu":
         keep_freed_memory()
     engine, module = Engine(model, strategy or Strategy(), world, init, weights), inside(model)
-    setattr(module, ENGINE, engine)
-    reference: weakref.ref[nn.Module] = weakref.ref(module)
-    module.no_sync = partial(_no_sync, weakref.ref(engine))  # type: ignore[assignment]
-    module.__deepcopy__ = partial(copy_plain, reference)  # type: ignore[assignment]
-    module.__reduce_ex__ = partial(reduce_plain, reference)  # type: ignore[method-assign]
+    add_to(module, engine)
     return model
-
-
-def _no_sync(reference: weakref.ref[Engine]) -> AbstractContextManager[None]:
-    alive = reference()
-    if alive is None:
-        raise ValueError("no_sync: this model is not parallel")
-    return alive.no_sync()
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -249,6 +236,5 @@ def release(model: nn.Module) -> Any:
         torch.Size([2, 4])
     """
     recovery.close(engine_of(model), whole=True)
-    for name in SET:
-        delattr(inside(model), name)
+    take_from(inside(model))
     return model

@@ -10,6 +10,7 @@ from paceline.buffers.edits import refuse_edit
 from paceline.core.errors import EngineError
 from paceline.engine.forward import ForwardPass
 from paceline.engine.program import Program
+from paceline.hooks.checkpointed import require_unsaved
 
 _CONVERSIONS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})
 """Methods of a parameter that modules call to convert their own to another dtype."""
@@ -52,6 +53,7 @@ class OutsideUse:
                 "forward()) and before its backward has ended, or read or edit it inside "
                 f"`with pl.full_parameters(model):`, on every rank{converts}"
             )
+        require_unsaved(slot.spec.name, parameters.all[index])
         self._forward.pin(index, f"{slot.spec.name} is used outside of its unit")
 
     def dtype_seen(self, index: int, computed: torch.dtype) -> torch.dtype:

@@ -253,8 +253,8 @@ class Update:
 
     def _made_by_hand(self) -> dict[int, Tensor]:
         """The gradients that no backward of this model has left and no update has used, by index."""
-        gradients, reduced = self._program.gradients, self._state.gradients == "reduced"
-        published = gradients.published if gradients is not None and reduced else {}
+        gradients, shards = self._program.gradients, self._state.gradients != "local"
+        published = gradients.published if gradients is not None and self._state.gradients == "reduced" else {}
         with torch._C.DisableTorchFunctionSubclass():
             return {
                 index: parameter.grad
@@ -262,6 +262,7 @@ class Update:
                 # Of one without elements, which no bucket has, it is autograd's own.
                 if parameter.grad is not None
                 and parameter.grad.numel()
-                and not (reduced and isinstance(parameter.grad, GradientShard))
+                # A shard is of what was reduced, if by another model: the step looks at whose it is.
+                and not (shards and isinstance(parameter.grad, GradientShard))
                 and published.get(index) != parameter.grad.data_ptr()
             }

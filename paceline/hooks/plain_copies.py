@@ -4,13 +4,50 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 ENGINE = "_paceline_engine"
-SET = (ENGINE, "no_sync", "__deepcopy__", "__reduce_ex__")
-"""Attributes that are set on a model while it is parallel."""
+
+
+class NoSync:
+    """`model.no_sync()`, as of DDP: that of its engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Defers what gradients communicate.
+
+        Raises:
+            ValueError: The model is not parallel any more.
+        """
+        if (alive := self._engine()) is None:
+            raise ValueError("no_sync: this model is not parallel")
+        return alive.no_sync()  # type: ignore[no-any-return]
+
+
+def add_to(model: nn.Module, engine: Any) -> None:
+    """Sets on a model what it has while it is parallel."""
+    reference = weakref.ref(model)
+    added = {ENGINE: engine, "__deepcopy__": partial(copy_plain, reference)}
+    added["__reduce_ex__"] = partial(reduce_plain, reference)
+    if not hasattr(model, "no_sync"):
+        # One of the model's own, a switch of its forward, stays.
+        added["no_sync"] = NoSync(engine)
+    # Not by its own `__setattr__`, which may refuse what it does not know.
+    vars(model).update(added)
+
+
+def take_from(model: nn.Module) -> dict[str, Any]:
+    """Undoes `add_to`, and returns what had been set."""
+    names = [name for name in (ENGINE, "no_sync", "__deepcopy__", "__reduce_ex__") if name in vars(model)]
+    if not isinstance(vars(model).get("no_sync"), NoSync) and "no_sync" in names:
+        names.remove("no_sync")
+    return {name: vars(model).pop(name) for name in names}
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -23,7 +60,7 @@ def copy_plain(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Mo
     """Returns the plain copy that `copy.deepcopy` makes of a parallel model."""
     model = reference()
     assert model is not None
-    ours = {name: model.__dict__.pop(name) for name in SET}
+    ours = take_from(model)
     try:
         with ours[ENGINE].forward.whole.full("copy.deepcopy(model)", edits=False):
             return copy.deepcopy(model, memo)

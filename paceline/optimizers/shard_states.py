@@ -164,11 +164,10 @@ def _known(group: dict[str, Any]) -> list[int | None]:
 def takes_empty_parts(optimizer: Optimizer) -> bool:
     """Whether it is given parameters of which this rank has no element, with such a gradient, and has states of them.
 
-    What is torch's, or made of it, passes over a parameter without a gradient, which costs no time and no state.
-    Others need not ask for one.
+    Torch's own `step()` passes over a parameter without a gradient, which costs no time and no state. Another one, of a
+    class that may be made of torch's, need not ask for one.
     """
-    made_of = (base for base in type(optimizer).__mro__ if base is not Optimizer)
-    return not any(base.__module__.startswith("torch.optim.") for base in made_of)
+    return not type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 def _cut_states(optimizer: str, states: dict[str, Any], flat: FlatParameters, index: int) -> None:

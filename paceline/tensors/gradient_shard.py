@@ -255,7 +255,8 @@ def _needs_whole(
         # The first that collectives of torch.distributed ask, and the only thing that tells of them.
         return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.distributed")
     if name in DESCRIPTIONS:
-        return False
+        # A number is told by its value.
+        return name == "__format__" and any(not division.shape for division in map(division_of, shards) if division)
     if not is_elementwise(name):
         return True
     lists = [each for each in args if isinstance(each, (list, tuple))]

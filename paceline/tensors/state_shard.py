@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_map
 
 from paceline.core.errors import EngineError
@@ -41,6 +42,9 @@ class StateShard(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Has states made whole where that is needed."""
+        if TracingContext.try_get() is not None:
+            # As of gradients: a compiler would ask for its shape, which is not that of its memory.
+            raise torch._dynamo.exc.Unsupported("a state is this rank's shard of it, with which nothing is compiled")
         kwargs, name = kwargs or {}, name_of(func)
         shards = list(tensors_of((args, tuple(kwargs.values())), StateShard))
         with torch._C.DisableTorchFunctionSubclass():
@@ -171,7 +175,8 @@ def _needs_whole(
     if kind in _ACCESS:
         return name in _VIEWS or (name == "data" and kind == "__set__")
     if name in DESCRIPTIONS or name in ("share_memory_", "as_subclass"):
-        return False
+        # A number is told by its value.
+        return name == "__format__" and not shards[0]._division.shape
     if not is_elementwise(name):
         return True
     lists = [each for each in args if isinstance(each, (list, tuple))]

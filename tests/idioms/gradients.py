@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from tests.idioms.side import Found, Side, descend, fit, idiom, mlp, state
@@ -211,3 +211,30 @@ def slopes_by_vjp_in_the_loss(side: Side) -> Found:
 
     fit(side, net, torch.optim.SGD(model.parameters(), 0.1), loss_of=loss_of)
     return state(model)
+
+
+@idiom(low=False)
+def numbers_of_a_scale_are_printed(side: Side) -> Found:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.scale = mlp(side), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x):
+            return self.body(x) * self.scale
+
+    model = Model().to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    told = []
+    for step in range(2):
+        for x, y in side.micro_batches(net, step):
+            (net(x) - y).square().mean().div(side.micro).backward()
+        grad = model.scale.grad
+        # Of a parameter server rank 0 alone has gradients.
+        told.append(grad is None or f"{grad:.6f}" == f"{grad.item():.6f}")
+        optimizer.step()
+        momentum = optimizer.state[model.scale]
+        told.append(grad is None or float(f"{momentum['momentum_buffer']:.6f}") != 0)
+        optimizer.zero_grad()
+    return {**state(model), "told": torch.tensor(told)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
-from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state, trained
+from tests.idioms.side import WIDTH, Found, Side, descend, fit, idiom, mlp, state, trained
 
 
 @idiom()
@@ -243,3 +245,34 @@ def a_view_that_a_unit_returns_is_written_to(side: Side) -> Found:
 
     torch.manual_seed(0)
     return trained(side, Model())
+
+
+@idiom()
+def a_model_with_a_switch_that_is_called_no_sync(side: Side) -> Found:
+    """And that takes no attribute which it does not know."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.no_sync = mlp(side), nn.Linear(2, 2), False
+
+        def __setattr__(self, name, value):
+            if "_modules" in vars(self) and "no_sync" in vars(self) and not hasattr(self, name):
+                raise AttributeError(f"no such setting: {name}")
+            super().__setattr__(name, value)
+
+        def forward(self, x):
+            x = self.body(x)
+            return self.head(x.detach() if self.no_sync else x)
+
+    torch.manual_seed(0)
+    model = Model().to(side.dtype)
+    net = side.parallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    descend(side, optimizer, lambda x, y: (net(x) - y).square().mean())
+    copied = copy.deepcopy(model)
+    model.no_sync = True
+    descend(side, optimizer, lambda x, y: (net(x) - y).square().mean() + 0 * sum(p.sum() for p in model.parameters()))
+    side.release(model)
+    assert model.no_sync and not copied.no_sync
+    return {**state(model), **state(copied, "copied ")}

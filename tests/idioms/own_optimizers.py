@@ -55,6 +55,50 @@ def an_optimizer_that_asks_for_no_missing_gradient(side: Side) -> Found:
     return state(model)
 
 
+@pl.elementwise
+class Signed(torch.optim.SGD):
+    """One of torch's with a step of its own, which takes every parameter to have a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.sub_(mean.lerp_(p.grad, 0.3).tanh(), alpha=group["lr"])
+
+
+@pl.elementwise
+class Decaying(torch.optim.Adam):
+    """One of torch's that changes gradients before the step that it has from there."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(p.detach(), alpha=0.1)
+        super().step(closure)
+
+
+@idiom()
+def an_optimizer_made_of_torchs_with_a_step_of_its_own(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    fit(side, net, Signed(model.parameters(), lr=0.05), 3)
+    return state(model)
+
+
+@idiom()
+def an_optimizer_made_of_torchs_that_changes_gradients_first(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    optimizer = Decaying(model.parameters(), lr=0.01)
+    fit(side, net, optimizer, 2)
+    kept = copy.deepcopy(optimizer.state_dict())
+    fit(side, net, optimizer, 1)
+    optimizer.load_state_dict(kept)
+    fit(side, net, optimizer, 1)
+    return state(model)
+
+
 LISTED = tuple((place, r"Listing\.means has a tensor for each") for place in ("zero 3", "low"))
 
 

@@ -208,3 +208,21 @@ def recomputed_blocks_are_given_parameters_of_others(side: Side) -> Found:
 def checkpoints_are_given_parameters_of_others(side: Side) -> Found:
     torch.manual_seed(0)
     return trained(side, Lending(lambda block, x, weight: checkpoint(block, x, weight, use_reentrant=False)))
+
+
+@idiom(refused=(("zero 3", "a function is given the parameter head.weight by way of torch's checkpoint"),))
+def a_checkpointed_loss_is_given_a_head(side: Side) -> Found:
+    """As losses in chunks of rows do, whose logits would take too much."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 2, bias=False)
+
+        def forward(self, x):
+            x = self.body(x)
+            chunks = [checkpoint(nn.functional.linear, rows, self.head.weight, use_reentrant=False) for rows in x]
+            return torch.stack(chunks)
+
+    torch.manual_seed(0)
+    return trained(side, Model())

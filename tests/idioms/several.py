@@ -132,3 +132,20 @@ def two_models_share_a_weight(side: Side) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     return {**state(first), **state(second, "second ")}
+
+
+@idiom()
+def gradients_of_one_step_another(side: Side) -> Found:
+    """As of workers that compute for a shared model."""
+    model, steps = mlp(side), mlp(side, seed=1)
+    net, _ = side.parallel(model), side.parallel(steps)
+    optimizer = torch.optim.SGD(steps.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        for x, y in side.micro_batches(net, step):
+            (net(x) - y).square().mean().div(side.micro).backward()
+        for p, q in zip(model.parameters(), steps.parameters(), strict=True):
+            q.grad = 0.5 * p.grad if step == 1 else p.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+    return state(steps)

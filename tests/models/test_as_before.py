@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -142,51 +138,7 @@ class Masked(nn.Module):
         return nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None])[0, 0]
 
 
-@dataclass(slots=True)
-class Counter:
-    calls: int = 0
-
-    def __call__(self) -> float:
-        self.calls += 1
-        return 0.5 / self.calls
-
-
-class Noise:
-    """Draws and counts in an object of its own class."""
-
-    def __init__(self) -> None:
-        self.random, self.calls = np.random.RandomState(0), 0
-
-    def __call__(self) -> float:
-        self.calls += 1
-        return float(self.random.rand()) + self.calls
-
-
-class Drawing(nn.Module):
-    """Computes with what another thing of its own gives it, each time something else."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.map, self.draw = nn.Linear(8, 8), draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.map(torch.tanh(self.map(x) * self.draw())))
-
-
-def drawing(make: Callable[[], Callable[[], float]]) -> Callable[[], nn.Module]:
-    return lambda: Drawing(make())
-
-
-DRAWS: dict[str, Callable[[], Callable[[], float]]] = {
-    "an object with slots": Counter,
-    "an object with a generator": Noise,
-    "Python": lambda: random.Random(0).random,
-    "numpy": lambda: np.random.default_rng(0).random,
-    "numpy, as it was": lambda: np.random.RandomState(0).rand,
-    "torch, in a closure": lambda: (lambda g: lambda: float(torch.rand((), generator=g)))(torch.Generator()),
-}
-
-BLOCKS = [Normed, Spectral, Averages, *GIVEN, Remembers, Masked, *map(drawing, DRAWS.values())]
+BLOCKS = [Normed, Spectral, Averages, *GIVEN, Remembers, Masked]
 
 
 def trained(model: nn.Module, rank: int = 0) -> dict[str, Tensor]:
@@ -208,7 +160,7 @@ def build(block: Callable[[], nn.Module]) -> Chain:
 
 
 @pytest.mark.parametrize("how", ["unit", "keep_attention"])
-@pytest.mark.parametrize("block", BLOCKS, ids=[*(each.__name__ for each in BLOCKS[: -len(DRAWS)]), *DRAWS])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_training_is_the_same(block: Callable[[], nn.Module], how: Any) -> None:
     plain, again = build(block), build(block)
     recompute(list(again.blocks), how, 1)
@@ -216,18 +168,6 @@ def test_training_is_the_same(block: Callable[[], nn.Module], how: Any) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
-
-
-@pytest.mark.parametrize(
-    "values",
-    [iter([1.0]), itertools.cycle([1.0]), (x for x in (1.0,)), map(float, [1])],
-    ids=lambda x: type(x).__name__,
-)
-def test_an_iterator_is_refused_by_name(values: Any) -> None:
-    model = build(lambda: Drawing(values.__next__))
-    recompute([model.blocks[1]], "unit", 1)
-    with pytest.raises(EngineError, match=f"^Drawing: .* iterator .{type(values).__name__}.* leave this block out"):
-        model(torch.ones(4, 8, dtype=torch.float64))
 
 
 def with_strategy(block: Callable[[], nn.Module], strategy: Strategy) -> dict[str, Tensor]:
