@@ -253,8 +253,8 @@ class Update:
 
     def _made_by_hand(self) -> dict[int, Tensor]:
         """The gradients that no backward of this model has left and no update has used, by index."""
-        gradients, shards = self._program.gradients, self._state.gradients != "local"
-        published = gradients.published if gradients is not None and self._state.gradients == "reduced" else {}
+        gradients, what = self._program.gradients, self._state.gradients
+        published = gradients.published if gradients is not None and what == "reduced" else {}
         with torch._C.DisableTorchFunctionSubclass():
             return {
                 index: parameter.grad
@@ -263,6 +263,6 @@ class Update:
                 if parameter.grad is not None
                 and parameter.grad.numel()
                 # A shard is of what was reduced, if by another model: the step looks at whose it is.
-                and not (shards and isinstance(parameter.grad, GradientShard))
+                and not (what != "local" and isinstance(parameter.grad, GradientShard))
                 and published.get(index) != parameter.grad.data_ptr()
             }

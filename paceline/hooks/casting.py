@@ -47,11 +47,11 @@ def cast_inputs(
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not applies() or not any(map(_may_hold_wide, (*args, *kwargs.values()))):
             return None
-        copies: list[_Copy | _CastTensor] = []
-        given = tuple(in_low(each, copies) for each in args), {n: in_low(each, copies) for n, each in kwargs.items()}
-        if copies:
-            under_way[get_ident()].append((module, copies))
-        return given
+        given = _Given(dtype)
+        low = tuple(map(given.of, args)), {name: given.of(each) for name, each in kwargs.items()}
+        if given.copies:
+            under_way[get_ident()].append((module, given.copies))
+        return low
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module is model and output is None and applies():
@@ -59,35 +59,6 @@ def cast_inputs(
         if (mine := under_way[get_ident()]) and mine[-1][0] is module:
             for each in mine.pop()[1]:
                 each.write_back()
-
-    def in_low(value: Any, copies: list[_Copy | _CastTensor]) -> Any:
-        if isinstance(value, Tensor):
-            if not _is_wide(value):
-                return value
-            copies.append(_CastTensor(value, value.to(dtype)))
-            return copies[-1].given
-        if type(value) is tuple:
-            return tuple(in_low(each, copies) for each in value)
-        # Where there is nothing to cast the unit gets the very object, which it may change.
-        if type(value) in MAPPINGS or type(value) in SEQUENCES:
-            cast = copy(value)
-            return cast if cast_places(value, cast, copies) else value
-        if _is_record(value):
-            cast = copy(value)
-            return cast if cast_places(vars(value), vars(cast), copies) else value
-        if not any(map(_is_wide, tree_leaves(value))):
-            # Not made anew by pytree, as the unit may change it, too.
-            return value
-        return tree_map(lambda each: each.to(dtype) if _is_wide(each) else each, value)
-
-    def cast_places(own: Any, given: Any, copies: list[_Copy | _CastTensor]) -> bool:
-        places = list(places_of(own))
-        for place in places:
-            given[place] = in_low(own[place], copies)
-        if all(given[place] is own[place] for place in places):
-            return False
-        copies.append(_Copy(own, given))
-        return True
 
     def widen(part: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         # It inverts matrices, which has no kernels in low precision, and multiplies with a buffer.
@@ -124,6 +95,51 @@ def cast_singular_vectors(model: nn.Module, dtype: torch.dtype) -> None:
         for name in names:
             if isinstance(buffer := getattr(module, name, None), Tensor):
                 setattr(module, name, buffer.to(dtype))
+
+
+class _Given:
+    """What a unit is given in the place of what it is called with: the same but for casts.
+
+    Attributes:
+        copies: What was made anew for it.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """In `dtype`."""
+        self._dtype = dtype
+        self.copies: list[_Copy | _CastTensor] = []
+        self._found: dict[int, Any] = {}
+        """By `id()`, what is given in a value's place: the same in all of its places, and inside itself."""
+
+    def of(self, value: Any) -> Any:
+        """What is given in a value's place."""
+        if id(value) in self._found:
+            return self._found[id(value)]
+        if isinstance(value, Tensor):
+            if not _is_wide(value):
+                return value
+            self._found[id(value)] = cast = value.to(self._dtype)
+            self.copies.append(_CastTensor(value, cast))
+            return cast
+        if type(value) is tuple:
+            return tuple(map(self.of, value))
+        is_record = _is_record(value)
+        if is_record or type(value) in MAPPINGS or type(value) in SEQUENCES:
+            self._found[id(value)] = cast = copy(value)
+            own, given = (vars(value), vars(cast)) if is_record else (value, cast)
+            places = list(places_of(own))
+            for place in places:
+                given[place] = self.of(own[place])
+            if all(given[place] is own[place] for place in places):
+                # Nothing to cast: the unit gets the very object, which it may change.
+                self._found[id(value)] = value
+                return value
+            self.copies.append(_Copy(own, given))
+            return cast
+        if not any(map(_is_wide, tree_leaves(value))):
+            # Not made anew by pytree, as the unit may change it, too.
+            return value
+        return tree_map(lambda each: each.to(self._dtype) if _is_wide(each) else each, value)
 
 
 class _CastTensor:

@@ -191,3 +191,31 @@ def read_uncast(kind: Callable[..., Any]) -> list[str]:
 def test_what_is_not_cast_is_told_of(ranks) -> None:
     for notes in ranks(2, read_uncast, OwnClass):
         assert len(notes) == 1 and "computes in bfloat16" in notes[0] and "x.to(weight.dtype)" in notes[0]
+
+
+class ReadsTree(nn.Module):
+    """Is given a node that knows the one above it, and a tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, node: SimpleNamespace, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        first.add_(1)
+        out: torch.Tensor = self.linear(node.above.below.x) + second
+        return out
+
+
+def read_in_a_circle() -> tuple[torch.dtype, float, bool]:
+    model = pl.parallelize(nn.ModuleList([ReadsTree()]), Strategy(precision="bfloat16"))
+    node, x = SimpleNamespace(x=torch.zeros(2, 8)), torch.zeros(2, 8)
+    node.above = SimpleNamespace(below=node)
+    with torch.no_grad():
+        out = model[0](node, x, x) - model[0].linear.bias
+    pl.release(model)
+    return out.dtype, float((out.float() - 1).abs().max()), bool((x == 1).all()) and node.above.below is node
+
+
+def test_what_lies_in_several_places_is_one(ranks) -> None:
+    for dtype, off, is_kept in ranks(2, read_in_a_circle):
+        assert dtype == torch.bfloat16 and off < 0.02 and is_kept
