@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.core.errors import EngineError
 from paceline.models.drawn_from import Drawn, set_states, states
 from paceline.models.growing import copied, may_grow
-from paceline.models.plain_values import SMALL, Copies, is_alike, replace
+from paceline.models.plain_values import SMALL, Copies, is_alike, is_small, replace
 from paceline.models.within_reach import PLAIN, reached
 
 Place = tuple[nn.Module, str]
@@ -123,7 +123,7 @@ class _Part:
     def __init__(self, module: nn.Module, copies: Copies) -> None:
         self.module = module
         own = {n: value for n, value in vars(module).items() if n not in _MACHINERY or (n in _HOOKS and value)}
-        self.tensors = {name for name, value in own.items() if isinstance(value, Tensor) and not _is_small(value)}
+        self.tensors = {name for name, value in own.items() if isinstance(value, Tensor) and not is_small(value)}
         self.own = {name: copies.of(value) for name, value in own.items() if name not in self.tensors}
         small = {name: value for name, value in self.own.items() if isinstance(value, Tensor)}
         self.copies = {name: (value._version, value.detach().clone()) for name, value in small.items()}
@@ -158,12 +158,7 @@ class _Part:
         if name in _HOOKS:
             return bool(value) or name in self.own
         left_out = name in _MACHINERY or name in self.tensors
-        return not left_out and (name in self.own or not isinstance(value, Tensor) or _is_small(value))
-
-
-def _is_small(value: Tensor) -> bool:
-    """Whether a copy costs nothing, and keeps no graph alive either, as one of an auxiliary loss would."""
-    return type(value) is Tensor and value.numel() <= SMALL and value.grad_fn is None and not value.is_inference()
+        return not left_out and (name in self.own or not isinstance(value, Tensor) or is_small(value))
 
 
 def _referred_by(parts: Iterable[_Part]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.models.drawn_from import Drawn
 
@@ -20,7 +20,7 @@ MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
 SEQUENCES = frozenset((list, deque))
 """Classes of what holds values in places, which can be replaced."""
 _COLLECTIONS = MAPPINGS | SEQUENCES | {tuple, set}
-_MADE_OF = SCALARS | _COLLECTIONS | {np.ndarray, *get_args(Drawn)}
+_MADE_OF = SCALARS | _COLLECTIONS | {np.ndarray, Tensor, nn.Parameter, *get_args(Drawn)}
 SMALL = 65_536
 """Elements of an array or tensor whose copy costs nothing worth telling: all that statistics of norms are."""
 
@@ -59,24 +59,37 @@ class Copies:
                     found[place] = other
         elif _is_plain(value):
             self._copied[id(value)] = value, value
-            self._objects.append((value, {name: self.of(each) for name, each in attributes_of(value).items()}))
+            self._objects.append((value, {name: self._member(each) for name, each in attributes_of(value).items()}))
         else:
             return value
         self._copied[id(value)] = value, found
         return found
+
+    def _member(self, value: Any) -> Any:
+        """A copy of an object's attribute, also of a tensor."""
+        if not is_small(value) or value.requires_grad:
+            return self.of(value)
+        if id(value) not in self._copied:
+            self._copied[id(value)] = value, value.clone()
+        return self._copied[id(value)][1]
 
     def put(self) -> Callable[[], None]:
         """Gives objects the attributes that they had, or copies of these; returns what undoes that."""
         fresh = Copies()
         were = [(value, attributes_of(value)) for value, _ in self._objects]
         for value, before in self._objects:
-            _set_attributes(value, {name: fresh.of(each) for name, each in before.items()})
+            _set_attributes(value, {name: fresh._member(each) for name, each in before.items()})
 
         def undo() -> None:
             for value, was in were:
                 _set_attributes(value, was)
 
         return undo
+
+
+def is_small(value: Any) -> bool:
+    """Whether it is a tensor whose copy costs nothing, and keeps no graph alive, as one of an auxiliary loss would."""
+    return type(value) is Tensor and value.numel() <= SMALL and value.grad_fn is None and not value.is_inference()
 
 
 def places_of(value: Any) -> Iterable[Any]:
@@ -137,7 +150,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is an object made of scalars, collections, arrays and random generators alone: a counter, a meter."""
+    """Whether it is an object made of scalars, collections, arrays, tensors and generators: a counter, a meter."""
     kind: Any = type(value)
     if isinstance(value, nn.Module) or not (kind.__new__ is object.__new__ or kind is SimpleNamespace):
         return False

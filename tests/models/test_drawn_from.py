@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,25 @@ class Drawing(nn.Module):
         return torch.tanh(self.map(torch.tanh(self.map(x) * self.draw())))
 
 
+@dataclass
+class Averages:
+    """Keeps tensors: one that it writes to, and the last that it has given."""
+
+    mean: Tensor = field(default_factory=lambda: torch.ones(()))
+    last: Tensor | None = None
+    calls: int = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        self.mean.mul_(0.9)
+        self.last = self.mean * self.calls
+        return float(self.last)
+
+
 DRAWS: dict[str, Callable[[], Callable[[], float]]] = {
     "an object with slots": Counter,
     "an object with a generator": Noise,
+    "an object with tensors": Averages,
     "Python": lambda: random.Random(0).random,
     "numpy": lambda: np.random.default_rng(0).random,
     "numpy, as it was": lambda: np.random.RandomState(0).rand,

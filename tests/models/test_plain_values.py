@@ -71,9 +71,22 @@ def test_objects_stay_themselves_and_are_put_back(make: Any) -> None:
     assert meter.seen == [1], "what ran in between has not changed the copy"
 
 
-@pytest.mark.parametrize(
-    "value", [nn.Linear(2, 2), torch.ones(2), object(), len, SimpleNamespace(x=torch.ones(1)), Meter]
-)
+def test_tensors_of_objects_are_put_back() -> None:
+    graph, trained = torch.ones(1, requires_grad=True) * 2, torch.ones(1, requires_grad=True)
+    held = SimpleNamespace(counts=torch.zeros(2), graph=graph, trained=trained)
+    copies, counts = Copies(), held.counts
+    copies.of(held)
+    held.counts.add_(1)
+    held.last = torch.ones(2)
+    undo = copies.put()
+    assert torch.equal(held.counts, torch.zeros(2)) and not hasattr(held, "last")
+    assert held.graph is graph and held.trained is trained
+    held.counts.add_(5)
+    undo()
+    assert held.counts is counts and torch.equal(counts, torch.ones(2)) and torch.equal(held.last, torch.ones(2))
+
+
+@pytest.mark.parametrize("value", [nn.Linear(2, 2), torch.ones(2), object(), len, SimpleNamespace(x=object()), Meter])
 def test_what_is_not_plain_is_left_alone(value: Any) -> None:
     copies = Copies()
     assert copies.of(value) is value and not copies._objects
