@@ -46,7 +46,8 @@ class OutsideUse:
             refuse_edit(index, parameters.flat)
         bucket = parameters.flat.bucket_of.get(index)
         if bucket is None or not self._forward.is_computing:
-            converts = ", or convert it after pl.release(model)" if function in _CONVERSIONS else ""
+            converts = ", convert it after pl.release(model), or not at all where it changes nothing"
+            converts = converts if function in _CONVERSIONS else ""
             raise EngineError(
                 f"{function} of {slot.spec.name} outside of forward and backward: with zero=3 this rank keeps only its "
                 "shard of it. Use it after the step's forward has begun (call the model or its layer, not their "

@@ -20,7 +20,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from paceline.hooks.modules import ModuleHook
-from paceline.models.plain_values import MAPPINGS, SEQUENCES, places_of
+from paceline.models.plain_values import MAPPINGS, SEQUENCES, attributes_of, places_of, set_attributes
 
 _OF_DTYPES = re.compile("dtype|scalar type|should be the same")
 
@@ -42,7 +42,7 @@ def cast_inputs(
         applies: Whether it does so now.
     """
     # Of each thread, as branches of a forward may run in several.
-    under_way: dict[int, list[tuple[nn.Module, list[_Copy | _CastTensor]]]] = defaultdict(list)
+    under_way: dict[int, list[tuple[nn.Module, list[_Copy | _CastRecord | _CastTensor]]]] = defaultdict(list)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not applies() or not any(map(_may_hold_wide, (*args, *kwargs.values()))):
@@ -107,7 +107,7 @@ class _Given:
     def __init__(self, dtype: torch.dtype) -> None:
         """In `dtype`."""
         self._dtype = dtype
-        self.copies: list[_Copy | _CastTensor] = []
+        self.copies: list[_Copy | _CastRecord | _CastTensor] = []
         self._found: dict[int, Any] = {}
         """By `id()`, what is given in a value's place: the same in all of its places, and inside itself."""
 
@@ -123,18 +123,26 @@ class _Given:
             return cast
         if type(value) is tuple:
             return tuple(map(self.of, value))
-        is_record = _is_record(value)
-        if is_record or type(value) in MAPPINGS or type(value) in SEQUENCES:
+        # Where there is nothing to cast the unit gets the very object, which it may change.
+        if type(value) in MAPPINGS or type(value) in SEQUENCES:
             self._found[id(value)] = cast = copy(value)
-            own, given = (vars(value), vars(cast)) if is_record else (value, cast)
-            places = list(places_of(own))
+            places = list(places_of(value))
             for place in places:
-                given[place] = self.of(own[place])
-            if all(given[place] is own[place] for place in places):
-                # Nothing to cast: the unit gets the very object, which it may change.
+                cast[place] = self.of(value[place])
+            if all(cast[place] is value[place] for place in places):
                 self._found[id(value)] = value
                 return value
-            self.copies.append(_Copy(own, given))
+            self.copies.append(_Copy(value, cast))
+            return cast
+        if _is_record(value):
+            self._found[id(value)] = cast = copy(value)
+            own = attributes_of(value)
+            given = {name: self.of(each) for name, each in own.items()}
+            if all(given[name] is own[name] for name in own):
+                self._found[id(value)] = value
+                return value
+            set_attributes(cast, given)
+            self.copies.append(_CastRecord(value, cast))
             return cast
         if not any(map(_is_wide, tree_leaves(value))):
             # Not made anew by pytree, as the unit may change it, too.
@@ -158,6 +166,21 @@ class _CastTensor:
         """Writes to the caller's what the unit has written to the one that it got."""
         if self._version is not None and self.given._version != self._version:
             self._own.copy_(self.given)
+
+
+class _CastRecord:
+    """An object that a unit is given in place of the caller's, with some of its attributes cast."""
+
+    def __init__(self, own: Any, given: Any) -> None:
+        """Takes the caller's and the unit's."""
+        self._own, self._given, self._before = own, given, attributes_of(given)
+
+    def write_back(self) -> None:
+        """Changes the caller's as the unit has changed the one that it got; what it left alone stays uncast."""
+        own, now, before = attributes_of(self._own), attributes_of(self._given), self._before
+        if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
+            left = {name: own[name] for name in now if name in before and now[name] is before[name]}
+            set_attributes(self._own, now | left)
 
 
 class _Copy:
@@ -192,10 +215,7 @@ def _is_record(value: Any) -> bool:
     """Whether it is an object whose attributes are all that there is of it."""
     kind = type(value)
     return kind is SimpleNamespace or (
-        is_dataclass(kind)
-        and hasattr(value, "__dict__")
-        and not isinstance(value, (nn.Module, dict, list, tuple))
-        and kind not in SUPPORTED_NODES
+        is_dataclass(kind) and not isinstance(value, (nn.Module, dict, list, tuple)) and kind not in SUPPORTED_NODES
     )
 
 
@@ -205,7 +225,8 @@ def _tell_of_dtypes(error: BaseException | None, dtype: torch.dtype) -> None:
         note = (
             f"The model computes in {str(dtype).removeprefix('torch.')} (strategy.precision). fp32 tensors that it and "
             "its units are called with are cast to that, also in collections, dataclasses and SimpleNamespace; those "
-            "in other objects, and buffers, are not: write x.to(weight.dtype) where one meets a weight"
+            "in other objects, and buffers, are not: write x.to(weight.dtype) where one meets a weight, and "
+            "x.to(self.mean.dtype) where a buffer is updated"
         )
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -218,7 +239,7 @@ def _is_wide(value: Any) -> bool:
 def _may_hold_wide(value: Any) -> bool:
     if isinstance(value, Tensor):
         return _is_wide(value)
-    return isinstance(value, (tuple, list, dict, deque)) or hasattr(value, "__dict__")
+    return isinstance(value, (tuple, list, dict, deque)) or hasattr(value, "__dict__") or is_dataclass(value)
 
 
 def _beside_buffers(units: Sequence[nn.Module]) -> Iterable[nn.Module]:

@@ -1,18 +1,18 @@
-"""Copies of plain values that a forward may change: collections, arrays, and what simple objects are made of."""
+"""Copies of plain values that a forward may change: collections, arrays, and the attributes of objects."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-
-from paceline.models.drawn_from import Drawn
+from torch.optim import Optimizer
 
 SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None)))
 """Classes of what holds nothing and never changes."""
@@ -20,9 +20,19 @@ MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
 SEQUENCES = frozenset((list, deque))
 """Classes of what holds values in places, which can be replaced."""
 _COLLECTIONS = MAPPINGS | SEQUENCES | {tuple, set}
-_MADE_OF = SCALARS | _COLLECTIONS | {np.ndarray, Tensor, nn.Parameter, *get_args(Drawn)}
 SMALL = 65_536
 """Elements of an array or tensor whose copy costs nothing worth telling: all that statistics of norms are."""
+_DEPTH = 2
+"""Objects inside each other whose attributes are copied."""
+_NOT_OWN = sys.stdlib_module_names | {"torch", "numpy"}
+"""Packages whose objects are left alone: they have states of other kinds, or none."""
+_OF_THREADS = frozenset(
+    {
+        *("_thread", "threading", "queue", "_queue", "multiprocessing", "concurrent", "asyncio", "_asyncio"),
+        *("socket", "_socket", "_io", "subprocess", "selectors"),
+    }
+)
+"""Packages of what another thread may work with, together with the object that holds it."""
 
 
 class Copies:
@@ -34,11 +44,13 @@ class Copies:
         """By `id()`, a value, which stays alive so, and its copy."""
         self._objects: list[tuple[Any, dict[str, Any]]] = []
         """Objects, and copies of their attributes."""
+        self._inside = 0
+        """Objects around what is being copied."""
 
     def of(self, value: Any) -> Any:
         """A copy that shares nothing with a value that can change; the value itself where it is none that is copied.
 
-        An object of a user's own is not copied, but its attributes, if they all are plain: see `put`.
+        An object of a user's own is not copied, but its attributes: see `put`.
         """
         kind = type(value)
         if kind in SCALARS:
@@ -51,15 +63,17 @@ class Copies:
         elif kind is tuple:
             members = tuple(self.of(each) for each in value)
             found = members if any(a is not b for a, b in zip(members, value, strict=True)) else value
-        elif kind in _COLLECTIONS:
+        elif kind in _COLLECTIONS and not (self._inside and len(value) > SMALL):
             found = copy.copy(value)
             self._copied[id(value)] = value, found
             for place in places_of(value):
                 if (other := self.of(value[place])) is not value[place]:
                     found[place] = other
-        elif _is_plain(value):
+        elif self._inside < _DEPTH and _is_own(value):
             self._copied[id(value)] = value, value
+            self._inside += 1
             self._objects.append((value, {name: self._member(each) for name, each in attributes_of(value).items()}))
+            self._inside -= 1
         else:
             return value
         self._copied[id(value)] = value, found
@@ -78,11 +92,11 @@ class Copies:
         fresh = Copies()
         were = [(value, attributes_of(value)) for value, _ in self._objects]
         for value, before in self._objects:
-            _set_attributes(value, {name: fresh._member(each) for name, each in before.items()})
+            set_attributes(value, {name: fresh._member(each) for name, each in before.items()})
 
         def undo() -> None:
             for value, was in were:
-                _set_attributes(value, was)
+                set_attributes(value, was)
 
         return undo
 
@@ -125,7 +139,8 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return slots | getattr(value, "__dict__", {})
 
 
-def _set_attributes(value: Any, attributes: dict[str, Any]) -> None:
+def set_attributes(value: Any, attributes: dict[str, Any]) -> None:
+    """Gives an object these attributes, and no others."""
     kind: Any = type(value)
     slots = _slots_of(kind)
     if hasattr(value, "__dict__"):
@@ -149,11 +164,14 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it is an object made of scalars, collections, arrays, tensors and generators: a counter, a meter."""
+def _is_own(value: Any) -> bool:
+    """Whether it is an object of a user's own class that no other thread is known to change: a counter, a meter."""
     kind: Any = type(value)
-    if isinstance(value, nn.Module) or not (kind.__new__ is object.__new__ or kind is SimpleNamespace):
+    if kind is not SimpleNamespace and (
+        kind.__new__ is not object.__new__ or kind.__module__.partition(".")[0] in _NOT_OWN
+    ):
         return False
-    if not _slots_of(kind) and type(getattr(value, "__dict__", None)) is not dict:
+    if isinstance(value, (nn.Module, Optimizer)) or not (_slots_of(kind) or hasattr(value, "__dict__")):
         return False
-    return all(type(each) in _MADE_OF for each in attributes_of(value).values())
+    held = (str(type(each).__module__).partition(".")[0] for each in attributes_of(value).values())
+    return _OF_THREADS.isdisjoint(held)

@@ -145,6 +145,14 @@ class Frozen:
     note: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    kept: torch.Tensor
+    note: torch.Tensor | None = None
+    more: torch.dtype | None = None
+
+
 class OwnClass:
     def __init__(self, x: torch.Tensor, kept: torch.Tensor) -> None:
         self.x, self.kept, self.note = x, kept, None
@@ -159,7 +167,9 @@ class ReadsBatch(nn.Module):
 
     def forward(self, batch: Any) -> torch.Tensor:
         out: torch.Tensor = nn.functional.linear(batch.x, self.inner[0].weight)
-        vars(batch)["note"], vars(batch)["more"] = out.float().detach(), batch.x.dtype
+        # A frozen dataclass, too.
+        object.__setattr__(batch, "note", out.float().detach())
+        object.__setattr__(batch, "more", batch.x.dtype)
         return out
 
 
@@ -174,7 +184,7 @@ def read(zero: int, kind: Callable[..., Any]) -> tuple[torch.dtype, bool, torch.
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("kind", [Batch, Frozen, SimpleNamespace])
+@pytest.mark.parametrize("kind", [Batch, Frozen, Slotted, SimpleNamespace])
 def test_tensors_of_an_object_are_cast_and_it_is_the_loops_own_afterwards(ranks, zero: int, kind) -> None:
     for found in ranks(2, read, zero, kind):
         assert found == (torch.bfloat16, True, torch.float32, torch.bfloat16)

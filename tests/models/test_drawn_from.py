@@ -64,10 +64,21 @@ class Averages:
         return float(self.last)
 
 
+class Outer:
+    """Has what is no number, and another object that counts."""
+
+    def __init__(self) -> None:
+        self.device, self.inner = torch.device("cpu"), Counter()
+
+    def __call__(self) -> float:
+        return self.inner()
+
+
 DRAWS: dict[str, Callable[[], Callable[[], float]]] = {
     "an object with slots": Counter,
     "an object with a generator": Noise,
     "an object with tensors": Averages,
+    "an object in an object": Outer,
     "Python": lambda: random.Random(0).random,
     "numpy": lambda: np.random.default_rng(0).random,
     "numpy, as it was": lambda: np.random.RandomState(0).rand,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import io
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +74,21 @@ def test_objects_stay_themselves_and_are_put_back(make: Any) -> None:
     assert meter.seen == [1], "what ran in between has not changed the copy"
 
 
+def test_objects_are_put_back_whatever_else_they_hold() -> None:
+    held = SimpleNamespace(device=torch.device("cpu"), make=Meter, calls=0, meter=Meter(), deep=SimpleNamespace())
+    held.deep.deeper = Meter()
+    copies = Copies()
+    copies.of(held)
+    for each in (held, held.meter, held.deep.deeper):
+        each.calls = 7
+    held.meter.seen.append(2)
+    undo = copies.put()
+    assert held.calls == 0 == held.meter.calls and held.meter.seen == [1] and held.device.type == "cpu"
+    assert held.deep.deeper.calls == 7, "the third inside each other"
+    undo()
+    assert held.calls == 7 == held.meter.calls and held.meter.seen == [1, 2]
+
+
 def test_tensors_of_objects_are_put_back() -> None:
     graph, trained = torch.ones(1, requires_grad=True) * 2, torch.ones(1, requires_grad=True)
     held = SimpleNamespace(counts=torch.zeros(2), graph=graph, trained=trained)
@@ -86,8 +104,13 @@ def test_tensors_of_objects_are_put_back() -> None:
     assert held.counts is counts and torch.equal(counts, torch.ones(2)) and torch.equal(held.last, torch.ones(2))
 
 
-@pytest.mark.parametrize("value", [nn.Linear(2, 2), torch.ones(2), object(), len, SimpleNamespace(x=object()), Meter])
-def test_what_is_not_plain_is_left_alone(value: Any) -> None:
+LOCKED, FILED = SimpleNamespace(lock=threading.Lock(), calls=0), SimpleNamespace(file=io.StringIO(), calls=0)
+
+
+@pytest.mark.parametrize(
+    "value", [nn.Linear(2, 2), torch.ones(2), object(), len, Meter, LOCKED, FILED, datetime.date(2000, 1, 1)]
+)
+def test_what_threads_share_and_what_is_no_users_own_is_left_alone(value: Any) -> None:
     copies = Copies()
     assert copies.of(value) is value and not copies._objects
 
