@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.idioms.side import WIDTH, Found, Side, fit, idiom, mlp, state, trained
+from tests.idioms.side import WIDTH, Found, Side, Stack, fit, idiom, mlp, state, trained
 
 
 @idiom()
@@ -145,18 +145,8 @@ def experts_by_the_largest_score(side: Side) -> Found:
             self.balance = (scores * scores).sum(1).mean()
             return x + best[:, None] * every[torch.arange(len(x)), which]
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks, self.head = nn.ModuleList(Experts() for _ in range(2)), nn.Linear(WIDTH, 2)
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
     torch.manual_seed(0)
-    model = Model().to(side.dtype)
+    model = Stack(Experts, 2).to(side.dtype)
     net = side.parallel(model)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from tests.idioms.side import WIDTH, Found, Side, descend, fit, idiom, mlp, state, trained
+from tests.idioms.side import WIDTH, Found, Side, Stack, descend, fit, idiom, mlp, state, trained
 
 
 @idiom()
@@ -42,18 +42,8 @@ def losses_left_under_names_that_change(side: Side) -> Found:
             setattr(self, f"loss_{self.calls}", self.b(h).square().mean())
             return x + h.detach()
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 2)
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
     torch.manual_seed(0)
-    model = Model().to(side.dtype)
+    model = Stack(Block, 3).to(side.dtype)
     net, optimizer = side.parallel(model), torch.optim.SGD(model.parameters(), 0.1)
 
     def loss(x, y):

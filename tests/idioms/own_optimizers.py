@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,17 +43,20 @@ class Listing(Unasking):
                 p.sub_(mean.lerp_(p.grad, 0.3), alpha=0.05)
 
 
-@idiom()
-def an_optimizer_that_asks_for_no_missing_gradient(side: Side) -> Found:
-    model = mlp(side)
-    net = side.parallel(model)
-    optimizer = Unasking(model.parameters())
+def with_states_put_back(side: Side, net: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Found:
     fit(side, net, optimizer, 2)
     kept = copy.deepcopy(optimizer.state_dict())
     fit(side, net, optimizer, 1)
     optimizer.load_state_dict(kept)
     fit(side, net, optimizer, 1)
     return state(model)
+
+
+@idiom()
+def an_optimizer_that_asks_for_no_missing_gradient(side: Side) -> Found:
+    model = mlp(side)
+    net = side.parallel(model)
+    return with_states_put_back(side, net, model, Unasking(model.parameters()))
 
 
 @pl.elementwise
@@ -90,13 +94,7 @@ def an_optimizer_made_of_torchs_with_a_step_of_its_own(side: Side) -> Found:
 def an_optimizer_made_of_torchs_that_changes_gradients_first(side: Side) -> Found:
     model = mlp(side)
     net = side.parallel(model)
-    optimizer = Decaying(model.parameters(), lr=0.01)
-    fit(side, net, optimizer, 2)
-    kept = copy.deepcopy(optimizer.state_dict())
-    fit(side, net, optimizer, 1)
-    optimizer.load_state_dict(kept)
-    fit(side, net, optimizer, 1)
-    return state(model)
+    return with_states_put_back(side, net, model, Decaying(model.parameters(), lr=0.01))
 
 
 LISTED = tuple((place, r"Listing\.means has a tensor for each") for place in ("zero 3", "low"))

@@ -191,6 +191,19 @@ def mlp(side: Side, *, seed: int = 0, inputs: int = WIDTH, outputs: int = 2, blo
     return nn.Sequential(nn.Linear(inputs, WIDTH), *middle, nn.Linear(WIDTH, outputs)).to(side.dtype)
 
 
+class Stack(nn.Module):
+    """Blocks one after another, and a head."""
+
+    def __init__(self, block: Callable[[], nn.Module], count: int) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(block() for _ in range(count)), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Of a batch's inputs and targets."""
 
