@@ -46,13 +46,13 @@ class OutsideUse:
             refuse_edit(index, parameters.flat)
         bucket = parameters.flat.bucket_of.get(index)
         if bucket is None or not self._forward.is_computing:
-            converts = ", convert it after pl.release(model), or not at all where it changes nothing"
-            converts = converts if function in _CONVERSIONS else ""
+            converts = function in _CONVERSIONS
+            remedy = ", convert it after pl.release(model), or not at all where it changes nothing" if converts else ""
             raise EngineError(
                 f"{function} of {slot.spec.name} outside of forward and backward: with zero=3 this rank keeps only its "
                 "shard of it. Use it after the step's forward has begun (call the model or its layer, not their "
                 "forward()) and before its backward has ended, or read or edit it inside "
-                f"`with pl.full_parameters(model):`, on every rank{converts}"
+                f"`with pl.full_parameters(model):`, on every rank{remedy}"
             )
         require_unsaved(slot.spec.name, parameters.all[index])
         self._forward.pin(index, f"{slot.spec.name} is used outside of its unit")

@@ -44,10 +44,9 @@ def add_to(model: nn.Module, engine: Any) -> None:
 
 def take_from(model: nn.Module) -> dict[str, Any]:
     """Undoes `add_to`, and returns what had been set."""
-    names = [name for name in (ENGINE, "no_sync", "__deepcopy__", "__reduce_ex__") if name in vars(model)]
-    if not isinstance(vars(model).get("no_sync"), NoSync) and "no_sync" in names:
-        names.remove("no_sync")
-    return {name: vars(model).pop(name) for name in names}
+    names = (ENGINE, "__deepcopy__", "__reduce_ex__")
+    ours = (*names, "no_sync") if isinstance(vars(model).get("no_sync"), NoSync) else names
+    return {name: vars(model).pop(name) for name in ours}
 
 
 def inside(model: nn.Module) -> nn.Module:
